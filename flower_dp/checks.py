@@ -1,0 +1,66 @@
+"""Checks of configuration values: every refusal names the field, the value and what would be valid."""
+
+import math
+from typing import Any
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """Return `value` as a float if it is a finite real number within the bounds.
+
+    Raises:
+        ValueError: naming the field, the value and the valid range. Booleans are not numbers here.
+    """
+    words = [
+        f"{sign} {bound:g}"
+        for sign, bound in ((">", above), (">=", at_least), ("<", below), ("<=", at_most))
+        if bound is not None
+    ]
+    wanted = "a finite number" + (" " + " and ".join(words) if words else "")
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
+    result = float(value)
+    within = (
+        math.isfinite(result)
+        and (above is None or result > above)
+        and (at_least is None or result >= at_least)
+        and (below is None or result < below)
+        and (at_most is None or result <= at_most)
+    )
+    if not within:
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
+    return result
+
+
+def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
+    """Return `value` as an int if it is a whole number within the bounds.
+
+    Raises:
+        ValueError: naming the field, the value and the valid range.
+    """
+    words = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
+    wanted = "a whole number" + (" " + " and ".join(words) if words else "")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
+    result = int(value)
+    if (at_least is not None and result < at_least) or (at_most is not None and result > at_most):
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
+    return result
+
+
+def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
+    """Return `value` if it is one of the valid words.
+
+    Raises:
+        ValueError: naming the field, the value and the valid words.
+    """
+    if value not in valid:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(valid)}")
+    return str(value)

@@ -1,0 +1,19 @@
+"""Flower clients: local training, clipping, noise on the device."""
+
+from flower_dp.clients.app import client_app
+from flower_dp.clients.client import DPClient
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.records import Records, TensorRecords
+from flower_dp.clients.training import FlatModel, LocalTraining, local_updates, model_arrays
+
+__all__ = [
+    "ClientPolicy",
+    "DPClient",
+    "FlatModel",
+    "LocalTraining",
+    "Records",
+    "TensorRecords",
+    "client_app",
+    "local_updates",
+    "model_arrays",
+]

@@ -1,0 +1,43 @@
+"""A Message-API ClientApp around a DPClient."""
+
+import json
+from collections.abc import Callable
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_dp import wire
+from flower_dp.clients.client import DPClient
+
+# No payload or model that a device can hold is larger.
+_LARGEST_ARRAY = 2**40
+
+
+def client_app(client_fn: Callable[[Context], DPClient]) -> ClientApp:
+    """Return a ClientApp that answers two messages: which clients live here, and train.
+
+    Args:
+        client_fn: makes the node's client from its context; called for every message, so cache what is costly.
+    """
+    app = ClientApp()
+
+    @app.query()
+    def hosts(message: Message, context: Context) -> Message:
+        try:
+            text = str(client_fn(context).get_properties({})[wire.KEY])
+        except Exception as error:  # the server must learn why this node has no clients, whatever went wrong
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = client_fn(context)
+        named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
+        if set(named) != set(client.model.layout.names):
+            raise ValueError(f"the server's model has arrays {sorted(named)}, this client's {sorted(client.model.layout.names)}")
+        config = dict(message.content.config_records[wire.MESSAGE_API.config])
+        arrays, _, answer = client.fit([named[name] for name in client.model.layout.names], config)
+        content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
+        return Message(content, reply_to=message)
+
+    return app

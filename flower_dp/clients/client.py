@@ -1,0 +1,126 @@
+"""The client: trains, clips, adds its noise, compresses; one client on a device, many on a simulation worker."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from flower_dp import compression, wire
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel, LocalTraining, batch_seed, local_updates
+from flower_dp.clipping import clip_l2
+from flower_dp.mechanisms import Gaussian
+from flower_dp.wire import Answer, Instruction
+
+# How much of a clip norm the noise is, is in the instruction; the mechanism itself only draws.
+_GAUSSIAN = Gaussian(noise_multiplier=1.0)
+
+
+class DPClient(NumPyClient):
+    """A Flower client for the strategies of this package, around a recipe of local training.
+
+    It answers with the sum of its clients' updates, each clipped to the L2 norm that the server names and its own policy allows,
+    each with its own noise if the server asks for noise on clients, each compressed after that. It sends no record, no example
+    count and, unless its policy allows it, no metric.
+
+    Args:
+        model: the architecture; its weights are overwritten. Without BatchNorm.
+        clients: the records of every client that lives here, by its stable name; on a device one.
+        training: the recipe of local training.
+        policy: this client's own limits.
+        device: where to train; by default the GPU if this process has one, else the CPU.
+        seed: governs the order of records, never the noise.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        clients: Mapping[str, Records],
+        training: LocalTraining,
+        policy: ClientPolicy | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        noise_seed: int | None = None,
+    ) -> None:
+        if not clients:
+            raise ValueError("clients: a node must host at least one client")
+        chosen = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = FlatModel(model, chosen)
+        self.clients = clients
+        self.training = training
+        self.policy = policy or ClientPolicy()
+        self.seed = seed
+        self.seeded_noise = noise_seed is not None
+        self._noise = torch.Generator(chosen)
+        self._noise.manual_seed(secrets.randbits(63) if noise_seed is None else noise_seed)
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Say which clients live here."""
+        return {wire.KEY: json.dumps({"clients": sorted(self.clients)})}
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Return the payload arrays, 1 in the place of an example count, and the answer that describes the payload.
+
+        Raises:
+            ValueError: if the server's instruction is missing, malformed or against this client's policy, or the model does
+                not fit.
+        """
+        instruction = wire.instruction_of(config)
+        self.policy.check(instruction)
+        layout = self.model.layout
+        if len(parameters) != len(layout.names):
+            raise ValueError(f"the server's model has {len(parameters)} arrays, this client's {len(layout.names)}")
+        vector = torch.from_numpy(layout.flatten(dict(zip(layout.names, parameters, strict=True)))).to(self.model.device)
+        total, answered, refused, losses = self._sum(vector, instruction)
+        payload = compression.smallest(total)
+        metrics = {}
+        if instruction.report_metrics and self.policy.allow_metrics and answered:
+            metrics["loss"] = float(torch.stack(losses).nan_to_num().sum())
+        answer = Answer(
+            clients=tuple(answered), refused=refused, payload=payload.header, seeded_noise=self.seeded_noise, metrics=metrics
+        )
+        return list(payload.arrays), 1, {wire.KEY: answer.to_json()}
+
+    def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
+        """Return the sum [d] of the updates, who is in it, who is not and why, and the training losses of all who trained."""
+        hosted = [name for name in instruction.clients if name in self.clients]
+        refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
+        answered: list[str] = []
+        losses: list[Tensor] = []
+        total = torch.zeros_like(vector)
+        rows = local_updates(
+            vector,
+            [self.clients[name] for name in hosted],
+            self.training,
+            model=self.model,
+            server_round=instruction.server_round,
+            seeds=[batch_seed(self.seed, instruction.server_round, name) for name in hosted],
+            losses=losses,
+        )
+        for name, row in zip(hosted, rows, strict=True):
+            try:
+                clipped = clip_l2(row, instruction.clip_norm)
+            except ValueError as error:
+                refused[name] = str(error)
+                continue
+            total += self._released(clipped, instruction)
+            answered.append(name)
+        return total, answered, refused, losses
+
+    def _released(self, clipped: Tensor, instruction: Instruction) -> Tensor:
+        """Return a clipped update as it leaves its client: with its noise, then compressed."""
+        if not instruction.noise_std:
+            return clipped
+        noised: Tensor = clipped + _GAUSSIAN.noise(clipped, instruction.noise_std, self._noise)
+        if instruction.keep_ratio == 1:
+            return noised
+        sparse = compression.decode(compression.top_k(noised, instruction.keep_ratio), noised.numel())
+        return torch.from_numpy(sparse).to(noised.device)

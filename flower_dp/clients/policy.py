@@ -1,0 +1,44 @@
+"""A client's own policy: what it will do for a server, whatever the server says."""
+
+from dataclasses import dataclass
+
+from flower_dp import checks
+from flower_dp.wire import Instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientPolicy:
+    """Limits that a client sets for its own protection; instructions beyond them are refused.
+
+    Attributes:
+        max_clip_norm: largest clip norm to work with; None for any.
+        min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
+        min_noise_std: smallest std of the noise that this client itself adds; > 0 insists on noise on the device.
+        allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
+    """
+
+    max_clip_norm: float | None = None
+    min_noise_multiplier: float = 0.0
+    min_noise_std: float = 0.0
+    allow_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_clip_norm is not None:
+            checks.number("max_clip_norm", self.max_clip_norm, above=0)
+        checks.number("min_noise_multiplier", self.min_noise_multiplier, at_least=0)
+        checks.number("min_noise_std", self.min_noise_std, at_least=0)
+
+    def check(self, instruction: Instruction) -> None:
+        """Refuse an instruction that this policy does not allow.
+
+        Raises:
+            ValueError: naming the limit and the value asked for.
+        """
+        if self.max_clip_norm is not None and instruction.clip_norm > self.max_clip_norm:
+            raise ValueError(f"clip_norm={instruction.clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
+        if instruction.noise_multiplier < self.min_noise_multiplier:
+            raise ValueError(
+                f"noise_multiplier={instruction.noise_multiplier:g}: this client's policy asks for {self.min_noise_multiplier:g}"
+            )
+        if instruction.noise_std < self.min_noise_std:
+            raise ValueError(f"noise_std={instruction.noise_std:g}: this client's policy asks for {self.min_noise_std:g}")

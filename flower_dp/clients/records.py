@@ -1,0 +1,45 @@
+"""Records: one client's data, in batches that are ready for the model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Records(Protocol):
+    """One client's records."""
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+
+    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the records at these positions (0 to len - 1), on a device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecords:
+    """Records in tensors, possibly some rows of tensors that many clients share.
+
+    Attributes:
+        inputs: [n, ...], of any dtype; uint8 images stay small this way.
+        targets: [n, ...].
+        indices: the rows that are this client's [records], int64; None for all of them.
+        transform: turns a batch of raw inputs, on the device, into what the model takes.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    indices: Tensor | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs if self.indices is None else self.indices)
+
+    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of some records."""
+        rows = positions if self.indices is None else self.indices[positions]
+        inputs = self.inputs.index_select(0, rows).to(device)
+        targets = self.targets.index_select(0, rows).to(device)
+        return (inputs if self.transform is None else self.transform(inputs)), targets

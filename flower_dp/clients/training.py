@@ -1,0 +1,185 @@
+"""Local training: global vector + the data of some clients + a recipe -> one update row a client.
+
+A device calls it with one client, a simulation worker with many; the rows are the same.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from flower_dp import checks
+from flower_dp.clients.records import Records
+from flower_dp.vectors import Layout
+
+
+class FlatModel:
+    """A model whose trainable parameters are views into one float32 vector.
+
+    Setting, reading and averaging the whole model are then one operation each.
+
+    Raises:
+        ValueError: for layers with batch statistics, naming the layer and the replacement.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        _refuse_batch_statistics(module)
+        self.device = device or torch.device("cpu")
+        self.module = module.to(self.device, torch.float32)
+        named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        self.layout = Layout.of({name: parameter.detach() for name, parameter in named.items()})
+        self.parameters: list[Tensor] = list(named.values())
+        self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
+        self._share(self.vector, self.parameters)
+
+    def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Make the tensors views of consecutive parts of the vector."""
+        start = 0
+        for parameter in parameters:
+            parameter.data = vector[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTraining:
+    """The recipe of local training: minibatch SGD or SAM, fresh momentum every round.
+
+    Attributes:
+        learning_rate: step size of round 1 (paper: eta).
+        batch_size: records a step; the last batch of an epoch may be smaller.
+        num_local_epochs: passes over the client's records.
+        num_local_steps: steps instead of epochs; None to count epochs.
+        momentum: heavy-ball momentum.
+        weight_decay: L2 coefficient.
+        learning_rate_decay: the step size shrinks by this part every round.
+        sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
+            a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
+        loss: model outputs, targets -> mean loss of the batch.
+    """
+
+    learning_rate: float
+    batch_size: int = 32
+    num_local_epochs: int = 1
+    num_local_steps: int | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    learning_rate_decay: float = 0.0
+    sam_radius: float = 0.0
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    def __post_init__(self) -> None:
+        checks.number("learning_rate", self.learning_rate, above=0)
+        checks.integer("batch_size", self.batch_size, at_least=1)
+        checks.integer("num_local_epochs", self.num_local_epochs, at_least=1)
+        if self.num_local_steps is not None:
+            checks.integer("num_local_steps", self.num_local_steps, at_least=1)
+        checks.number("momentum", self.momentum, at_least=0, below=1)
+        checks.number("weight_decay", self.weight_decay, at_least=0)
+        checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
+        checks.number("sam_radius", self.sam_radius, at_least=0)
+
+    def step_size(self, server_round: int) -> float:
+        """Return the step size of round 1, 2, ..."""
+        return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
+
+    def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
+        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor."""
+        step_size = self.step_size(server_round)
+        velocity = [torch.zeros_like(parameter) for parameter in model.parameters] if self.momentum else []
+        losses = []
+        for positions in self._batches(len(records), rng):
+            inputs, targets = records.batch(positions, model.device)
+            loss, gradients = self._gradients(model, inputs, targets)
+            if self.sam_radius:
+                gradients = self._sam_gradients(model, inputs, targets, gradients)
+            losses.append(loss)
+            with torch.no_grad():
+                if self.weight_decay:
+                    torch._foreach_add_(gradients, [p.detach() for p in model.parameters], alpha=self.weight_decay)
+                if self.momentum:
+                    torch._foreach_mul_(velocity, self.momentum)
+                    torch._foreach_add_(velocity, gradients)
+                torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
+        return torch.stack(losses).mean()
+
+    def _batches(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
+        """Yield positions of shuffled minibatches, for the given number of epochs or steps."""
+        if num_records == 0:
+            raise ValueError("records: a client without records can't train")
+        steps_an_epoch = -(-num_records // self.batch_size)
+        num_steps = self.num_local_steps or self.num_local_epochs * steps_an_epoch
+        for step in range(num_steps):
+            if step % steps_an_epoch == 0:
+                order = torch.split(torch.randperm(num_records, generator=rng), self.batch_size)
+            yield order[step % steps_an_epoch]
+
+    def _gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        loss = self.loss(model.module(inputs), targets)
+        return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
+
+    def _sam_gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients at the point `sam_radius` uphill; at a zero gradient there is no uphill, and no step."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
+        if norm == 0:
+            return gradients
+        here = model.vector.clone()
+        with torch.no_grad():
+            torch._foreach_add_(model.parameters, gradients, alpha=self.sam_radius / norm)
+        _, uphill = self._gradients(model, inputs, targets)
+        model.vector.copy_(here)
+        return uphill
+
+
+def local_updates(
+    vector: Tensor,
+    clients: Sequence[Records],
+    training: LocalTraining,
+    *,
+    model: FlatModel,
+    server_round: int,
+    seeds: Sequence[int],
+    losses: list[Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """Yield every client's update, trained model minus global model, one new row [d] each, in order.
+
+    Args:
+        vector: the global model [d], float32, on the model's device.
+        clients: each client's records.
+        training: the recipe.
+        model: where to train; its weights are overwritten.
+        server_round: 1, 2, ...
+        seeds: one seed a client, for the order of its records.
+        losses: receives every client's mean training loss.
+    """
+    for records, seed in zip(clients, seeds, strict=True):
+        model.vector.copy_(vector)
+        loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        if losses is not None:
+            losses.append(loss)
+        yield model.vector - vector
+
+
+def batch_seed(seed: int, server_round: int, client: str) -> int:
+    """Return the seed for the order of one client's records in one round, the same wherever the client lives."""
+    digest = hashlib.blake2b(f"{seed}/{server_round}/{client}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def model_arrays(module: nn.Module) -> ArrayRecord:
+    """Return a model's trainable parameters as the record to start a strategy with."""
+    parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
+    return ArrayRecord({name: FlowerArray(np.ascontiguousarray(value)) for name, value in parameters.items()})
+
+
+def _refuse_batch_statistics(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if getattr(layer, "running_mean", None) is not None or isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) mixes and keeps statistics of private records: use GroupNorm instead, "
+                f"e.g. torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')})"
+            )

@@ -1,0 +1,126 @@
+"""The roster: which clients there are, and on which node each lives.
+
+A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names, node ids change with
+every run. All nodes of a run execute the same ClientApp, so one node's answer tells whether nodes can be asked for names;
+where they can't, as with stock clients, every node is one client.
+"""
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from flower_dp import wire
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
+
+log = logging.getLogger("flwr")
+
+_POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """All clients, in the order of their names, and the node that hosts each."""
+
+    names: tuple[str, ...]
+    nodes: tuple[int, ...]
+    dialect: Dialect
+    hosting: bool
+
+    def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
+        """Group the clients of a cohort by the nodes that host them."""
+        groups: dict[int, list[str]] = {}
+        for index in indices:
+            groups.setdefault(self.nodes[index], []).append(self.names[index])
+        return {node: tuple(names) for node, names in groups.items()}
+
+
+def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
+    """Wait until exactly `num_clients` clients have registered, and return them.
+
+    Starting with fewer would make the true sampling rate, and so the cost, another than the accounted one.
+
+    Raises:
+        TimeoutError: if fewer have registered after `timeout` seconds.
+        ValueError: if there are more, or two clients have the same name, or a node can't say whom it hosts.
+    """
+    deadline = time.monotonic() + timeout
+    hosted: dict[int, tuple[str, ...]] = {}
+    dialect: Dialect | None = None
+    hosting = False
+    while True:
+        new = sorted(set(grid.get_node_ids()) - set(hosted))
+        if new and dialect is None:
+            hosting, dialect = _kind(grid, new)
+        if new and dialect is not None:
+            hosted |= _ask(grid, new, dialect) if hosting else {node: (f"node-{node}",) for node in new}
+        count = sum(len(names) for names in hosted.values())
+        if count >= num_clients:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"num_clients={num_clients}: only {count} clients on {len(hosted)} nodes after {timeout:g} s")
+        time.sleep(_POLL_SECONDS)
+    pairs = sorted((name, node) for node, names in hosted.items() for name in names)
+    names = tuple(name for name, _ in pairs)
+    if len(set(names)) != len(names):
+        twice = next(name for name, after in itertools.pairwise(names) if name == after)
+        raise ValueError(f"client name {twice!r} is hosted twice: names must be unique")
+    if len(names) != num_clients:
+        raise ValueError(f"num_clients={num_clients}: {len(names)} clients have registered; set num_clients={len(names)}")
+    return Roster(names=names, nodes=tuple(node for _, node in pairs), dialect=dialect or MESSAGE_API, hosting=hosting)
+
+
+def _kind(grid: Grid, nodes: list[int]) -> tuple[bool, Dialect | None]:
+    """Find out what the run's ClientApp speaks from the first node that answers at all."""
+    for node in nodes:
+        if _send(grid, [_hosts_query(node)]):
+            return True, MESSAGE_API
+        properties = _send(grid, [_properties_query(node)])
+        if properties:
+            return _names(properties[0]) is not None, NUMPY_CLIENT
+        return False, MESSAGE_API
+    return False, None
+
+
+def _ask(grid: Grid, nodes: list[int], dialect: Dialect) -> dict[int, tuple[str, ...]]:
+    """Ask nodes whom they host; who does not answer now is asked again."""
+    query = _hosts_query if dialect is MESSAGE_API else _properties_query
+    hosted = {}
+    for reply in _send(grid, [query(node) for node in nodes]):
+        names = _names(reply)
+        if names is None:
+            raise ValueError(f"node {reply.metadata.src_node_id} does not say which clients it hosts")
+        hosted[reply.metadata.src_node_id] = names
+    return hosted
+
+
+def _send(grid: Grid, messages: list[Message]) -> list[Message]:
+    replies: Iterable[Message] = grid.send_and_receive(messages, timeout=_ANSWER_SECONDS)
+    return [reply for reply in replies if not reply.has_error()]
+
+
+def _hosts_query(node: int) -> Message:
+    return Message(RecordDict({wire.KEY: ConfigRecord({"protocol": wire.PROTOCOL})}), node, "query")
+
+
+def _properties_query(node: int) -> Message:
+    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
+
+
+def _names(reply: Message) -> tuple[str, ...] | None:
+    """Read the names of hosted clients off either kind of answer; None if the node has no such thing."""
+    for record in reply.content.config_records.values():
+        text = record.get(wire.KEY)
+        if isinstance(text, str):
+            data = json.loads(text)
+            if "error" in data:
+                raise ValueError(f"node {reply.metadata.src_node_id} has no clients: {data['error']}")
+            return tuple(str(name) for name in data["clients"])
+    return None

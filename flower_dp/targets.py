@@ -1,0 +1,160 @@
+"""What `flower-dp run` runs: a Flower app, its settings and the presets that change them."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Value = bool | int | float | str
+_TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key."""
+
+    folder: Path
+    name: str
+    defaults: Mapping[str, Value]
+
+    def presets(self) -> dict[str, Path]:
+        """Return the app's presets by name."""
+        return {path.stem: path for path in sorted((self.folder / "apps" / "presets").glob("*.toml"))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """An app and the run-config values that differ from its defaults; `name` is what the run is called."""
+
+    app: App
+    name: str
+    overrides: Mapping[str, Value]
+
+
+def resolve(target: str | None, settings: Sequence[str]) -> Target:
+    """Find what to run: nothing for flower-dp's own app, an app's folder, or the name of one of flower-dp's presets.
+
+    Args:
+        target: None, a folder or a preset's name; a folder with a Flower app wins over a preset of the same name.
+        settings: `key=value` texts; they win over the preset. Relative paths (keys that end in `-dir`) count from the
+            working directory, a preset's from the app's folder.
+
+    Raises:
+        ValueError: there is no such app or preset, or a key or value that the app cannot take.
+    """
+    if target is not None and (app := read_app(Path(target).expanduser())) is not None:
+        preset: Mapping[str, Any] = {}
+        name = app.name
+    else:
+        own = find_checkout()
+        if own is None:
+            where = f"{target}: is no folder of a Flower app, and" if target is not None else "no app was named, and"
+            raise ValueError(f"{where} no checkout of flower-dp was found here; go to one, or name an app's folder")
+        app = own
+        name = target or app.name
+        if target is not None and target not in app.presets():
+            names = ", ".join(app.presets()) or "none"
+            raise ValueError(f"{target}: is neither a folder of a Flower app nor a preset; presets: {names}")
+        preset = flatten(_read_toml(app.presets()[target])) if target is not None else {}
+    overrides = {key: _from_toml(app, key, value) for key, value in preset.items()}
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        if not sign:
+            raise ValueError(f"--set {setting}: must be key=value")
+        overrides[key.strip()] = _from_text(app, key.strip(), text.strip())
+    return Target(app=app, name=name, overrides=overrides)
+
+
+def find_checkout() -> App | None:
+    """Return flower-dp's own app: from the working directory upwards, else where an editable install points."""
+    import flower_dp  # noqa: PLC0415  (itself)
+
+    here = Path.cwd()
+    for folder in [here, *here.parents, Path(flower_dp.__file__).resolve().parent.parent]:
+        if (app := read_app(folder)) is not None and app.name == "flower-dp":
+            return app
+    return None
+
+
+def read_app(folder: Path) -> App | None:
+    """Return the Flower app in a folder, or None if its pyproject.toml is missing or no Flower app's.
+
+    Raises:
+        ValueError: pyproject.toml is not TOML.
+    """
+    file = folder / "pyproject.toml"
+    if not file.is_file():
+        return None
+    content = _read_toml(file)
+    app = content.get("tool", {}).get("flwr", {}).get("app")
+    if not isinstance(app, dict):
+        return None
+    name = str(content.get("project", {}).get("name", folder.resolve().name))
+    return App(folder=folder.resolve(), name=name, defaults=flatten(app.get("config", {})))
+
+
+def description(preset: Path) -> str:
+    """Return the first comment line of a preset's file, without its `#`."""
+    for line in preset.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            return line.lstrip("# ").strip()
+    return ""
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table with one level: keys joined by dots, as Flower does it."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: is not TOML: {error}") from None
+
+
+def _default(app: App, key: str) -> Value:
+    if key not in app.defaults:
+        close = difflib.get_close_matches(key, app.defaults, n=1, cutoff=0.0)
+        hint = f"; did you mean {close[0]}?" if close else f"; {app.name} has no settings"
+        raise ValueError(f"{key}: unknown setting of {app.name}{hint}")
+    return app.defaults[key]
+
+
+def _from_toml(app: App, key: str, value: Any) -> Value:
+    """Return a preset's value in the type of the setting's default."""
+    wanted = type(_default(app, key))
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ValueError(f"{key}={value!r}: must be {_TYPES[wanted]}")
+    return _absolute(key, value, app.folder)
+
+
+def _from_text(app: App, key: str, text: str) -> Value:
+    """Return a value from the command line in the type of the setting's default; a string needs no quotes."""
+    wanted = type(_default(app, key))
+    if wanted is str:
+        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+        return _absolute(key, text[1:-1] if quoted else text, Path.cwd())
+    try:
+        if wanted is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return int(text) if wanted is int else float(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{key}={text}: must be {_TYPES[wanted]}") from None
+
+
+def _absolute(key: str, value: Value, base: Path) -> Value:
+    # The app runs in another working directory, where a relative path would lead nowhere.
+    if isinstance(value, str) and value and key.endswith("-dir"):
+        return str(base / Path(value).expanduser())
+    return value

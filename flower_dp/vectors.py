@@ -1,0 +1,105 @@
+"""Named arrays and one flat vector, and the way back: the only code that knows shapes.
+
+Arrays may be NumPy arrays or torch tensors on any device; a `Layout` made from one kind also takes the other.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import array_namespace
+
+# Any array of an array-API library: a NumPy array, a torch tensor.
+Array = Any
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Names, shapes and dtypes of a model's trainable arrays, in the order of the flat vector.
+
+    The vector is float32 of length `size`; 0-d arrays take one entry, empty arrays none.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> "Layout":
+        """Read the layout off named arrays.
+
+        Raises:
+            ValueError: if an array is not floating point, or holds batch statistics, which training changes but clipping
+                and noise must not touch; the message names the layer and what to use instead.
+        """
+        if not arrays:
+            raise ValueError("arrays: the model has no arrays")
+        for name, array in arrays.items():
+            dtype = _dtype_name(array)
+            if name.rsplit(".", 1)[-1] in _STATISTICS:
+                layer = name.rpartition(".")[0] or name
+                raise ValueError(
+                    f"layer {layer!r}: {name!r} holds batch statistics that depend on private data and can't be made private; "
+                    "use GroupNorm (or LayerNorm) instead of BatchNorm"
+                )
+            if dtype not in _FLOATS:
+                raise ValueError(
+                    f"array {name!r} has dtype {dtype}: only floating-point arrays ({', '.join(_FLOATS)}) can be trained with "
+                    "differential privacy; leave buffers out, and use GroupNorm instead of BatchNorm"
+                )
+        return cls(
+            names=tuple(arrays),
+            shapes=tuple(tuple(int(n) for n in array.shape) for array in arrays.values()),
+            dtypes=tuple(_dtype_name(array) for array in arrays.values()),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries of each array."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def size(self) -> int:
+        """Length of the flat vector."""
+        return sum(self.sizes)
+
+    def flatten(self, arrays: Mapping[str, Array]) -> Array:
+        """Return the arrays as one new float32 vector, in this layout's order.
+
+        Raises:
+            ValueError: if names or shapes differ from the layout.
+        """
+        if set(arrays) != set(self.names):
+            missing, extra = sorted(set(self.names) - set(arrays)), sorted(set(arrays) - set(self.names))
+            raise ValueError(f"arrays: names differ from the model's (missing {missing}, unknown {extra})")
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if tuple(arrays[name].shape) != shape:
+                raise ValueError(f"array {name!r} has shape {tuple(arrays[name].shape)}: the model's is {shape}")
+        xp = array_namespace(*arrays.values())
+        parts = [xp.astype(xp.reshape(arrays[name], (-1,)), xp.float32, copy=False) for name in self.names]
+        return xp.concat(parts)
+
+    def unflatten(self, vector: Array) -> dict[str, Array]:
+        """Return the named arrays of a vector, each a new array in its own shape and dtype.
+
+        Raises:
+            ValueError: if the vector's shape is not (size,).
+        """
+        if tuple(vector.shape) != (self.size,):
+            raise ValueError(f"vector has shape {tuple(vector.shape)}: the model's is ({self.size},)")
+        xp = array_namespace(vector)
+        arrays, start = {}, 0
+        for name, shape, dtype, size in zip(self.names, self.shapes, self.dtypes, self.sizes, strict=True):
+            part = xp.reshape(vector[start : start + size], shape)
+            arrays[name] = xp.astype(part, getattr(xp, dtype), copy=True)
+            start += size
+        return arrays
+
+
+def _dtype_name(array: Array) -> str:
+    """'float32' for numpy's float32 and torch.float32 alike."""
+    return str(array.dtype).rpartition(".")[2]

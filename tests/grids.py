@@ -1,0 +1,67 @@
+"""A Grid in this process: it calls a ClientApp with one Context a node, so that strategies can be tested without a simulation."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+
+class LocalGrid(Grid):
+    """Nodes 1 to n, each with its own context; `tamper` may change, drop or multiply a node's replies."""
+
+    def __init__(
+        self, app: ClientApp, num_nodes: int, *, tamper: Callable[[int, Message], Iterable[Message]] | None = None, **run_config: Any
+    ) -> None:
+        self.app = app
+        self.contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": node - 1, "num-partitions": num_nodes},
+                state=RecordDict(),
+                run_config=run_config,
+            )
+            for node in range(1, num_nodes + 1)
+        }
+        self.tamper = tamper
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = []
+        for message in messages:
+            self.sent.append(message)
+            node = message.metadata.dst_node_id
+            try:
+                reply = self.app(message, self.contexts[node])
+            except Exception as error:
+                reply = Message(Error(code=1, reason=str(error)), reply_to=message)
+            train = message.metadata.message_type == "train"
+            out = list(self.tamper(node, reply)) if self.tamper and train else [reply]
+            if train:
+                self.received.extend(out)
+            replies.extend(out)
+        return replies
