@@ -1,0 +1,1 @@
+"""The Flower App: federated learning with differential privacy, on real data."""

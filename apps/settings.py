@@ -1,0 +1,162 @@
+"""The run-config, read once: strings and numbers become parts here and nowhere else.
+
+Every key has a documented default in `[tool.flwr.app.config]` of pyproject.toml; TOML knows no null, so 0 and "" mean "not set"
+where it says so there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from apps.tasks import TASKS
+from apps.tasks.models import MODELS
+from apps.tasks.partitions import PARTITIONS
+from flower_dp import checks
+from flower_dp.clients import ClientPolicy, LocalTraining
+from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.strategies import DPFedAvg, DPFedSAM
+from flower_dp.strategies.base import PrivateStrategy
+
+METHODS = ("dp-fedavg", "dp-fedsam")
+SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A run's settings, one field a run-config key (`-` for `_`)."""
+
+    task: str
+    method: str
+    model: str
+    data_dir: str
+    num_clients: int
+    partition: str
+    dirichlet_alpha: float
+    classes_per_client: int
+    records_per_client: int
+    num_rounds: int
+    sampling: str
+    sampling_rate: float
+    cohort_size: int
+    clip_norm: float
+    noise_multiplier: float
+    delta: float
+    target_epsilon: float
+    relation: str
+    placement: str
+    trusted_server: bool
+    keep_ratio: float
+    local_epochs: int
+    batch_size: int
+    learning_rate: float
+    learning_rate_decay: float
+    momentum: float
+    weight_decay: float
+    sam_radius: float
+    report_client_metrics: bool
+    evaluate_every: int
+    round_timeout: float
+    seed: int
+    output_dir: str
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any]) -> "Settings":
+        """Read a run-config.
+
+        Raises:
+            ValueError: for an unknown or missing key or a value of the wrong kind, naming it.
+        """
+        known = {field.name.replace("_", "-"): field.type for field in fields(cls)}
+        for key in run_config:
+            if key not in known:
+                raise ValueError(f"{key}={run_config[key]!r}: unknown key; known are {', '.join(sorted(known))}")
+        if missing := sorted(set(known) - set(run_config)):
+            raise ValueError(f"{missing[0]}: is missing from the run-config")
+        settings = cls(**{key.replace("-", "_"): _typed(key, run_config[key], kind) for key, kind in known.items()})
+        checks.one_of("task", settings.task, TASKS)
+        checks.one_of("method", settings.method, METHODS)
+        checks.one_of("model", settings.model, MODELS)
+        checks.one_of("partition", settings.partition, PARTITIONS)
+        checks.one_of("sampling", settings.sampling, SAMPLINGS)
+        checks.integer("num-clients", settings.num_clients, at_least=1)
+        checks.integer("num-rounds", settings.num_rounds, at_least=0)
+        checks.integer("evaluate-every", settings.evaluate_every, at_least=0)
+        checks.integer("seed", settings.seed, at_least=0)
+        checks.number("target-epsilon", settings.target_epsilon, at_least=0)
+        checks.number("delta", settings.delta, at_least=0, below=1)
+        checks.number("round-timeout", settings.round_timeout, above=0)
+        return settings
+
+    @property
+    def run_name(self) -> str:
+        """A short name for the run's folder."""
+        return f"{self.task}-{self.method}-{self.model}-seed{self.seed}"
+
+    @property
+    def effective_delta(self) -> float:
+        """The delta: as set, or num_clients^-1.1."""
+        return self.delta or float(self.num_clients**-1.1)
+
+    def client_names(self) -> list[str]:
+        """The names of all clients, the same in every run."""
+        width = len(str(self.num_clients - 1))
+        return [f"client-{index:0{width}d}" for index in range(self.num_clients)]
+
+    def sampler(self) -> Sampler:
+        """Who takes part in a round."""
+        if self.sampling == "full":
+            return FullSampling()
+        if self.sampling == "poisson":
+            return PoissonSampling(sampling_rate=self.sampling_rate)
+        size = checks.integer("cohort-size", self.cohort_size, at_least=1, at_most=self.num_clients)
+        return FixedSizeSampling(cohort_size=size) if self.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
+
+    def strategy(self) -> PrivateStrategy:
+        """The server's side of the method."""
+        common: dict[str, Any] = {
+            "clip_norm": self.clip_norm,
+            "noise_multiplier": self.noise_multiplier,
+            "sampling": self.sampler(),
+            "num_clients": self.num_clients,
+            "delta": self.effective_delta,
+            "target_epsilon": self.target_epsilon or None,
+            "relation": self.relation or None,
+            "report_client_metrics": self.report_client_metrics,
+        }
+        if self.method == "dp-fedavg":
+            return DPFedAvg(**common)
+        return DPFedSAM(
+            **common, placement=self.placement, keep_ratio=self.keep_ratio, trusted_server=self.trusted_server
+        )
+
+    def training(self) -> LocalTraining:
+        """The client's side of the method."""
+        return LocalTraining(
+            learning_rate=self.learning_rate,
+            batch_size=self.batch_size,
+            num_local_epochs=self.local_epochs,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            learning_rate_decay=self.learning_rate_decay,
+            sam_radius=self.sam_radius if self.method == "dp-fedsam" else 0.0,
+        )
+
+    def policy(self) -> ClientPolicy:
+        """A simulated client accepts what its own run-config says, and nothing weaker."""
+        return ClientPolicy(
+            max_clip_norm=self.clip_norm, min_noise_multiplier=self.noise_multiplier, allow_metrics=self.report_client_metrics
+        )
+
+    def output_path(self) -> Path | None:
+        """The run's folder; None for a new one in the default place."""
+        return Path(self.output_dir).expanduser() if self.output_dir else None
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """Return the value as its key's type; a whole number is also a float."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{key}={value!r}: must be of type {kind.__name__}")
+    return value

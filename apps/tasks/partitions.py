@@ -1,0 +1,158 @@
+"""How the training records are dealt to clients. Only indices are dealt: no image is touched or copied."""
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+
+PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "sample")
+
+
+def partition(
+    kind: str,
+    labels: np.ndarray,
+    *,
+    num_clients: int,
+    seed: int,
+    dirichlet_alpha: float,
+    classes_per_client: int,
+    records_per_client: int,
+) -> list[np.ndarray]:
+    """Deal the records to clients; the result depends on the arguments only.
+
+    Kinds: "iid", equal shares of a random order; "dirichlet", each class divided in proportions drawn from a symmetric
+    Dirichlet distribution; "pathological", each client has records of `classes_per_client` classes; these three are
+    flwr-datasets' partitioners. "label-shards", records sorted by label and cut into equal shards, of which each client
+    gets `classes_per_client` (McMahan et al. 2017, section 3); a shard can straddle two classes. "sample", each client
+    draws `records_per_client` records from the pool, so clients can have records in common.
+
+    No two clients share a record, except under "sample". "iid" and "dirichlet" deal every record;
+    "pathological" every record of the classes that some client got (all of them from as many clients as classes on);
+    "label-shards" leaves out the few, chosen at random, that do not fill a shard.
+
+    Args:
+        kind: One of `PARTITIONS`.
+        labels: Integer classes of the training records, [n].
+        num_clients: How many clients.
+        seed: Seed of the deal, >= 0.
+        dirichlet_alpha: Concentration of the Dirichlet distribution, > 0: the smaller, the more clients differ.
+        classes_per_client: Classes (or shards) a client gets, under "pathological" and "label-shards".
+        records_per_client: If not 0, each client keeps that many of its records, chosen at random.
+
+    Returns:
+        One int64 array of indices into the training set for each client, none of them empty.
+
+    Raises:
+        ValueError: If an argument is out of range, or a client would get no record or fewer than
+            `records_per_client`.
+    """
+    labels = np.asarray(labels)
+    _check_population(kind, labels, num_clients=num_clients, records_per_client=records_per_client, seed=seed)
+    if kind == "sample":
+        return [
+            np.random.default_rng((seed, client)).choice(len(labels), records_per_client, replace=False)
+            for client in range(num_clients)
+        ]
+    _check_heterogeneity(kind, labels, dirichlet_alpha=dirichlet_alpha, classes_per_client=classes_per_client)
+    if kind == "label-shards":
+        clients = _label_shards(labels, num_clients, classes_per_client, np.random.default_rng(seed))
+    else:
+        clients = _through_flwr_datasets(
+            kind,
+            labels,
+            num_clients=num_clients,
+            seed=seed,
+            dirichlet_alpha=dirichlet_alpha,
+            classes_per_client=classes_per_client,
+        )
+    smallest = min(range(num_clients), key=lambda client: len(clients[client]))
+    if len(clients[smallest]) < max(1, records_per_client):
+        wanted = f"records-per-client={records_per_client}" if records_per_client else f"num-clients={num_clients}"
+        raise ValueError(
+            f"{wanted}: client {smallest} gets only {len(clients[smallest])} of the {len(labels)} records that the "
+            f"{kind} partition deals to num-clients={num_clients}"
+        )
+    if records_per_client:
+        rng = np.random.default_rng((seed, 1))  # another stream than the deal's
+        clients = [rng.choice(records, records_per_client, replace=False) for records in clients]
+    return clients
+
+
+def _check_population(kind: str, labels: np.ndarray, *, num_clients: int, records_per_client: int, seed: int) -> None:
+    if kind not in PARTITIONS:
+        raise ValueError(f"partition={kind!r}: must be one of {', '.join(PARTITIONS)}")
+    if labels.ndim != 1 or len(labels) == 0 or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"labels: must be a non-empty row of integers, is {labels.dtype} of shape {labels.shape}")
+    if num_clients < 1:
+        raise ValueError(f"num-clients={num_clients}: must be >= 1")
+    if kind != "sample" and num_clients > len(labels):
+        raise ValueError(f"num-clients={num_clients}: must be at most the number of training records, {len(labels)}")
+    if seed < 0:
+        raise ValueError(f"seed={seed}: must be >= 0")
+    lowest = 1 if kind == "sample" else 0
+    if not lowest <= records_per_client <= len(labels):
+        raise ValueError(
+            f"records-per-client={records_per_client}: must be {lowest} to {len(labels)}, the number of training "
+            f"records, under partition={kind!r}"
+        )
+
+
+def _check_heterogeneity(kind: str, labels: np.ndarray, *, dirichlet_alpha: float, classes_per_client: int) -> None:
+    if kind == "dirichlet" and not (math.isfinite(dirichlet_alpha) and dirichlet_alpha > 0):
+        raise ValueError(f"dirichlet-alpha={dirichlet_alpha}: must be a finite number > 0")
+    num_classes = len(np.unique(labels))
+    if kind in {"pathological", "label-shards"} and not 1 <= classes_per_client <= num_classes:
+        raise ValueError(f"classes-per-client={classes_per_client}: must be 1 to {num_classes}, the number of classes")
+
+
+def _label_shards(labels: np.ndarray, num_clients: int, shards_per_client: int, rng: np.random.Generator) -> list[np.ndarray]:
+    num_shards = num_clients * shards_per_client
+    size = len(labels) // num_shards
+    if size == 0:
+        raise ValueError(
+            f"num-clients={num_clients}: with classes-per-client={shards_per_client} needs {num_shards} shards, but "
+            f"there are only {len(labels)} training records"
+        )
+    # The order is random first, so that what fills no shard is not always of the last class, nor a shard's records
+    # always neighbours in the file.
+    order = rng.permutation(len(labels))[: num_shards * size]
+    shards = order[np.argsort(labels[order], kind="stable")].reshape(num_shards, size)
+    return list(shards[rng.permutation(num_shards)].reshape(num_clients, shards_per_client * size))
+
+
+def _through_flwr_datasets(
+    kind: str, labels: np.ndarray, *, num_clients: int, seed: int, dirichlet_alpha: float, classes_per_client: int
+) -> list[np.ndarray]:
+    with warnings.catch_warnings():
+        # Its warnings tell of retries and of unused classes; the outcome is checked by the caller instead.
+        warnings.simplefilter("ignore")
+        # Imported here because it takes seconds and 200 MB (it brings pandas, pyarrow, seaborn). A data set that is
+        # made in memory asks nothing of the network and writes no cache.
+        from datasets import Dataset  # noqa: PLC0415
+        from flwr_datasets import partitioner as parts  # noqa: PLC0415
+
+        order = np.arange(len(labels))
+        partitioner: Any
+        if kind == "iid":
+            # The IID partitioner cuts contiguous pieces; the shuffle before it is the caller's business.
+            order = np.random.default_rng(seed).permutation(len(labels))
+            partitioner = parts.IidPartitioner(num_clients)
+        elif kind == "dirichlet":
+            partitioner = parts.DirichletPartitioner(
+                num_clients, "label", float(dirichlet_alpha), min_partition_size=1, seed=seed
+            )
+        else:
+            # This assignment gives the first class round robin, so every class is used.
+            partitioner = parts.PathologicalPartitioner(
+                num_clients, "label", classes_per_client, class_assignment_mode="first-deterministic", seed=seed
+            )
+        partitioner.dataset = Dataset.from_dict({"label": labels[order], "index": order})
+        try:
+            return [np.asarray(partitioner.load_partition(client)["index"][:], dtype=np.int64) for client in range(num_clients)]
+        except ValueError as error:
+            setting = f"dirichlet-alpha={dirichlet_alpha}" if kind == "dirichlet" else f"classes-per-client={classes_per_client}"
+            raise ValueError(
+                f"num-clients={num_clients}: {len(labels)} records cannot be dealt so with {setting} that every client "
+                f"gets at least one; use fewer clients, or another value ({error})"
+            ) from error

