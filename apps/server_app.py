@@ -16,7 +16,7 @@ from apps.tasks import Task, load_task
 from apps.tasks.models import make
 from flower_dp.clients import model_arrays
 from flower_dp.runs import RunFolder
-from flower_dp.strategies.base import PrivateStrategy
+from flower_dp.strategies.client_level import ClientLevelStrategy
 from flower_dp.wire import numpy_arrays
 
 app = ServerApp()
@@ -43,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _recorder(
-    folder: RunFolder, settings: Settings, strategy: PrivateStrategy, model: nn.Module, task: Task
+    folder: RunFolder, settings: Settings, strategy: ClientLevelStrategy, model: nn.Module, task: Task
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
     """Return an evaluate_fn that tests the model and writes the round's line of metrics."""
     images, labels = standardize(torch.from_numpy(task.test_images)), torch.from_numpy(task.test_labels)
@@ -61,7 +61,7 @@ def _recorder(
         else:
             line["epsilon"] = 0.0
         folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})
-        return MetricRecord(metrics) if metrics else None
+        return MetricRecord({**metrics}) if metrics else None
 
     return record
 
@@ -70,6 +70,6 @@ def _recorder(
 def _test(model: nn.Module, arrays: ArrayRecord, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return loss and accuracy on the public test set."""
     model.load_state_dict(arrays.to_torch_state_dict())
-    logits = torch.cat([model(batch) for batch in images.split(2000)])
+    logits = torch.cat([model(batch) for batch in torch.split(images, 2000)])
     loss = nn.functional.cross_entropy(logits, labels).item()
     return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean().item()}

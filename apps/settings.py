@@ -16,7 +16,7 @@ from flower_dp import checks
 from flower_dp.clients import ClientPolicy, LocalTraining
 from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import DPFedAvg, DPFedSAM
-from flower_dp.strategies.base import PrivateStrategy
+from flower_dp.strategies.client_level import ClientLevelStrategy
 
 METHODS = ("dp-fedavg", "dp-fedsam")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
@@ -112,7 +112,7 @@ class Settings:
         size = checks.integer("cohort-size", self.cohort_size, at_least=1, at_most=self.num_clients)
         return FixedSizeSampling(cohort_size=size) if self.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
 
-    def strategy(self) -> PrivateStrategy:
+    def strategy(self) -> ClientLevelStrategy:
         """The server's side of the method."""
         common: dict[str, Any] = {
             "clip_norm": self.clip_norm,
@@ -126,9 +126,7 @@ class Settings:
         }
         if self.method == "dp-fedavg":
             return DPFedAvg(**common)
-        return DPFedSAM(
-            **common, placement=self.placement, keep_ratio=self.keep_ratio, trusted_server=self.trusted_server
-        )
+        return DPFedSAM(**common, placement=self.placement, keep_ratio=self.keep_ratio, trusted_server=self.trusted_server)
 
     def training(self) -> LocalTraining:
         """The client's side of the method."""

@@ -245,7 +245,8 @@ def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
     else:
         leaf = _scaled(inner, relation)
     with _quiet():
-        return RdpAccountant(neighboring_relation=library_relation).compose(leaf).rdp
+        curve: np.ndarray = RdpAccountant(neighboring_relation=library_relation).compose(leaf).rdp
+        return curve
 
 
 def _pld(leaves: _Leaves, delta: float, relation: Relation, grid: float, rough: float | None) -> float:

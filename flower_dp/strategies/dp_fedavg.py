@@ -2,10 +2,10 @@
 
 from flower_dp.accounting import Relation
 from flower_dp.sampling import Sampler
-from flower_dp.strategies.base import PrivateStrategy
+from flower_dp.strategies.client_level import ClientLevelStrategy
 
 
-class DPFedAvg(PrivateStrategy):
+class DPFedAvg(ClientLevelStrategy):
     """Federated averaging with client-level differential privacy; the server is trusted and adds the noise.
 
     Works with any Flower client that replies with its trained model in one `arrays` record, and with the clients of

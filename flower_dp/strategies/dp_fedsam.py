@@ -2,10 +2,10 @@
 
 from flower_dp.accounting import Relation
 from flower_dp.sampling import Sampler
-from flower_dp.strategies.base import PrivateStrategy
+from flower_dp.strategies.client_level import ClientLevelStrategy
 
 
-class DPFedSAM(PrivateStrategy):
+class DPFedSAM(ClientLevelStrategy):
     """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.LocalTraining(sam_radius=...)`).
 
     With `placement="distributed"` (the paper's) every client adds its share of the noise, std z C / sqrt(m), to its own clipped

@@ -8,12 +8,12 @@ from flower_dp.sampling import PoissonSampling
 from flower_dp.statement import PaperEpsilon, PrivacyStatement
 
 if TYPE_CHECKING:
-    from flower_dp.strategies.base import PrivateStrategy
+    from flower_dp.strategies.client_level import ClientLevelStrategy
 
 PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
 
 
-def state(strategy: "PrivateStrategy") -> PrivacyStatement:
+def state(strategy: "ClientLevelStrategy") -> PrivacyStatement:
     """Return the statement of what a strategy's ledger holds."""
     release = strategy.release
     cost = strategy.ledger.cost(strategy.delta)
@@ -42,7 +42,7 @@ def state(strategy: "PrivateStrategy") -> PrivacyStatement:
     )
 
 
-def _paper(strategy: "PrivateStrategy") -> PaperEpsilon | None:
+def _paper(strategy: "ClientLevelStrategy") -> PaperEpsilon | None:
     """The paper's RDP epsilon of the same rounds, with its own assumptions checked."""
     release, num_rounds = strategy.release, strategy.ledger.num_charges
     if not release.mechanism.noise_multiplier or not num_rounds:
@@ -70,7 +70,7 @@ def _paper(strategy: "PrivateStrategy") -> PaperEpsilon | None:
     )
 
 
-def _assumptions(strategy: "PrivateStrategy") -> list[str]:
+def _assumptions(strategy: "ClientLevelStrategy") -> list[str]:
     release = strategy.release
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
     if strategy.placement == "central":
@@ -88,14 +88,14 @@ def _assumptions(strategy: "PrivateStrategy") -> list[str]:
     return lines
 
 
-def _not_covered(strategy: "PrivateStrategy") -> list[str]:
+def _not_covered(strategy: "ClientLevelStrategy") -> list[str]:
     lines = ["everything else that is computed from client data: choice of settings, the cohort size, timing, logs on devices"]
     if strategy.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
     return lines
 
 
-def _incidents(strategy: "PrivateStrategy") -> list[str]:
+def _incidents(strategy: "ClientLevelStrategy") -> list[str]:
     lines = list(strategy.incidents)
     if strategy.num_missing:
         lines.append(f"{strategy.num_missing} updates that were asked for did not count (missing, refused or errors)")

@@ -1,0 +1,129 @@
+"""A run's progress on the screen: a bar that moves in a terminal, a line a round elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+
+class Display(Protocol):
+    """Shows a run while it runs."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Take one line of `metrics.jsonl`."""
+
+
+def display() -> Display:
+    """Return the display that fits standard output."""
+    console = Console()
+    return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Lines()
+
+
+class Lines:
+    """One plain line a round."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Write the line."""
+        left = self._pace.seconds_left(metrics, time.monotonic())
+        parts = [round_text(metrics), *quantities(metrics)]
+        if left is not None:
+            parts.append(f"left {clock(left)}")
+        sys.stdout.write("  ".join(parts) + "\n")
+        sys.stdout.flush()
+
+
+class Bar:
+    """A bar over the rounds, with the newest loss, accuracy and epsilon, and the time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._pace = Pace()
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting Flower", total=None, numbers="")
+        self._newest: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Move the bar; a round that was not evaluated keeps the last loss and accuracy."""
+        self._newest.update(metrics)
+        left = self._pace.seconds_left(metrics, time.monotonic())
+        numbers = [*quantities(self._newest), "" if left is None else f"left {clock(left)}"]
+        self._progress.update(
+            self._task,
+            description=round_text(metrics),
+            completed=metrics.get("round", 0),
+            total=metrics.get("num-rounds"),
+            numbers="  ".join(filter(None, numbers)),
+        )
+
+
+class Pace:
+    """How long the rounds take, from when their lines arrive."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def seconds_left(self, metrics: Mapping[str, Any], now: float) -> float | None:
+        """Return the seconds until the last round at the mean pace so far; None before there is one."""
+        at, last = metrics.get("round"), metrics.get("num-rounds")
+        if not isinstance(at, int) or not isinstance(last, int):
+            return None
+        if self._first is None:
+            self._first = (at, now)
+        first, then = self._first
+        return (now - then) / (at - first) * (last - at) if at > first else None
+
+
+def round_text(metrics: Mapping[str, Any]) -> str:
+    """Return `round 3/50`."""
+    last = metrics.get("num-rounds")
+    return f"round {metrics.get('round', '?')}" + (f"/{last}" if last is not None else "")
+
+
+def quantities(metrics: Mapping[str, Any]) -> list[str]:
+    """Return loss, accuracy and epsilon as far as the line has them; a null epsilon is said to be no privacy."""
+    parts = []
+    if isinstance(loss := metrics.get("loss"), int | float):
+        parts.append(f"loss {loss:.4f}")
+    if isinstance(accuracy := metrics.get("accuracy"), int | float):
+        parts.append(f"accuracy {100 * accuracy:.1f} %")
+    if "epsilon" in metrics:
+        epsilon = metrics["epsilon"]
+        parts.append("not private" if epsilon is None else f"epsilon {epsilon:.3f}")
+    return parts
+
+
+def clock(seconds: float) -> str:
+    """Return `m:ss` or `h:mm:ss`."""
+    whole = max(0, round(seconds))
+    minutes, hours = whole // 60 % 60, whole // 3600
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -1,0 +1,250 @@
+"""A run's folder: its configuration, its metrics as they come, and what it ended with."""
+
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+STATEMENT_JSON = "statement.json"
+STATEMENT_TEXT = "statement.txt"
+MODEL = "model.safetensors"
+PLOT = "progress.png"
+LOG = "flower.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """One run on disk.
+
+    Every file but `metrics.jsonl` and `flower.log` appears whole or not at all; `metrics.jsonl` grows by whole lines.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str) -> Self:
+        """Make the folder and write the resolved configuration to `config.toml`.
+
+        Args:
+            path: The folder, or None for a new one under `~/.flower-dp/runs` (see `new_folder`).
+            config: The run's settings; values are what TOML can hold.
+            name: What the run is called; used in the default folder's name.
+
+        Raises:
+            ValueError: The folder holds a run already, or `path` is a file.
+        """
+        folder = cls(path=new_folder(path, name))
+        write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
+        return folder
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        """Add one line to `metrics.jsonl`, on disk when this returns; NaN and infinity become null."""
+        line = json.dumps(_plain(metrics), allow_nan=False)
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def finish(self, statement: Mapping[str, Any], statement_text: str, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Write the privacy statement, the final model and the plot of the metrics.
+
+        Args:
+            statement: The statement as `to_dict()` gives it.
+            statement_text: The statement as people read it.
+            arrays: The model's named arrays, of any shape (0-d too) and memory layout.
+
+        Raises:
+            ValueError: An array's dtype is one that safetensors cannot hold.
+        """
+        content = json.dumps(_plain(statement), allow_nan=False, indent=2) + "\n"
+        write_whole(self.path / STATEMENT_JSON, content.encode())
+        write_whole(self.path / STATEMENT_TEXT, (statement_text.rstrip("\n") + "\n").encode())
+        write_whole(self.path / MODEL, _safetensors(arrays))
+        plot_progress(read_metrics(self.path), self.path / PLOT)
+
+
+def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
+    """Return an absolute folder for one run, made if need be, that nothing but a `flower.log` lies in.
+
+    `flower-dp run` makes the folder and opens the log before the ServerApp takes the folder over, so a folder with
+    only that log is still free.
+
+    Args:
+        path: The folder; None makes `~/.flower-dp/runs/<UTC time>-<name>`, with a number behind it where two runs of
+            one name start in the same second.
+        name: What the run is called.
+
+    Raises:
+        ValueError: `path` is a file, or a folder that holds anything else.
+    """
+    if path is not None:
+        folder = Path(path).expanduser().absolute()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"output_dir={str(path)!r}: is a file; must be a new or an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        held = sorted(entry.name for entry in folder.iterdir() if entry.name != LOG)
+        if held:
+            raise ValueError(f"output_dir={str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
+        return folder
+    parent = Path.home() / ".flower-dp" / "runs"
+    parent.mkdir(parents=True, exist_ok=True)
+    safe_name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
+    stem = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{safe_name}"
+    count = 1
+    while True:
+        folder = parent / (stem if count == 1 else f"{stem}-{count}")
+        try:
+            folder.mkdir()  # fails if another run was faster: the name is taken in one step
+        except FileExistsError:
+            count += 1
+        else:
+            return folder
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the lines of `metrics.jsonl` (the file itself or its folder), oldest first.
+
+    A last line without its line end is still being written, or was cut off by a crash, and is left out; a missing
+    file is a run without rounds.
+
+    Raises:
+        ValueError: A whole line is not a JSON object.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / METRICS
+    if not file.exists():
+        return []
+    rows = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}, line {number}: must be a JSON object")
+        rows.append(row)
+    return rows
+
+
+def plot_progress(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Draw accuracy (left) and epsilon (right) over the rounds into a PNG file.
+
+    Rounds without an accuracy are bridged; rounds whose epsilon is null (not private) are left out. Blue circles and
+    orange squares differ for the colour-blind and in grey print.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (slow to load)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: PLC0415
+
+    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.add_subplot()
+    right = left.twinx()
+    sides = [
+        (left, "accuracy", "test accuracy (%)", "#0072B2", "o", "-"),
+        (right, "epsilon", "epsilon spent", "#D55E00", "s", "--"),
+    ]
+    lines = []
+    found = {}
+    for axes, key, label, colour, marker, style in sides:
+        rounds, values = _points(metrics, key)
+        found[key] = bool(rounds)
+        marks = marker if len(rounds) <= 60 else None
+        drawn = axes.plot(rounds, values, color=colour, marker=marks, markersize=4, linestyle=style, label=label)
+        lines += drawn if rounds else []
+        axes.set_ylabel(label, color=colour)
+        axes.tick_params(axis="y", labelcolor=colour)
+        if not rounds:
+            axes.set_yticks([])
+            # "None" would read as none spent.
+            unbounded = key == "epsilon" and any("epsilon" in row for row in metrics)
+            axes.set_ylabel("epsilon: infinite, not private" if unbounded else f"{key}: not recorded", color=colour)
+    left.set_xlabel("round")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if found["accuracy"]:
+        left.set_ylim(0.0, 1.0)
+        left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0, symbol=""))
+    if found["epsilon"]:
+        right.set_ylim(bottom=0.0)
+    left.grid(alpha=0.3)
+    left.set_title(_title(metrics))
+    if lines:
+        left.legend(handles=lines, loc="lower right")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_whole(Path(path), buffer.getvalue())
+
+
+def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Return the rounds and values where `key` is there and finite."""
+    kept = [
+        (int(row["round"]), float(row[key]))
+        for row in metrics
+        if "round" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
+    return [at for at, _ in kept], [value for _, value in kept]
+
+
+def _title(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Say in one line where the run ended."""
+    parts = [f"{max((int(row.get('round', 0)) for row in metrics), default=0)} rounds"]
+    _, accuracies = _points(metrics, "accuracy")
+    if accuracies:
+        parts.append(f"accuracy {100 * accuracies[-1]:.1f} %")
+    last = metrics[-1] if metrics else {}
+    if isinstance(last.get("epsilon"), int | float):
+        parts.append(f"epsilon {last['epsilon']:.2f}" + (f" at delta {last['delta']:.1e}" if last.get("delta") else ""))
+    elif "epsilon" in last:
+        parts.append("not private")
+    return ", ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it: NumPy scalars unpacked, NaN and infinity as None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _safetensors(arrays: Mapping[str, NDArray[np.generic]]) -> bytes:
+    from safetensors.numpy import save  # noqa: PLC0415
+
+    tensors = {}
+    for name, array in arrays.items():
+        # safetensors writes the buffer as it lies in memory: C order and little-endian are ours to see to, and
+        # np.ascontiguousarray would turn a 0-d array into one of shape (1,).
+        tensor = np.array(array, order="C")
+        if tensor.dtype.kind not in "biuf" or tensor.dtype.itemsize > 8:
+            raise ValueError(f"arrays[{name!r}]: dtype {tensor.dtype}; must be bool, integer or float of 64 bits or less")
+        tensors[name] = tensor.astype(tensor.dtype.newbyteorder("<"), copy=False)
+    return bytes(save(tensors))

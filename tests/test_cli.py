@@ -1,0 +1,395 @@
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from scipy.stats import norm
+
+import flower_dp
+from flower_dp import cli, progress, targets
+
+TINY = Path(__file__).parent / "apps" / "tiny"
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def answer(call):
+    def run(*arguments):
+        status, out, err = call(*arguments, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out, parse_constant=pytest.fail)
+
+    return run
+
+
+# epsilon and calibrate
+
+
+def test_one_gaussian_release(answer):
+    got = answer("epsilon", "--noise-multiplier", "1", "--delta", "1e-5")
+    assert got["epsilon"] == pytest.approx(4.377178, rel=1e-6)  # closed form, Balle & Wang 2018
+    assert got["epsilon_rdp"] == pytest.approx(4.7285, abs=1e-4)  # dp_accounting
+    assert (got["noise_multiplier"], got["delta"]) == (1.0, 1e-5)
+    assert (got["relation"], got["accountant"], got["private"]) == ("add-or-remove-one", "gaussian-exact", True)
+
+
+def test_replacing_one_client_moves_the_sum_twice_as_far(answer):
+    got = answer("epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--relation", "replace-one")
+    assert got["epsilon"] == pytest.approx(9.997256, rel=1e-6)  # closed form at z = 0.5
+
+
+POISSON = ["--sampling", "poisson", "--sampling-rate"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tight", "renyi"),
+    [
+        # prv-accountant brackets the first two at 1.8181-1.8384 and 7.2928-7.3144
+        (["1", *POISSON, "0.01", "--num-rounds", "1000", "--delta", "1e-5"], 1.8282, 2.1014),
+        (["0.95", *POISSON, "0.1", "--num-rounds", "200", "--delta", "0.002"], 7.3012, 8.5786),
+        (["0.95", *POISSON, "0.1", "--num-rounds", "200", "--delta", "0.002", "--relation", "replace-one"], 12.4992, None),
+        (["1.5", *POISSON, "0.04", "--num-rounds", "2250", "--delta", "1e-5"], None, 7.32911117143),  # Opacus' tests
+    ],
+)
+def test_poisson_rounds(answer, arguments, tight, renyi):
+    got = answer("epsilon", "--noise-multiplier", *arguments)
+    if tight is not None:
+        assert got["epsilon"] == pytest.approx(tight, abs=2e-3)
+    if renyi is None:
+        assert "epsilon_rdp" not in got
+    else:
+        assert got["epsilon_rdp"] == pytest.approx(renyi, rel=1e-4)  # up to the choice of orders
+        assert got["epsilon"] <= got["epsilon_rdp"]
+
+
+def test_laplace_without_delta_is_pure(answer):
+    laplace = ["--mechanism", "laplace", "--noise-multiplier", "2", "--num-rounds", "3"]
+    got = answer("epsilon", *laplace, "--delta", "0")
+    assert (got["epsilon"], got["accountant"]) == (pytest.approx(1.5), "pure")  # basic composition: 3 / 2
+    assert answer("epsilon", *laplace, "--delta", "1e-3")["epsilon"] <= 1.5
+
+
+def test_a_cohort_of_everybody_is_no_sampling(answer):
+    fixed = ["--sampling", "fixed-size", "--num-clients", "50", "--cohort-size"]
+    got = answer("epsilon", "--noise-multiplier", "1", "--delta", "1e-5", *fixed, "50")
+    assert got["relation"] == "replace-one"
+    assert got["epsilon"] == pytest.approx(9.997256, rel=1e-6)
+    assert answer("epsilon", "--noise-multiplier", "1", "--delta", "1e-5", *fixed, "5")["epsilon"] < 9.99
+
+
+def test_no_noise_is_not_private_and_still_json(answer, call):
+    got = answer("epsilon", "--noise-multiplier", "0", "--delta", "1e-5")
+    assert got["epsilon"] is None
+    assert got["private"] is False
+    assert "not private" in call("epsilon", "--noise-multiplier", "0", "--delta", "1e-5")[1]
+
+
+def test_calibrated_noise_is_enough_and_hardly_more(answer):
+    got = answer("calibrate", "--epsilon", "1", "--delta", "1e-6")
+    noise = got["noise_multiplier"]
+
+    def delta(z):  # Balle & Wang 2018, equation 6
+        return norm.cdf(0.5 / z - z) - math.e * norm.cdf(-0.5 / z - z)
+
+    assert delta(noise) <= 1e-6 < delta(0.999 * noise)
+    assert noise < 4.530877117  # what RDP needs (dp_accounting's tests)
+    assert got["epsilon"] <= got["target_epsilon"] == 1.0
+
+
+def test_calibrate_and_epsilon_agree(answer):
+    rounds = [*POISSON, "0.1", "--num-rounds", "50", "--delta", "5e-4"]
+    noise = answer("calibrate", "--epsilon", "8", *rounds)["noise_multiplier"]
+    assert 7.9 < answer("epsilon", "--noise-multiplier", repr(noise), *rounds)["epsilon"] <= 8
+
+
+def test_plain_text(call):
+    status, out, _ = call("epsilon", "--noise-multiplier", "1", "--delta", "1e-5")
+    assert status == 0
+    assert "epsilon           4.37718\n" in out
+    assert "add-or-remove-one" in out
+
+
+FIXED = ["--sampling", "fixed-size", "--num-clients", "9"]
+Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["epsilon", *D], "--noise-multiplier"),
+        (["epsilon", *Z], "--delta"),
+        (["calibrate", *D], "--epsilon"),
+        (["calibrate", *D, "--epsilon", "0"], "--epsilon=0.0: must be"),
+        (["calibrate", *D, "--epsilon", "inf"], "--epsilon"),
+        (["epsilon", *Z, "--delta", "0"], "--delta=0.0: must be"),
+        (["epsilon", *Z, "--delta", "1"], "--delta"),
+        (["epsilon", *Z, "--delta", "nan"], "--delta"),
+        (["epsilon", *Z, "--delta", "x"], "--delta"),
+        (["epsilon", "--noise-multiplier", "nan", *D], "--noise-multiplier=nan"),
+        (["epsilon", "--noise-multiplier", "-1", *D], "--noise-multiplier=-1.0"),
+        (["epsilon", *Z, *D, "--num-rounds", "0"], "--num-rounds=0"),
+        (["epsilon", *Z, *D, "--num-rounds", "1.5"], "--num-rounds"),
+        (["epsilon", *Z, *D, "--mechanism", "uniform"], "--mechanism"),
+        (["epsilon", *Z, *D, "--relation", "both"], "--relation"),
+        (["epsilon", *Z, *D, "--sampling", "some"], "--sampling"),
+        (["epsilon", *Z, *D, "--sampling", "poisson"], "--sampling-rate is missing"),
+        (["epsilon", *Z, *D, *POISSON, "0"], "--sampling-rate=0.0"),
+        (["epsilon", *Z, *D, *POISSON, "1.1"], "--sampling-rate=1.1"),
+        (["epsilon", *Z, *D, "--sampling-rate", "0.1"], "--sampling-rate=0.1: belongs to --sampling poisson"),
+        (["epsilon", *Z, *D, *POISSON, "0.1", "--cohort-size", "3"], "--cohort-size=3: belongs"),
+        (["epsilon", *Z, *D, "--num-clients", "3"], "--num-clients=3: belongs"),
+        (["epsilon", *Z, *D, *FIXED], "--cohort-size is missing"),
+        (["epsilon", *Z, *D, *FIXED, "--cohort-size", "10"], "--cohort-size=10"),
+        (["epsilon", *Z, *D, *FIXED, "--cohort-size", "3", "--relation", "add-or-remove-one"], "--relation=add-or"),
+        (["epsilon", *Z, *D, "--nose", "1"], "--nose"),
+        (["epsilon", *Z, "--delta"], "--delta"),
+        (["epsilon", *Z, *D, "stray"], "stray"),
+        (["guess"], "guess"),
+        ([], "command"),
+        (["run", "--workers", "0"], "--workers"),
+        (["run", "--workers", "many"], "--workers"),
+        (["run", "--gpus-per-worker", "-1"], "--gpus-per-worker"),
+    ],
+)
+def test_bad_options_get_status_2_and_one_line(call, arguments, named):
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert named in err
+
+
+def test_help_is_fast_and_loads_nothing_heavy():
+    heavy = "{'numpy', 'flwr', 'torch', 'ray', 'dp_accounting', 'matplotlib', 'scipy'}"
+    code = f"import sys\nfrom flower_dp import cli\ntry: cli.main(['--help'])\nfinally: print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment())
+    assert done.stdout.endswith("set()\n")
+    for command in ("run", "presets", "epsilon", "calibrate"):
+        assert command in done.stdout
+
+
+# targets
+
+
+PYPROJECT = """
+[project]
+name = "flower-dp"
+[tool.flwr.app.config]
+num-rounds = 50
+clip-norm = 0.3
+verbose = false
+model = "logistic"
+data-dir = ""
+output-dir = ""
+nested.depth = 1
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    presets = tmp_path / "apps" / "presets"
+    presets.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (presets / "quick.toml").write_text('# Three rounds to look at.\nnum-rounds = 3\nclip-norm = 1\ndata-dir = "d"\n')
+    (presets / "odd.toml").write_text("num-round = 3\n")
+    (presets / "wrong.toml").write_text('num-rounds = "3"\n')
+    (presets / "broken.toml").write_text("= 3\n")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "er")
+    return tmp_path
+
+
+def test_no_target_is_flower_dps_app_with_its_defaults(checkout):
+    target = targets.resolve(None, [])
+    assert (target.app.folder, target.name, target.overrides) == (checkout, "flower-dp", {})
+    assert target.app.defaults["nested.depth"] == 1
+
+
+def test_a_preset_changes_settings_and_set_wins(checkout):
+    target = targets.resolve("quick", ["num-rounds=4", "model='two words'", "verbose=true", "data-dir=x", "nested.depth=2"])
+    assert target.name == "quick"
+    assert target.overrides == {
+        "num-rounds": 4,
+        "clip-norm": 1.0,
+        "model": "two words",
+        "verbose": True,
+        "data-dir": str(checkout / "deep" / "er" / "x"),
+        "nested.depth": 2,
+    }
+    assert type(target.overrides["clip-norm"]) is float  # a whole number is a number
+    assert targets.resolve("quick", []).overrides["data-dir"] == str(checkout / "d")
+
+
+def test_a_folder_is_an_app(checkout):
+    target = targets.resolve(str(TINY), ["greeting=a=b c"])
+    assert (target.app.folder, target.name, target.overrides) == (TINY, "tiny", {"greeting": "a=b c"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["slow"], "slow: is neither a folder of a Flower app nor a preset; presets: broken, odd, quick, wrong"),
+        (["../quick"], "../quick: is neither"),
+        ([".."], "is neither"),
+        (["odd"], "num-round: unknown setting of flower-dp; did you mean num-rounds?"),
+        (["wrong"], "num-rounds='3': must be a whole number"),
+        (["broken"], "broken.toml: is not TOML"),
+        (["--set", "clipnorm=1"], "clipnorm: unknown setting of flower-dp; did you mean clip-norm?"),
+        (["--set", "num-rounds=1.5"], "num-rounds=1.5: must be a whole number"),
+        (["--set", "clip-norm=big"], "clip-norm=big: must be a number"),
+        (["--set", "verbose=1"], "verbose=1: must be true or false"),
+        (["--set", "verbose"], "--set verbose: must be key=value"),
+        (["--set", "output-dir=a", "--output-dir", "b"], "output-dir"),
+    ],
+)
+def test_bad_targets_and_settings(checkout, call, arguments, named):
+    status, out, err = call("run", *arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert named in err
+
+
+def test_a_used_folder_is_refused_before_anything_starts(checkout, call):
+    (checkout / "results").mkdir()
+    (checkout / "results" / "model.safetensors").write_text("")
+    status, _, err = call("run", "--output-dir", str(checkout / "results"))
+    assert status == 2
+    assert "already holds model.safetensors" in err
+
+
+def test_presets_are_listed_with_their_first_comment(checkout, call):
+    status, out, _ = call("presets")
+    assert status == 0
+    assert "quick   Three rounds to look at.\n" in out
+    assert out.splitlines()[0] == "broken"
+
+
+# progress
+
+
+def test_a_line_a_round(capsys, monkeypatch):
+    now = iter([100.0, 104.0, 108.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.Lines() as lines:
+        lines.show({"round": 0, "num-rounds": 20, "loss": 2.3026, "accuracy": 0.1, "epsilon": 0.0})
+        lines.show({"round": 2, "num-rounds": 20, "epsilon": 0.9312})
+        lines.show({"round": 4, "num-rounds": 20, "loss": None, "accuracy": 0.8125, "epsilon": None})
+    assert capsys.readouterr().out.splitlines() == [
+        "round 0/20  loss 2.3026  accuracy 10.0 %  epsilon 0.000",
+        "round 2/20  epsilon 0.931  left 0:36",  # 2 s a round, 18 to go
+        "round 4/20  accuracy 81.2 %  not private  left 0:32",
+    ]
+
+
+def test_the_bar_shows_the_newest_of_each(monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    screen = io.StringIO()
+    with progress.Bar(Console(file=screen, force_terminal=True, width=120)) as bar:
+        bar.show({"round": 1, "num-rounds": 4, "loss": 0.5, "accuracy": 0.25, "epsilon": 0.1})
+        bar.show({"round": 2, "num-rounds": 4, "epsilon": 0.2})
+    assert "round 2/4" in screen.getvalue()
+    assert "loss 0.5000  accuracy 25.0 %  epsilon 0.200" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])
+def test_clock(seconds, text):
+    assert progress.clock(seconds) == text
+
+
+# real runs
+
+
+def _environment(**more):
+    return os.environ | {"PYTHONPATH": str(Path(flower_dp.__file__).parents[1])} | more
+
+
+def _flower_dp_run(tmp_path, *arguments, stop_at=None):
+    """Run the real command, watching what it starts; return its status, output, and the processes seen."""
+    out, err = tmp_path / "out", tmp_path / "err"
+    home, temporary = tmp_path / "home", tmp_path / "t"
+    home.mkdir()
+    temporary.mkdir()
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        command = psutil.Popen(
+            [sys.executable, "-m", "flower_dp.cli", "run", str(TINY), "--workers", "2", *arguments],
+            stdout=stdout,
+            stderr=stderr,
+            cwd=tmp_path,
+            env=_environment(HOME=str(home)),
+        )
+    seen = {}
+    while command.poll() is None:
+        with suppress(psutil.Error):
+            for process in command.children(recursive=True):
+                with suppress(psutil.Error, KeyError):  # a process that was just forked still has its parent's command line
+                    seen[process] = " ".join(process.cmdline()) or seen[process]
+        if stop_at is not None and stop_at[0] in out.read_text():
+            command.send_signal(stop_at[1])
+            stop_at = None
+        time.sleep(0.1)
+    return command.returncode, out.read_text(), err.read_text(), seen
+
+
+def _assert_nothing_left(seen):
+    names = " ".join(seen.values())
+    assert all(name in names for name in ("flower-superlink", "flwr-simulation", "raylet"))  # the watching worked
+    assert [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"] == []
+    rooms = set(re.findall(r"\S+/flower-dp-[^/ ]+(?=/overrides\.toml)", names))
+    assert rooms
+    assert not any(Path(room).exists() for room in rooms)
+
+
+@pytest.mark.flwr_run
+def test_a_run(tmp_path):
+    greeting = """a 'b' "c" = d"""
+    status, out, err, seen = _flower_dp_run(tmp_path, "--set", f"greeting={greeting}", "--set", "num-rounds=3")
+    assert (status, err) == (0, "")
+    (folder,) = (tmp_path / "home" / ".flower-dp" / "runs").iterdir()
+    lines = out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["round 1/3", "round 2/3", "round 3/3"]
+    assert "Nothing private happened here." in lines
+    assert lines[-1] == f"results: {folder}"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
+    assert "\x1b" not in (folder / "flower.log").read_text()
+    _assert_nothing_left(seen)
+
+
+@pytest.mark.flwr_run
+def test_a_run_that_fails_says_so(tmp_path):
+    status, _, err, seen = _flower_dp_run(tmp_path, "--set", "fail=true", "--output-dir", "results")
+    assert status == 1
+    assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
+    assert "Traceback" in (tmp_path / "results" / "flower.log").read_text()
+    _assert_nothing_left(seen)
+
+
+@pytest.mark.flwr_run
+def test_an_interrupted_run_leaves_nothing_running(tmp_path):
+    import signal
+
+    slow = ("--set", "num-rounds=1000", "--set", "pause=0.2")
+    status, _, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGINT))
+    assert status == 130
+    assert "interrupted by SIGINT; nothing is left running" in err
+    _assert_nothing_left(seen)

@@ -1,0 +1,211 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from flower_dp import launch, superlink
+from flower_dp.processes import ProcessTree
+
+# ending processes
+
+
+def _wait_for(path):
+    deadline = time.monotonic() + 20
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return psutil.Process(int(path.read_text()))
+
+
+def test_a_child_in_its_own_session_whose_parent_is_gone_is_ended(tmp_path):
+    # The root starts a child in a session of its own and leaves; nobody looked while it lived.
+    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(300)"
+    root = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
+    mark = ("FLOWER_DP_MARK", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", root], env=os.environ | dict([mark])) as process:
+        tree = ProcessTree(mark)
+        tree.add(process.pid)
+        stray = _wait_for(tmp_path / "child")
+        process.wait()
+    tree.end()
+    assert not stray.is_running() or stray.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_that_hides_its_environment_is_ended_if_it_was_seen(tmp_path):
+    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(300)"
+    root = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True, env={{}});"
+        "sys.stdin.read()"
+    )
+    tree = ProcessTree(("FLOWER_DP_MARK", str(tmp_path)))
+    with subprocess.Popen([sys.executable, "-c", root], stdin=subprocess.PIPE) as process:
+        tree.add(process.pid)
+        stray = _wait_for(tmp_path / "child")
+        tree.look()
+    assert process.returncode == 0
+    assert stray in set(tree.living())
+    tree.end()
+    assert not stray.is_running() or stray.status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_ignores_sigterm_is_killed_and_a_stranger_lives(tmp_path):
+    deaf = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"open({str(tmp_path / 'deaf')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(300)"
+    )
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    process = subprocess.Popen([sys.executable, "-c", deaf])
+    try:
+        _wait_for(tmp_path / "deaf")
+        tree = ProcessTree(("FLOWER_DP_MARK", str(tmp_path)))
+        tree.add(process.pid)
+        tree.end(grace=0.2)
+        assert process.wait() == -signal.SIGKILL
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+# signals
+
+
+def _with_signal(signum, steps, ask):
+    with launch._Signals() as signals:
+        os.kill(os.getpid(), signum)
+        time.sleep(0.01)
+        steps.append("not cut in half")
+        if ask:
+            signals.check()
+            steps.append("went on")
+
+
+@pytest.mark.parametrize("ask", [True, False], ids=["asked", "in the last step"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_noted_until_asked_for(signum, ask):
+    before, steps = signal.getsignal(signum), []
+    with pytest.raises(launch.Interrupted, match=signal.Signals(signum).name) as caught:
+        _with_signal(signum, steps, ask)
+    assert steps == ["not cut in half"]
+    assert caught.value.signum == signum
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert signal.getsignal(signum) is before
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launch._Signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# reading along
+
+
+def test_tail_hands_on_whole_lines_once(tmp_path):
+    lines = []
+    tail = launch._Tail(tmp_path / "m", lines.append)
+    tail.read()
+    with (tmp_path / "m").open("wb", buffering=0) as file:
+        for content, total in ((b"one\ntw", ["one"]), (b"", ["one"]), ("o\nthree é\n".encode(), ["one", "two", "three é"])):
+            file.write(content)
+            tail.read()
+            assert lines == total
+
+
+def test_a_broken_line_does_not_end_a_run():
+    rows = []
+    take = launch._rows_to(rows.append)
+    for line in ('{"round": 1}', "nonsense", "[1]", '{"round": 2}'):
+        take(line)
+    assert rows == [{"round": 1}, {"round": 2}]
+
+
+# why it failed
+
+
+TRACE = """INFO : Starting
+ERROR : Simulation raised an exception
+Traceback (most recent call last):
+  File "a.py", line 1, in run
+    raise KeyError("x")
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in run
+    app()
+    ^^^^^
+{error}
+ERROR : Exit Code: 700
+An unhandled exception occurred when running the simulation.
+"""
+
+
+@pytest.mark.parametrize(
+    ("details", "log", "why"),
+    [
+        ("Simulation failed with exception: no data", TRACE.format(error="ValueError: no data"), "ValueError: no data"),
+        ("No heartbeat received.", TRACE.format(error="ValueError: x"), "No heartbeat received.\nValueError: x"),
+        ("N/A", "a\n\nb\nc\n d\n", "b\nc\nd"),
+        ("Stopped by user", "a\n", "Stopped by user"),
+        ("", "Using\n╭─ Error ─╮\n│ No module  │\n│ here.      │\n╰──╯\n", "No module here."),
+        ("", "", "no reason given"),
+    ],
+)
+def test_why(details, log, why):
+    assert launch._why(details, log) == why
+
+
+# what Flower's programs get
+
+
+def test_the_environment_is_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    got = superlink._environment(tmp_path, tmp_path / "home")
+    assert "RAY_ADDRESS" not in got
+    assert got["FLWR_HOME"] == str(tmp_path / "home")
+    assert got["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert got["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert got["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert got["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
+
+
+def test_a_program_that_is_not_there_says_how_to_get_it():
+    with pytest.raises(superlink.LaunchError, match="flower-nothing is not installed"):
+        superlink._program("flower-nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ('Listing\n{"success": true, "runs": [{"status": "running"}]}', [{"status": "running"}]),
+        ('{"success": false}', []),
+        ("", []),
+        ("{", []),
+    ],
+)
+def test_runs_in_flowers_answer(text, runs):
+    assert superlink._runs(text) == runs
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"num_workers": 0}, "num_workers=0"), ({"gpus_per_worker": -0.5}, "gpus_per_worker"), ({}, "app_dir=")],
+)
+def test_launch_refuses_nonsense(tmp_path, changes, named):
+    arguments = {"overrides": {}, "output_dir": tmp_path, "num_workers": 1, "gpus_per_worker": 0.0} | changes
+    with pytest.raises(ValueError, match=named):
+        launch.launch(tmp_path, on_progress=print, **arguments)
+
+
+def test_default_workers_is_what_this_process_may_use():
+    assert 1 <= launch.default_workers() <= (os.cpu_count() or 1)

@@ -1,0 +1,136 @@
+import json
+import math
+import tomllib
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from flower_dp import runs
+from flower_dp.runs import RunFolder
+
+
+def test_create_writes_the_config_whole(tmp_path):
+    config = {"task": "mnist", "clip-norm": 0.3, "num-rounds": 5, "dense": True, "note": 'a "b" = c'}
+    folder = RunFolder.create(tmp_path / "run", config, "main")
+    assert tomllib.loads((folder.path / "config.toml").read_text()) == config
+    assert [entry.name for entry in folder.path.iterdir()] == ["config.toml"]  # no part file is left
+
+
+def test_an_empty_folder_or_one_with_only_the_log_is_free(tmp_path):
+    (tmp_path / "flower.log").write_text("starting")
+    RunFolder.create(tmp_path, {}, "main")
+    with pytest.raises(ValueError, match=r"already holds config\.toml"):
+        RunFolder.create(tmp_path, {}, "main")
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        runs.new_folder(tmp_path / "x", "main")
+
+
+def test_default_folders_are_new_each_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folders = {runs.new_folder(None, "my run/../x") for _ in range(5)}
+    assert len(folders) == 5
+    assert {folder.parent for folder in folders} == {tmp_path / ".flower-dp" / "runs"}
+    assert all("-my-run-..-x" in folder.name for folder in folders)
+
+
+def test_append_makes_lines_that_any_json_reader_takes(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", {}, "main")
+    folder.append({"round": 0, "loss": np.float32(0.5), "epsilon": math.inf, "more": [math.nan, np.int64(3)]})
+    folder.append({"round": 1, "accuracy": 0.25})
+    text = (folder.path / "metrics.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {"round": 0, "loss": 0.5, "epsilon": None, "more": [None, 3]},
+        {"round": 1, "accuracy": 0.25},
+    ]
+    assert runs.read_metrics(folder.path) == runs.read_metrics(folder.path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("half", ['{"round": 2, "lo', '{"round": 2}', ""])
+def test_a_half_written_last_line_is_left_out(tmp_path, half):
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n' + half)
+    assert runs.read_metrics(tmp_path) == [{"round": 1}]
+
+
+def test_a_broken_whole_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\nnonsense\n{"round": 2}\n')
+    with pytest.raises(ValueError, match="line 2: must be a JSON object"):
+        runs.read_metrics(tmp_path)
+
+
+def test_no_metrics_is_a_run_without_rounds(tmp_path):
+    assert runs.read_metrics(tmp_path) == []
+
+
+def test_finish_writes_all_four(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", {}, "main")
+    folder.append({"round": 1, "accuracy": 0.5, "epsilon": 1.0, "delta": 1e-5})
+    grid = np.arange(6, dtype=np.float32).reshape(2, 3)
+    arrays = {
+        "transposed": grid.T,
+        "strided": grid[:, ::2],
+        "scalar": np.array(7.0, dtype=np.float64),
+        "big-endian": np.array([1, 2], dtype=">i4"),
+        "empty": np.zeros((0, 3), dtype=np.float16),
+    }
+    folder.finish({"epsilon": math.inf, "delta": 1e-5}, "Who is protected\n", arrays)
+    assert json.loads((folder.path / "statement.json").read_text()) == {"epsilon": None, "delta": 1e-5}
+    assert (folder.path / "statement.txt").read_text() == "Who is protected\n"
+    loaded = load_file(folder.path / "model.safetensors")
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert loaded[name].shape == array.shape
+        np.testing.assert_array_equal(loaded[name], array)
+    assert (folder.path / "progress.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.path.glob(".*"))
+
+
+def test_an_array_that_safetensors_cannot_hold_is_named(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", {}, "main")
+    with pytest.raises(ValueError, match=r"arrays\['w'\]: dtype object"):
+        folder.finish({}, "", {"w": np.array([None])})
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    runs.write_whole(tmp_path / "a", b"old")
+
+    def full(_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(runs.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        runs.write_whole(tmp_path / "a", b"new")
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"a": b"old"}
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        [{"round": 0, "epsilon": None}],
+        [{"round": n, "epsilon": 0.1 * n, "delta": 1e-5} for n in range(4)],
+        [{"round": n, **({"accuracy": 0.01 * n} if n % 3 == 0 else {}), "epsilon": None} for n in range(100)],
+    ],
+    ids=["nothing", "not private", "no accuracy", "sparse accuracy"],
+)
+def test_the_plot_stands_gaps(tmp_path, metrics):
+    runs.plot_progress(metrics, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_shows_the_values_of_the_rounds_that_have_them():
+    metrics = [{"round": 0, "accuracy": 0.1}, {"round": 1, "epsilon": 0.5}, {"round": 2, "accuracy": 0.3, "epsilon": None}]
+    assert runs._points(metrics, "accuracy") == ([0, 2], [0.1, 0.3])
+    assert runs._points(metrics, "epsilon") == ([1], [0.5])
+
+
+def test_runs_loads_no_heavy_library():
+    import subprocess
+    import sys
+
+    code = "import sys, flower_dp.runs; print(sorted({'flwr', 'torch', 'matplotlib', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
