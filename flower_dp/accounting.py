@@ -141,7 +141,7 @@ def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta
 
 
 def curve(
-    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 50
+    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 200
 ) -> np.ndarray:
     """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
 

@@ -1,0 +1,193 @@
+"""Seconds a round: `flwr run` on the Ray engine against a plain PyTorch loop over the same clients, in the same run.
+
+    python benchmarks/rounds.py [mlp] [logistic-1000] [logistic-50000] [--rounds N] [--data-dir DIR] [--json FILE]
+
+Prints, for every job, the median seconds a round of both (start-up apart), their ratio, and the memory of all processes of
+the Flower run. The plain loop runs before and after the Flower run, with one torch thread and with all; the fastest counts.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from apps.client_app import standardize
+from apps.tasks import load_task
+from apps.tasks.models import make
+from apps.tasks.partitions import partition
+from flower_dp.launch import default_workers, launch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One comparison: central DP-FedAvg, one local epoch, batches of 10, 100 clients a round."""
+
+    name: str
+    model: str
+    num_clients: int
+    records_per_client: int
+
+    def overrides(self, num_rounds: int, data_dir: str) -> dict[str, Any]:
+        """Return the run-config."""
+        return {
+            "method": "dp-fedavg",
+            "model": self.model,
+            "data-dir": data_dir,
+            "num-clients": self.num_clients,
+            "partition": "sample",
+            "records-per-client": self.records_per_client,
+            "sampling": "fixed-size",
+            "cohort-size": 100,
+            "target-epsilon": 0.0,
+            "num-rounds": num_rounds,
+            "local-epochs": 1,
+            "batch-size": 10,
+            "momentum": 0.0,
+            "learning-rate": 0.1,
+            "learning-rate-decay": 0.0,
+            "evaluate-every": 0,
+        }
+
+
+JOBS = (
+    Job(name="mlp", model="mlp", num_clients=1000, records_per_client=60),
+    Job(name="logistic-1000", model="logistic", num_clients=1000, records_per_client=20),
+    Job(name="logistic-50000", model="logistic", num_clients=50_000, records_per_client=20),
+)
+
+
+def plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
+    """Return the median seconds a round of DP-FedAvg as one writes it down in PyTorch."""
+    task = load_task("mnist", data_dir)
+    dealt = partition(
+        "sample",
+        task.train_labels,
+        num_clients=job.num_clients,
+        seed=0,
+        dirichlet_alpha=1.0,
+        classes_per_client=1,
+        records_per_client=job.records_per_client,
+    )
+    images, labels = torch.from_numpy(task.train_images), torch.from_numpy(task.train_labels)
+    model = make(job.model, seed=0)
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    rng = np.random.default_rng()
+    seconds = []
+    for _ in range(num_rounds):
+        started = time.perf_counter()
+        total = torch.zeros_like(vector)
+        for client in rng.choice(job.num_clients, 100, replace=False):
+            rows = torch.from_numpy(dealt[client])
+            inputs, targets = standardize(images[rows]), labels[rows]
+            nn.utils.vector_to_parameters(vector.clone(), model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch in torch.split(torch.randperm(len(rows)), 10):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+                optimizer.step()
+            update = nn.utils.parameters_to_vector(model.parameters()).detach() - vector
+            total += update * min(1.0, 0.5 / float(update.norm()))
+        vector = vector + (total + 0.45 * torch.randn_like(total)) / 100
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def fastest_plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
+    """Return the plain loop's time with one thread or with all, whichever is less."""
+    times = []
+    for threads in {1, os.cpu_count() or 1}:
+        torch.set_num_threads(threads)
+        times.append(plain_loop(job, num_rounds, data_dir))
+    return min(times)
+
+
+def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
+    """Run the job with `flwr run`; return seconds a round and the memory of its processes early and late."""
+    elapsed: list[float] = []
+    memory: list[tuple[float, float]] = []
+
+    def progress(line: dict[str, Any]) -> None:
+        elapsed.append(line["elapsed"])
+        # Reading the memory of all processes takes some time from them: only twice.
+        if line["round"] in (num_rounds // 4, num_rounds):
+            memory.append(tree_memory())
+
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = launch(
+            REPOSITORY,
+            overrides=job.overrides(num_rounds, data_dir) | {"output-dir": folder},
+            output_dir=Path(folder),
+            num_workers=default_workers(),
+            gpus_per_worker=0.0,
+            on_progress=progress,
+        )
+    if not outcome.completed:
+        raise SystemExit(f"{job.name}: the Flower run failed: {outcome.details}")
+    rounds = [after - before for before, after in zip(elapsed[WARM_UP:], elapsed[WARM_UP + 1 :], strict=False)]
+    return {
+        "flower_seconds": statistics.median(rounds),
+        "flower_seconds_p90": sorted(rounds)[int(0.9 * len(rounds))],
+        "memory_gb_early": memory[0][0],
+        "memory_gb_late": memory[-1][0],
+        "memory_gb_summed_rss": memory[-1][1],
+    }
+
+
+def tree_memory() -> tuple[float, float]:
+    """Return the memory of all processes below this one in GB: with shared pages counted once (PSS), and summed RSS."""
+    shared, resident = 0, 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            resident += process.memory_info().rss
+            full = process.memory_full_info()
+            shared += getattr(full, "pss", full.rss)
+        except psutil.Error:
+            continue
+    return shared / 1e9, resident / 1e9
+
+
+def main() -> None:
+    """Run the jobs asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--data-dir", default="")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    if unknown := set(options.jobs) - {job.name for job in JOBS}:
+        parser.error(f"unknown jobs {sorted(unknown)}; known are {', '.join(job.name for job in JOBS)}")
+    print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}")
+    results = []
+    for job in JOBS:
+        if options.jobs and job.name not in options.jobs:
+            continue
+        before = fastest_plain_loop(job, 20, options.data_dir)
+        result = flower_run(job, options.rounds, options.data_dir)
+        plain = min(before, fastest_plain_loop(job, 20, options.data_dir))
+        result = asdict(job) | {"plain_seconds": plain, "ratio": result["flower_seconds"] / plain} | result
+        results.append(result)
+        print(
+            f"{job.name}: flwr run {result['flower_seconds']:.3f} s a round (p90 {result['flower_seconds_p90']:.3f}), "
+            f"plain loop {plain:.3f} s, ratio {result['ratio']:.2f}; memory {result['memory_gb_early']:.2f} GB after a quarter, "
+            f"{result['memory_gb_late']:.2f} GB at the end (summed RSS {result['memory_gb_summed_rss']:.2f} GB)"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
