@@ -17,6 +17,7 @@ from flower_dp.vectors import Array, Layout
 _MARGIN = 2.0**-22
 # Norms in [_SAFE, 1/_SAFE] come from squares well inside float64's range.
 _SAFE = 1e-100
+_BLOCK = 2**15
 # Smaller factors lose precision as float32 numbers.
 _SMALLEST_FACTOR = 1e-30
 
@@ -24,10 +25,13 @@ _SMALLEST_FACTOR = 1e-30
 def l2_norms(rows: Array) -> Array:
     """Return the L2 norm of a vector, or of every row of a matrix, in float64, without overflow or underflow."""
     xp = array_namespace(rows)
-    wide = xp.astype(rows, xp.float64)
-    norms = xp.linalg.vector_norm(wide, axis=-1)
+    # Block by block: float64 copies that stay in the cache.
+    starts = range(0, max(1, rows.shape[-1]), _BLOCK)
+    blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
+    norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
     if bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
         return norms
+    wide = xp.astype(rows, xp.float64)
     # Zeros, entries whose squares leave float64's range, NaN and infinity: divide by the largest entry first.
     largest = xp.max(xp.abs(wide), axis=-1) if wide.shape[-1] else norms
     unit = xp.where((largest > 0) & xp.isfinite(largest), largest, xp.ones_like(largest))

@@ -21,7 +21,8 @@ class Ledger:
         Raises:
             ValueError: if the event can't be accounted; nothing is written then and nothing may be released.
         """
-        accounting.epsilon(event, delta=1e-5, relation=self.relation, grid=1e-2)
+        if event not in self._counts:
+            accounting.epsilon(event, delta=1e-5, relation=self.relation, grid=1e-2)
         self.num_charges += 1
         if not isinstance(event, NoOpDpEvent):
             self._counts[event] = self._counts.get(event, 0) + 1

@@ -26,8 +26,8 @@ class Release:
         relation: the neighbouring relation.
         clip_norm: bound on the norm of one unit's contribution (L2 for Gaussian, L1 for Laplace noise).
         mechanism: the noise, as a multiple of `clip_norm`.
-        sampler: who takes part in a round.
-        num_clients: how many clients the sampler draws from.
+        sampler: who takes part in a round (or, inside one client, which of its records).
+        num_clients: how many units the sampler draws from: clients, or one client's records where the unit is a record.
     """
 
     what: str

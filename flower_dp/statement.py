@@ -22,6 +22,39 @@ class PaperEpsilon:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adversary:
+    """What one kind of adversary sees, and the tight epsilon against it of the client who paid most.
+
+    Attributes:
+        name: who it is, in one or two words.
+        sees: what it is assumed to see.
+        epsilon: the tight epsilon against it.
+        accountant: what proves it.
+        noise_std: standard deviation of the noise on one thing that it sees, the least over all of them.
+        paper: the paper's epsilon against it, if there is one.
+    """
+
+    name: str
+    sees: str
+    epsilon: float
+    accountant: str
+    noise_std: float
+    paper: PaperEpsilon | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientCosts:
+    """The tight epsilon of every client with a ledger of its own: the distribution, the worst, and up to 100 one by one."""
+
+    count: int
+    minimum: float
+    median: float
+    maximum: float
+    worst: str
+    each: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
     """(epsilon, delta)-differential privacy of everything that a run released, in full words.
 
@@ -41,6 +74,8 @@ class PrivacyStatement:
         assumptions: what the guarantee leans on.
         not_covered: what left the clients or the server outside the guarantee.
         incidents: dropouts, refused replies and early stops, in words.
+        adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest of them.
+        clients: where every client has a ledger of its own, the epsilons of all of them; `epsilon` is the worst client's.
     """
 
     method: str
@@ -58,6 +93,8 @@ class PrivacyStatement:
     assumptions: tuple[str, ...]
     not_covered: tuple[str, ...]
     incidents: tuple[str, ...]
+    adversaries: tuple[Adversary, ...] = ()
+    clients: ClientCosts | None = None
 
     @property
     def private(self) -> bool:
@@ -66,10 +103,7 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON-ready values; an infinite epsilon is None, and `private` is False then."""
-        data: dict[str, Any] = {"private": self.private, **asdict(self)}
-        for part in (data, data["paper"] or {}):
-            if "epsilon" in part and not math.isfinite(part["epsilon"]):
-                part["epsilon"] = None
+        data: dict[str, Any] = _finite({"private": self.private, **asdict(self)})
         return data
 
     def __str__(self) -> str:
@@ -88,9 +122,22 @@ class PrivacyStatement:
         ]
         lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
         if self.paper is not None:
-            shown = _up(self.paper.epsilon) if math.isfinite(self.paper.epsilon) else "infinite"
-            state = "valid here" if self.paper.valid else "NOT VALID here"
-            lines.append(f"The paper's own epsilon: {shown} ({self.paper.formula}; {state}: {self.paper.reason})")
+            lines.append(_told(self.paper))
+        for adversary in self.adversaries:
+            lines.append(
+                f"Against {adversary.name} ({adversary.sees}): tight epsilon {_shown(adversary.epsilon)}, "
+                f"accountant {adversary.accountant}, noise std {adversary.noise_std:.6g}"
+            )
+            if adversary.paper is not None:
+                lines.append("  " + _told(adversary.paper))
+        if self.clients is not None:
+            costs = self.clients
+            lines.append(
+                f"Over {costs.count} clients: epsilon at least {_shown(costs.minimum)}, median {_shown(costs.median)}, "
+                f"at most {_shown(costs.maximum)} ({costs.worst})"
+            )
+            if costs.each:
+                lines.append("Each client: " + ", ".join(f"{name} {_shown(value)}" for name, value in costs.each.items()))
         for title, items in (
             ("Assumes", self.assumptions),
             ("Not covered", self.not_covered),
@@ -98,6 +145,24 @@ class PrivacyStatement:
         ):
             lines.extend(f"{title}: {item}" for item in items)
         return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in the place of every infinite number."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_finite(item) for item in value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _told(paper: PaperEpsilon) -> str:
+    state = "valid here" if paper.valid else "NOT VALID here"
+    return f"The paper's own epsilon: {_shown(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"
+
+
+def _shown(epsilon: float) -> str:
+    return _up(epsilon) if math.isfinite(epsilon) else "infinite"
 
 
 def _up(epsilon: float) -> str:

@@ -71,7 +71,7 @@ class Layout:
         """Return the arrays as one new float32 vector, in this layout's order.
 
         Raises:
-            ValueError: if names or shapes differ from the layout.
+            ValueError: if names or shapes differ from the layout, or an array is not floating point.
         """
         if set(arrays) != set(self.names):
             missing, extra = sorted(set(self.names) - set(arrays)), sorted(set(arrays) - set(self.names))
@@ -79,6 +79,8 @@ class Layout:
         for name, shape in zip(self.names, self.shapes, strict=True):
             if tuple(arrays[name].shape) != shape:
                 raise ValueError(f"array {name!r} has shape {tuple(arrays[name].shape)}: the model's is {shape}")
+            if _dtype_name(arrays[name]) not in _FLOATS:
+                raise ValueError(f"array {name!r} has dtype {_dtype_name(arrays[name])}: must be one of {', '.join(_FLOATS)}")
         xp = array_namespace(*arrays.values())
         parts = [xp.astype(xp.reshape(arrays[name], (-1,)), xp.float32, copy=False) for name in self.names]
         return xp.concat(parts)

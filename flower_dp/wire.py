@@ -53,6 +53,9 @@ class Instruction:
         noise_std: standard deviation of the noise that every client adds to its own clipped update; 0 when the server adds it.
         keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
         report_metrics: whether clients are asked for training metrics, which are not private.
+        weights: what each client's private row counts in the node's sum, in the order of `clients`; empty for 1 each.
+        num_replies: how many replies of each client the server plans with, in the order of `clients`; empty where clients keep
+            no budget of their own. A client compares it with its own number, and never works by it.
     """
 
     server_round: int
@@ -62,6 +65,8 @@ class Instruction:
     noise_std: float = 0.0
     keep_ratio: float = 1.0
     report_metrics: bool = False
+    weights: tuple[float, ...] = ()
+    num_replies: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         checks.integer("server_round", self.server_round, at_least=1)
@@ -70,6 +75,15 @@ class Instruction:
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
         checks.number("noise_std", self.noise_std, at_least=0)
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
+        for field, values in (("weights", self.weights), ("num_replies", self.num_replies)):
+            if len(values) not in (0, len(self.clients)):
+                raise ValueError(
+                    f"{field}: has {len(values)} values: must have none, or one for each of {len(self.clients)} clients"
+                )
+        for weight in self.weights:
+            checks.number("weight", weight, at_least=0)
+        for number in self.num_replies:
+            checks.integer("num_replies", number, at_least=1)
 
     def to_json(self) -> str:
         """Return the instruction as one string."""
@@ -83,7 +97,10 @@ class Instruction:
             ValueError: if it is not one of this protocol.
         """
         data = _load(text, {field.name for field in fields(cls)})
-        return cls(**{**data, "clients": tuple(data["clients"])})
+        lists = ("clients", "weights", "num_replies")
+        if not all(isinstance(data[name], list) for name in lists):
+            raise ValueError(f"instruction: {', '.join(lists)} must be lists")
+        return cls(**{**data, **{name: tuple(data[name]) for name in lists}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +216,14 @@ def model_vector(record: ArrayRecord, layout: Layout) -> np.ndarray:
     arrays = numpy_arrays(record, limit=8 * max(layout.size, 1))
     if set(arrays) != set(layout.names) and len(arrays) == len(layout.names) and all(name.isdigit() for name in arrays):
         arrays = dict(zip(layout.names, arrays.values(), strict=True))
-    vector: np.ndarray = layout.flatten(arrays)
+    with np.errstate(over="ignore"):  # infinite entries are refused by whoever adds them up
+        vector: np.ndarray = layout.flatten(arrays)
     return vector
 
 
 def model_record(vector: np.ndarray, layout: Layout) -> ArrayRecord:
     """Return a vector as a model's array record, under the model's own names, shapes and dtypes."""
-    return ArrayRecord({name: FlowerArray(np.ascontiguousarray(array)) for name, array in layout.unflatten(vector).items()})
+    return ArrayRecord({name: FlowerArray(np.asarray(array, order="C")) for name, array in layout.unflatten(vector).items()})
 
 
 def content_bytes(content: RecordDict) -> int:

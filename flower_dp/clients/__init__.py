@@ -2,6 +2,9 @@
 
 from flower_dp.clients.app import client_app
 from flower_dp.clients.client import DPClient
+from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
+from flower_dp.clients.local import LocalDPClient
+from flower_dp.clients.nbafl import NbAFLRecipe
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records, TensorRecords
 from flower_dp.clients.training import FlatModel, LocalTraining, local_updates, model_arrays
@@ -9,8 +12,11 @@ from flower_dp.clients.training import FlatModel, LocalTraining, local_updates, 
 __all__ = [
     "ClientPolicy",
     "DPClient",
+    "FedSGDDPCRecipe",
     "FlatModel",
+    "LocalDPClient",
     "LocalTraining",
+    "NbAFLRecipe",
     "Records",
     "TensorRecords",
     "client_app",

@@ -1,4 +1,4 @@
-"""A Message-API ClientApp around a DPClient."""
+"""A Message-API ClientApp around a client of this package."""
 
 import json
 from collections.abc import Callable
@@ -7,17 +7,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
-from flower_dp.clients.client import DPClient
+from flower_dp.clients.client import NodeClient
 
 # No payload or model that a device can hold is larger.
 _LARGEST_ARRAY = 2**40
 
 
-def client_app(client_fn: Callable[[Context], DPClient]) -> ClientApp:
+def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     """Return a ClientApp that answers two messages: which clients live here, and train.
 
     Args:
-        client_fn: makes the node's client from its context; called for every message, so cache what is costly.
+        client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
+            node's state is attached to the client before it trains, so that an account outlives client and process.
     """
     app = ClientApp()
 
@@ -32,6 +33,7 @@ def client_app(client_fn: Callable[[Context], DPClient]) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client = client_fn(context)
+        client.attach(context.state)
         named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
         if set(named) != set(client.model.layout.names):
             raise ValueError(f"the server's model has arrays {sorted(named)}, this client's {sorted(client.model.layout.names)}")

@@ -2,11 +2,13 @@
 
 import json
 import secrets
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
@@ -22,17 +24,15 @@ from flower_dp.wire import Answer, Instruction
 _GAUSSIAN = Gaussian(noise_multiplier=1.0)
 
 
-class DPClient(NumPyClient):
-    """A Flower client for the strategies of this package, around a recipe of local training.
+class NodeClient(NumPyClient):
+    """What all clients of this package share: whom they host, the model, the way in and the way out.
 
-    It answers with the sum of its clients' updates, each clipped to the L2 norm that the server names and its own policy allows,
-    each with its own noise if the server asks for noise on clients, each compressed after that. It sends no record, no example
-    count and, unless its policy allows it, no metric.
+    It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
+    it, no metric. Subclasses say in `_sum` what a row is and what protects it.
 
     Args:
         model: the architecture; its weights are overwritten. Without BatchNorm.
         clients: the records of every client that lives here, by its stable name; on a device one.
-        training: the recipe of local training.
         policy: this client's own limits.
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never the noise.
@@ -44,7 +44,6 @@ class DPClient(NumPyClient):
         *,
         model: nn.Module,
         clients: Mapping[str, Records],
-        training: LocalTraining,
         policy: ClientPolicy | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -55,12 +54,16 @@ class DPClient(NumPyClient):
         chosen = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = FlatModel(model, chosen)
         self.clients = clients
-        self.training = training
         self.policy = policy or ClientPolicy()
         self.seed = seed
+        self.state: RecordDict | None = None
         self.seeded_noise = noise_seed is not None
         self._noise = torch.Generator(chosen)
         self._noise.manual_seed(secrets.randbits(63) if noise_seed is None else noise_seed)
+
+    def attach(self, state: RecordDict) -> None:
+        """Take the node's Flower state, for clients that keep an account there; called before `fit`."""
+        self.state = state
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Say which clients live here."""
@@ -89,8 +92,43 @@ class DPClient(NumPyClient):
         )
         return list(payload.arrays), 1, {wire.KEY: answer.to_json()}
 
+    @abstractmethod
     def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
-        """Return the sum [d] of the updates, who is in it, who is not and why, and the training losses of all who trained."""
+        """Return the sum [d] of the rows, who is in it, who is not and why, and the training losses of all who trained."""
+
+
+class DPClient(NodeClient):
+    """A Flower client for the strategies of this package with client-level privacy, around a recipe of local training.
+
+    It answers with the sum of its clients' updates, each clipped to the L2 norm that the server names and its own policy allows,
+    each with its own noise if the server asks for noise on clients, each compressed after that. It sends no record, no example
+    count and, unless its policy allows it, no metric.
+
+    Args:
+        model: the architecture; its weights are overwritten. Without BatchNorm.
+        clients: the records of every client that lives here, by its stable name; on a device one.
+        training: the recipe of local training.
+        policy: this client's own limits.
+        device: where to train; by default the GPU if this process has one, else the CPU.
+        seed: governs the order of records, never the noise.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        clients: Mapping[str, Records],
+        training: LocalTraining,
+        policy: ClientPolicy | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        noise_seed: int | None = None,
+    ) -> None:
+        super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
+        self.training = training
+
+    def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
         hosted = [name for name in instruction.clients if name in self.clients]
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
         answered: list[str] = []

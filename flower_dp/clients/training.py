@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from flower_dp import checks
 from flower_dp.clients.records import Records
+from flower_dp.clients.stack import LinearStack
 from flower_dp.vectors import Layout
+
+# Records that are fetched from a client's data set at a time.
+_FETCHED_RECORDS = 512
 
 
 class FlatModel:
@@ -36,6 +40,7 @@ class FlatModel:
         self.parameters: list[Tensor] = list(named.values())
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self._share(self.vector, self.parameters)
+        self.stack = LinearStack.of(self.module)
 
     def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
         """Make the tensors views of consecutive parts of the vector."""
@@ -59,6 +64,7 @@ class LocalTraining:
         learning_rate_decay: the step size shrinks by this part every round.
         sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
             a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
+        proximal: coefficient of (proximal / 2) ||w - w_global||^2 in every client's objective (NbAFL, FedProx; paper: mu).
         loss: model outputs, targets -> mean loss of the batch.
     """
 
@@ -70,6 +76,7 @@ class LocalTraining:
     weight_decay: float = 0.0
     learning_rate_decay: float = 0.0
     sam_radius: float = 0.0
+    proximal: float = 0.0
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
     def __post_init__(self) -> None:
@@ -82,6 +89,7 @@ class LocalTraining:
         checks.number("weight_decay", self.weight_decay, at_least=0)
         checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
         checks.number("sam_radius", self.sam_radius, at_least=0)
+        checks.number("proximal", self.proximal, at_least=0)
 
     def step_size(self, server_round: int) -> float:
         """Return the step size of round 1, 2, ..."""
@@ -90,10 +98,15 @@ class LocalTraining:
     def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
         """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor."""
         step_size = self.step_size(server_round)
+        stack = model.stack if self.loss is nn.functional.cross_entropy else None
+        plain = not (self.momentum or self.weight_decay or self.sam_radius or self.proximal)
         velocity = [torch.zeros_like(parameter) for parameter in model.parameters] if self.momentum else []
+        start = [parameter.detach().clone() for parameter in model.parameters] if self.proximal else []
         losses = []
-        for positions in self._batches(len(records), rng):
-            inputs, targets = records.batch(positions, model.device)
+        for inputs, targets in self._batches(model, records, rng):
+            if stack is not None and plain:
+                losses.append(stack.descend(inputs, targets, step_size))
+                continue
             loss, gradients = self._gradients(model, inputs, targets)
             if self.sam_radius:
                 gradients = self._sam_gradients(model, inputs, targets, gradients)
@@ -101,24 +114,32 @@ class LocalTraining:
             with torch.no_grad():
                 if self.weight_decay:
                     torch._foreach_add_(gradients, [p.detach() for p in model.parameters], alpha=self.weight_decay)
+                if self.proximal:
+                    torch._foreach_add_(gradients, [p.detach() for p in model.parameters], alpha=self.proximal)
+                    torch._foreach_add_(gradients, start, alpha=-self.proximal)
                 if self.momentum:
                     torch._foreach_mul_(velocity, self.momentum)
                     torch._foreach_add_(velocity, gradients)
                 torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
         return torch.stack(losses).mean()
 
-    def _batches(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
-        """Yield positions of shuffled minibatches, for the given number of epochs or steps."""
-        if num_records == 0:
+    def _batches(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shuffled minibatches for the given number of epochs or steps, fetched many at a time."""
+        if len(records) == 0:
             raise ValueError("records: a client without records can't train")
-        steps_an_epoch = -(-num_records // self.batch_size)
-        num_steps = self.num_local_steps or self.num_local_epochs * steps_an_epoch
-        for step in range(num_steps):
-            if step % steps_an_epoch == 0:
-                order = torch.split(torch.randperm(num_records, generator=rng), self.batch_size)
-            yield order[step % steps_an_epoch]
+        steps_an_epoch = -(-len(records) // self.batch_size)
+        steps_left = self.num_local_steps or self.num_local_epochs * steps_an_epoch
+        fetched = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
+        while steps_left > 0:
+            order = torch.randperm(len(records), generator=rng)[: steps_left * self.batch_size]
+            for positions in torch.split(order, fetched):
+                inputs, targets = records.batch(positions, model.device)
+                yield from zip(torch.split(inputs, self.batch_size), torch.split(targets, self.batch_size), strict=True)
+            steps_left -= steps_an_epoch
 
     def _gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        if model.stack is not None and self.loss is nn.functional.cross_entropy:
+            return model.stack.gradients(inputs, targets)
         loss = self.loss(model.module(inputs), targets)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
@@ -173,7 +194,7 @@ def batch_seed(seed: int, server_round: int, client: str) -> int:
 def model_arrays(module: nn.Module) -> ArrayRecord:
     """Return a model's trainable parameters as the record to start a strategy with."""
     parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
-    return ArrayRecord({name: FlowerArray(np.ascontiguousarray(value)) for name, value in parameters.items()})
+    return ArrayRecord({name: FlowerArray(np.asarray(value, order="C")) for name, value in parameters.items()})
 
 
 def _refuse_batch_statistics(module: nn.Module) -> None:

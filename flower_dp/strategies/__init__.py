@@ -2,5 +2,7 @@
 
 from flower_dp.strategies.dp_fedavg import DPFedAvg
 from flower_dp.strategies.dp_fedsam import DPFedSAM
+from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
+from flower_dp.strategies.nbafl import NbAFL
 
-__all__ = ["DPFedAvg", "DPFedSAM"]
+__all__ = ["DPFedAvg", "DPFedSAM", "FedSGDDPC", "NbAFL"]

@@ -26,7 +26,7 @@ from flower_dp.vectors import Layout
 log = logging.getLogger("flwr")
 
 # A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
-_PULL_SECONDS = 0.002
+_PULL_SECONDS = 0.004
 _FRUITLESS_ROUNDS = 3
 _LARGEST_ARRAY = 2**40
 
@@ -152,6 +152,10 @@ class RoundStrategy(Strategy):
         """Return why these clients can't run this method, None if they can."""
         return None
 
+    def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
+        """Return the indices of the clients that are asked in a round."""
+        return self.sampling.choose(server_round, self.num_clients, self.rng)
+
     # Flower's Strategy
 
     def start(
@@ -207,7 +211,7 @@ class RoundStrategy(Strategy):
         roster = self._call_roll(grid)
         started = time.monotonic()
         layout = Layout.of(wire.numpy_arrays(arrays, limit=_LARGEST_ARRAY))
-        asked = roster.by_node(self.sampling.choose(server_round, self.num_clients, self.rng))
+        asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
         self._charge(server_round, cohort)
         messages = [

@@ -1,0 +1,139 @@
+"""FedSGD-DPC on the client: the noised mean of per-record clipped gradients (Zhou et al., Algorithm 1)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flower_dp import checks
+from flower_dp.accounting import Relation
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel
+from flower_dp.clipping import clip_l1, clip_l2
+from flower_dp.release import Release
+from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_in
+
+# Numbers in the matrix of per-record gradients that is in memory at a time.
+_LARGEST_MATRIX = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedSGDDPCRecipe:
+    """One reply: minus the mean of the clipped gradients of the client's records, plus noise from the client's own budget.
+
+    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise; a gradient with NaN or
+    infinite entries counts as zero, so that a record can't make the client refuse. The mean's denominator is public and fixed,
+    num_records x sampling_rate, never the size of the batch that was drawn. Under Gaussian noise every record is in a batch by
+    itself with probability `sampling_rate`, drawn with the secret generator of the noise, anew for every reply.
+
+    Attributes:
+        mechanism: `laplace` or `gaussian`.
+        clip_norm: bound on the norm of one record's gradient.
+        epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
+        delta: 0 for Laplace, in (0, 1) for Gaussian.
+        num_replies: the most replies that a client will ever send, one number or one by client name.
+        num_records: public data size, one number or one by client name; None: the number of records, which replace-one leaves
+            public. Under add-or-remove-one it must be given, since the true number is then protected.
+        sampling_rate: part of the records in a batch, in expectation; 1 for Laplace.
+        relation: neighbouring relation; replace-one in the paper.
+        loss: model outputs, targets -> loss, for batches of one record.
+    """
+
+    mechanism: str
+    clip_norm: float
+    epsilon: float | Mapping[str, float]
+    num_replies: int | Mapping[str, int]
+    delta: float = 0.0
+    num_records: int | Mapping[str, int] | None = None
+    sampling_rate: float = 1.0
+    relation: Relation = "replace-one"
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    def __post_init__(self) -> None:
+        checks.one_of("mechanism", self.mechanism, MECHANISMS)
+        if self.num_records is None and self.relation != "replace-one":
+            raise ValueError("num_records=None: must be the public data size under relation='add-or-remove-one'")
+        for replies in values_in(self.num_replies):
+            checks.integer("num_replies", replies, at_least=1)
+        for epsilon in values_in(self.epsilon):
+            # Refuses every other impossible value as well; the noise does not depend on the number of records.
+            self._terms(epsilon, 1, 1)
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return one client's terms.
+
+        Raises:
+            ValueError: if it has no budget, or (under replace-one) not as many records as it says in public.
+        """
+        size = len(records) if self.num_records is None else value_of("num_records", self.num_records, name)
+        if self.relation == "replace-one" and size != len(records):
+            raise ValueError(f"num_records={size}: client {name!r} has {len(records)} records")
+        return self._terms(value_of("epsilon", self.epsilon, name), value_of("num_replies", self.num_replies, name), size)
+
+    def reply(
+        self,
+        vector: Tensor,
+        records: Records,
+        release: Release,
+        *,
+        model: FlatModel,
+        server_round: int,
+        seed: int,
+        rng: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Return minus the noised mean gradient [d] and the mean loss of the batch."""
+        model.vector.copy_(vector)
+        total, loss = self._clipped_sum(model, records, self._batch(len(records), rng))
+        # The noise is of the sum's size, and sum and noise are divided together.
+        noised = total + release.mechanism.noise(total.to(torch.float32), release.noise_scale, rng)
+        return (-noised / release.expected_cohort).to(torch.float32), loss
+
+    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
+        return gradient_terms(
+            mechanism=self.mechanism,
+            clip_norm=self.clip_norm,
+            epsilon=epsilon,
+            delta=self.delta,
+            num_replies=num_replies,
+            num_records=num_records,
+            sampling_rate=self.sampling_rate,
+            relation=self.relation,
+        )
+
+    def _batch(self, num_records: int, rng: torch.Generator) -> Tensor:
+        """Draw the positions of a batch; all of them at sampling rate 1."""
+        if self.sampling_rate == 1:
+            return torch.arange(num_records)
+        drawn = torch.rand(num_records, generator=rng, device=rng.device, dtype=torch.float64) < self.sampling_rate
+        return drawn.nonzero().flatten().cpu()
+
+    def _clipped_sum(self, model: FlatModel, records: Records, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float64 sum [d] of the records' clipped gradients, and their mean loss."""
+        clip = clip_l1 if self.mechanism == "laplace" else clip_l2
+        total = torch.zeros_like(model.vector, dtype=torch.float64)
+        losses = [torch.zeros(0, device=model.device)]
+        for part in torch.split(positions, max(1, _LARGEST_MATRIX // model.layout.size)):
+            if len(part) == 0:
+                continue
+            rows, loss = record_gradients(model, *records.batch(part, model.device), loss=self.loss)
+            finite = rows.isfinite().all(dim=1, keepdim=True)
+            total += clip(rows.where(finite, 0.0), self.clip_norm).sum(dim=0, dtype=torch.float64)
+            losses.append(loss)
+        loss = torch.cat(losses)
+        return total, loss.mean() if len(loss) else torch.zeros((), device=model.device)
+
+
+def record_gradients(
+    model: FlatModel, inputs: Tensor, targets: Tensor, *, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights."""
+    weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
+
+    def one(weights: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(model.module, weights, (inputs.unsqueeze(0),)), target.unsqueeze(0))
+
+    each = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
+    gradients, values = each(weights, inputs, targets)
+    rows = torch.cat([gradients[name].flatten(start_dim=1) for name in model.layout.names], dim=1)
+    return rows.detach(), values.detach()

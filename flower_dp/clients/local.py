@@ -1,0 +1,124 @@
+"""The client of methods whose every message is private on its own: own budget, own noise, own account."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor, nn
+
+from flower_dp.clients.account import Account
+from flower_dp.clients.client import NodeClient
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel, batch_seed
+from flower_dp.release import Release
+from flower_dp.terms import Terms
+from flower_dp.wire import Instruction
+
+
+class LocalRecipe(Protocol):
+    """How one client makes a reply that is private on its own."""
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return the client's terms, from its own budget and data size alone."""
+
+    def reply(
+        self,
+        vector: Tensor,
+        records: Records,
+        release: Release,
+        *,
+        model: FlatModel,
+        server_round: int,
+        seed: int,
+        rng: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the noised row [d] that leaves, and the training loss, a 0-d tensor that stays.
+
+        Noise and every secret choice come from `rng`; `seed` is public and governs the order of records only.
+        """
+
+
+class LocalDPClient(NodeClient):
+    """A Flower client whose clients' replies are private one by one, before they are added up.
+
+    Noise follows from each client's own terms. What the server says of clip norm and number of replies is compared with them, and
+    a client that finds them different does not reply. Each reply is charged to the client's account, in the node's Flower state,
+    before its records are touched; who can't pay does not reply, whatever the server says of the round.
+
+    The node answers with the weighted sum of its clients' rows, with the weights that the server names: weighing a private row
+    costs nothing.
+
+    Args:
+        model: the architecture; its weights are overwritten. Without BatchNorm.
+        clients: the records of every client that lives here, by its stable name; on a device one.
+        recipe: how a reply is made, for example `FedSGDDPCRecipe`.
+        state: the node's state, `context.state` of the Context that `client_fn` receives; `client_app` attaches it itself.
+        policy: more limits of this client.
+        device: where to train; by default the GPU if this process has one, else the CPU.
+        seed: governs the order of records, never noise or the choice of records.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        clients: Mapping[str, Records],
+        recipe: LocalRecipe,
+        state: RecordDict | None = None,
+        policy: ClientPolicy | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        noise_seed: int | None = None,
+    ) -> None:
+        super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
+        self.recipe = recipe
+        if state is not None:
+            self.attach(state)
+
+    def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
+        if self.state is None:
+            raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
+        weights = dict(zip(instruction.clients, instruction.weights or (1.0,) * len(instruction.clients), strict=True))
+        agreed, refused = self._agreed(instruction)
+        refused |= Account(self.state).charge(agreed)
+        answered = [name for name in agreed if name not in refused]
+        losses = []
+        total = torch.zeros_like(vector, dtype=torch.float64)
+        for name in answered:
+            row, loss = self.recipe.reply(
+                vector,
+                self.clients[name],
+                agreed[name].release,
+                model=self.model,
+                server_round=instruction.server_round,
+                seed=batch_seed(self.seed, instruction.server_round, name),
+                rng=self._noise,
+            )
+            total += weights[name] * row.to(torch.float64)
+            losses.append(loss)
+        return total.to(torch.float32), answered, refused, losses
+
+    def _agreed(self, instruction: Instruction) -> tuple[dict[str, Terms], dict[str, str]]:
+        """Return the terms of the clients whose own terms are what the server says, and why the others refuse."""
+        agreed: dict[str, Terms] = {}
+        refused: dict[str, str] = {}
+        said = dict(zip(instruction.clients, instruction.num_replies or (0,) * len(instruction.clients), strict=True))
+        for name in instruction.clients:
+            if name not in self.clients:
+                refused[name] = "not hosted here"
+                continue
+            try:
+                terms = self.recipe.terms(name, self.clients[name])
+            except ValueError as error:
+                refused[name] = str(error)
+                continue
+            if instruction.clip_norm != terms.release.clip_norm:
+                refused[name] = f"clip_norm={instruction.clip_norm:g}: this client's own is {terms.release.clip_norm:g}"
+            elif said[name] != terms.num_replies:
+                refused[name] = f"num_replies={said[name]}: this client's own is {terms.num_replies}"
+            else:
+                agreed[name] = terms
+        return agreed, refused

@@ -1,0 +1,86 @@
+"""NbAFL on the client: proximal training, clipping of the whole weights, noise on them (Wei et al. 2020, Algorithm 1)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flower_dp import checks
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clipping import clip_l2
+from flower_dp.release import Release
+from flower_dp.terms import Terms, value_of, values_in, weights_terms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NbAFLRecipe:
+    """One reply: the locally trained *weights*, clipped to L2 norm `clip_norm`, plus Gaussian noise.
+
+    Weights that training has driven to NaN or infinity are replaced by the global model that the server sent, so that whether a
+    client replies doesn't depend on its data.
+
+    Attributes:
+        training: the recipe of local training; its `proximal` is the paper's mu.
+        clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms is data-dependent, and private only as
+            a pilot on public data.
+        epsilon: the paper's epsilon over `uplink_exposures` replies, one number or one by client name; math.inf: no noise.
+        delta: the paper's delta.
+        uplink_exposures: how many replies the paper's noise is made for (paper: L).
+        min_records: the fewest records of any client (paper: m); a client with fewer doesn't reply.
+        num_replies: the most replies that a client will ever send; None: `uplink_exposures`.
+    """
+
+    training: LocalTraining
+    clip_norm: float
+    epsilon: float | Mapping[str, float]
+    delta: float
+    uplink_exposures: int
+    min_records: int
+    num_replies: int | Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for epsilon in values_in(self.epsilon):
+            self._terms(epsilon, 1)
+        for replies in [] if self.num_replies is None else values_in(self.num_replies):
+            checks.integer("num_replies", replies, at_least=1)
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return one client's terms.
+
+        Raises:
+            ValueError: if it has no budget, or fewer records than the noise is made for.
+        """
+        if len(records) < self.min_records:
+            raise ValueError(f"min_records={self.min_records}: client {name!r} has only {len(records)}")
+        replies = self.uplink_exposures if self.num_replies is None else value_of("num_replies", self.num_replies, name)
+        return self._terms(value_of("epsilon", self.epsilon, name), replies)
+
+    def reply(
+        self,
+        vector: Tensor,
+        records: Records,
+        release: Release,
+        *,
+        model: FlatModel,
+        server_round: int,
+        seed: int,
+        rng: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the clipped and noised weights [d], and the training loss."""
+        model.vector.copy_(vector)
+        loss = self.training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        weights = model.vector if bool(model.vector.isfinite().all()) else vector
+        clipped = clip_l2(weights, release.clip_norm)
+        return clipped + release.mechanism.noise(clipped, release.noise_scale, rng), loss
+
+    def _terms(self, epsilon: float, num_replies: int) -> Terms:
+        return weights_terms(
+            clip_norm=self.clip_norm,
+            epsilon=epsilon,
+            delta=self.delta,
+            uplink_exposures=self.uplink_exposures,
+            min_records=self.min_records,
+            num_replies=num_replies,
+        )

@@ -1,0 +1,288 @@
+"""NbAFL: the noise of uplink and downlink, and the number of rounds and the cohort size that its bounds like best.
+
+Wei, Li, Ding, Ma, Yang, Farokhi, Jin, Quek, Poor: Federated Learning with Differential Privacy: Algorithms and
+Performance Analysis, IEEE TIFS 2020. The unit of privacy is one record, under the paper's assumption that a client's
+weights are the mean of the optima of its single records (eq. 4); eavesdroppers see L uploads of a client and all T
+broadcasts. These are the paper's formulas, not proofs: from clipped weights alone a sensitivity of 2 C follows, not 2 C
+/ m, and the Gaussian formula holds for epsilon < 1 per exposure.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from flower_dp import checks
+from flower_dp.planning.nbafl_bound import (
+    BOUND_KEYS,
+    KEYS,
+    METHOD,
+    Bounds,
+    Problem,
+    gaussian_c,
+    log_argument,
+    read_bounds,
+    read_problem,
+    sampled_log,
+)
+from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
+
+
+def uplink_noise_std(*, uplink_exposures: int, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
+    """Return sigma_U, the noise on every coordinate of an upload (Section III-A).
+
+    sigma_U = c L (2C/m) / epsilon, with c = sqrt(2 ln(1.25/delta)).
+
+    `clip_norm` (C) bounds the L2 norm of a client's weights, `min_records` (m) is the size of the smallest local data
+    set, `uplink_exposures` (L) counts the uploads of a client that an eavesdropper sees.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+    exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+    return exposures * _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
+
+
+def downlink_noise_std(
+    *,
+    num_clients: int,
+    cohort_size: int,
+    num_rounds: int,
+    uplink_exposures: int,
+    epsilon: float,
+    delta: float,
+    clip_norm: float,
+    min_records: int,
+) -> float:
+    """Return sigma_D, the noise that the server adds before it broadcasts (Theorem 1; Lemma 4 for K < N).
+
+    All clients: (2cC/(mN epsilon)) sqrt(T^2 - L^2 N) if T > L sqrt(N), else 0.
+    K of N: (2cC/(mK epsilon)) sqrt(T^2/b^2 - L^2 K) if T > epsilon/gamma, else 0.
+
+    This is defined everywhere: gamma's logarithm has an argument above 1 - K/N, and where T > epsilon/gamma that of b
+    has one above e^(-epsilon/(L sqrt(K))). Where b is not defined (few rounds, large epsilon) T is below epsilon/gamma,
+    and Lemma 4 asks for no noise on the downlink.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+    checks.integer("num_clients", num_clients, at_least=1)
+    checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
+    checks.integer("num_rounds", num_rounds, at_least=1)
+    checks.integer("uplink_exposures", uplink_exposures, at_least=1, at_most=num_rounds)
+    unit = _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
+    if cohort_size == num_clients:
+        excess = float(num_rounds**2 - uplink_exposures**2 * num_clients)
+    elif num_rounds <= _quiet_rounds(num_clients, cohort_size, uplink_exposures, epsilon):
+        excess = 0.0
+    else:
+        # T/b = epsilon / (the epsilon that the sampled broadcast may cost in each round)
+        effective = epsilon / -float(sampled_log(num_clients, cohort_size, num_rounds, epsilon))
+        excess = effective * effective - uplink_exposures**2 * cohort_size
+    return unit / cohort_size * math.sqrt(max(excess, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The bound at one (K, T), or why there is none; `last_cohort_size` ends a run of cohort sizes without a bound."""
+
+    name: str
+    cohort_size: int
+    num_rounds: int
+    bound: float | None
+    reason: str | None = None
+    last_cohort_size: int | None = None
+
+    @property
+    def feasible(self) -> bool:
+        """Tell whether the bound says anything here."""
+        return self.bound is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The noise and, if the bound's constants are given, the best T for all clients and the best K for the given T."""
+
+    problem: Problem
+    uplink_noise_std: float
+    downlink_noise_std: float
+    bounds: Bounds | None
+    best_num_rounds: Point | None
+    best_cohort_size: Point | None
+    candidates: tuple[Point, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def feasible(self) -> bool:
+        """Tell whether there is an answer: always for the noise alone, else if either bound says anything anywhere."""
+        return self.bounds is None or any(
+            point is not None and point.feasible for point in (self.best_num_rounds, self.best_cohort_size)
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the answer as plain values that JSON can hold; what is infeasible has the bound null and a reason."""
+        answer: dict[str, object] = {
+            "method": METHOD,
+            "uplink_noise_std": self.uplink_noise_std,
+            "downlink_noise_std": self.downlink_noise_std,
+        }
+        if self.best_num_rounds is not None and self.best_cohort_size is not None:
+            rounds, cohort = self.best_num_rounds, self.best_cohort_size
+            answer |= {
+                "best_num_rounds": rounds.num_rounds if rounds.feasible else None,
+                "best_num_rounds_bound": rounds.bound,
+                "best_cohort_size": cohort.cohort_size if cohort.feasible else None,
+                "best_cohort_size_bound": cohort.bound,
+                "candidates": [asdict(point) for point in self.candidates if point.feasible],
+                "infeasible": [asdict(point) for point in self.candidates if not point.feasible],
+            }
+        return answer | {"reasons": list(self.reasons)}
+
+
+def plan(values: Mapping[str, object]) -> Plan:
+    """Return a problem's noise, and the optima of the bounds if the problem gives their constants; its keys are KEYS.
+
+    best_num_rounds is the least T of least Theorem 2 bound in 1..max_rounds with all clients taking part;
+    best_cohort_size is the least K of least Theorem 3 bound in 1..N for the given T; both are found by evaluating every
+    point. The theorems do not agree at K = N, so their bounds are not to be compared with each other.
+
+    Raises:
+        ProblemError: naming the key that is unknown, missing or impossible.
+    """
+    read = Reader(values=values, method=METHOD)
+    read.refuse_unknown(KEYS)
+    problem = read_problem(read)
+    uplink = uplink_noise_std(
+        uplink_exposures=problem.uplink_exposures,
+        epsilon=problem.epsilon,
+        delta=problem.delta,
+        clip_norm=problem.clip_norm,
+        min_records=problem.min_records,
+    )
+    downlink = downlink_noise_std(**asdict(problem))
+    bounds = read_bounds(read, problem) if any(read.has(key) for key in BOUND_KEYS) else None
+    try:
+        candidates = _candidates(bounds, problem) if bounds is not None else ()
+    except (OverflowError, ZeroDivisionError) as error:
+        words = "the bound leaves the range of floating-point numbers; rescale the problem"
+        raise ProblemError("proximal", f"proximal={values['proximal']!r}: {words}") from error
+    best_num_rounds, best_cohort_size = candidates[:2] if candidates else (None, None)
+    return Plan(
+        problem=problem,
+        uplink_noise_std=finite("epsilon", uplink, "uplink_noise_std"),
+        downlink_noise_std=finite("epsilon", downlink, "downlink_noise_std"),
+        bounds=bounds,
+        best_num_rounds=best_num_rounds,
+        best_cohort_size=best_cohort_size,
+        candidates=candidates,
+        reasons=tuple(_reasons(problem, bounds, candidates)),
+    )
+
+
+def _candidates(bounds: Bounds, problem: Problem) -> tuple[Point, ...]:
+    """Return the best T, the best K, both bounds at the given point, then the runs of K without a bound."""
+    n, t = problem.num_clients, problem.num_rounds
+    by_rounds = bounds.all_clients(np.arange(1.0, bounds.max_rounds + 1))
+    by_cohort = bounds.sampled_clients(np.arange(1.0, n + 1), t)
+    best_t, best_k = _least(by_rounds), _least(by_cohort)
+    points = [
+        _all_clients(bounds, "all clients, best T", t if best_t is None else best_t),
+        _sampled(bounds, "K of N, best K", problem.cohort_size if best_k is None else best_k, t),
+        _all_clients(bounds, "all clients, T as given", t),
+        _sampled(bounds, "K and T as given", problem.cohort_size, t),
+    ]
+    return (*points, *_runs(bounds, by_cohort, t))
+
+
+def _all_clients(bounds: Bounds, name: str, num_rounds: int) -> Point:
+    value = float(bounds.all_clients(num_rounds))
+    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_all())
+    return Point(name=name, cohort_size=bounds.num_clients, num_rounds=num_rounds, bound=bound, reason=reason)
+
+
+def _sampled(bounds: Bounds, name: str, cohort_size: int, num_rounds: int) -> Point:
+    value = float(bounds.sampled_clients(cohort_size, num_rounds))
+    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_sampled(cohort_size, num_rounds))
+    return Point(name=name, cohort_size=cohort_size, num_rounds=num_rounds, bound=bound, reason=reason)
+
+
+def _least(values: Floats) -> int | None:
+    """Return the place, counted from one, of the least finite value."""
+    found = np.where(np.isfinite(values), values, np.inf)
+    return int(np.argmin(found)) + 1 if np.isfinite(found).any() else None
+
+
+def _runs(bounds: Bounds, by_cohort: Floats, num_rounds: int) -> list[Point]:
+    """Return one point for each run of neighbouring cohort sizes that have no bound, with the reason at its largest."""
+    gone = np.concatenate([[False], ~np.isfinite(by_cohort), [False]])
+    starts, ends = np.flatnonzero(gone[1:] & ~gone[:-1]) + 1, np.flatnonzero(gone[:-1] & ~gone[1:])
+    return [
+        Point(
+            name="no bound for these K",
+            cohort_size=int(start),
+            last_cohort_size=int(end),
+            num_rounds=num_rounds,
+            bound=None,
+            reason=f"at K={end}: {bounds.why_not_sampled(int(end), num_rounds)}",
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, ...]) -> list[str]:
+    n, k, t, exposures = problem.num_clients, problem.cohort_size, problem.num_rounds, problem.uplink_exposures
+    quiet = _quiet_rounds(n, k, exposures, problem.epsilon)
+    what = "L sqrt(N)" if k == n else "epsilon/gamma"
+    more = "more than" if t > quiet else "not more than"
+    needed = "the server adds downlink noise" if t > quiet else "the uplink noise covers the broadcasts and the server adds none"
+    reasons = [f"T={t} is {more} {what} = {quiet:.4g}: {needed}"]
+    argument = log_argument(num_clients=n, cohort_size=k, num_rounds=t, epsilon=problem.epsilon)
+    if argument <= 0 and k < n:
+        reasons.append(
+            f"the log argument of b and of Theorem 3 is {argument:.4g} <= 0: by the paper, sampling alone gives this"
+            " epsilon, with no noise at all; that holds in one direction of the privacy loss only, so do not rely on"
+            " downlink_noise_std = 0"
+        )
+    if problem.epsilon / exposures >= 1:
+        reasons.append(
+            f"epsilon/uplink_exposures = {problem.epsilon / exposures:.4g} >= 1: the classical Gaussian formula is not"
+            " proved there, so this is the paper's noise and not a proof of the paper's privacy"
+        )
+    if bounds is None:
+        return reasons
+    best_t, best_k, given_t, given_k = candidates[:4]
+    if best_t.bound is not None and given_t.bound is not None:
+        limit = " = max_rounds, the bound still falls there" if best_t.num_rounds == bounds.max_rounds > 1 else ""
+        reasons.append(
+            f"all clients: T={best_t.num_rounds}{limit}, bound {best_t.bound:.4g};"
+            f" T={t} as given has {given_t.bound:.4g} (P = {bounds.contraction():.4g})"
+        )
+        start = bounds.initial_gap * bounds.contraction() ** best_t.num_rounds
+        reasons.append(
+            f"at T={best_t.num_rounds}, {start:.4g} of the bound is left of the start,"
+            f" {best_t.bound - start:.4g} comes from noise"
+        )
+    if best_k.bound is not None:
+        given = f"has {given_k.bound:.4g}" if given_k.bound is not None else "has no bound"
+        reasons.append(f"K of N at T={t}: K={best_k.cohort_size}, bound {best_k.bound:.4g}; K={k} as given {given}")
+        least = best_k.cohort_size
+        if 1 < least < n and log_argument(num_clients=n, cohort_size=least - 1, num_rounds=t, epsilon=problem.epsilon) <= 0:
+            reasons.append(
+                f"K={least} is the least K whose logarithm is defined; the paper's noise vanishes as it ceases to be, so this"
+                " optimum may owe more to the formula than to the method"
+            )
+    return reasons
+
+
+def _quiet_rounds(num_clients: int, cohort_size: int, uplink_exposures: int, epsilon: float) -> float:
+    """Return up to how many rounds the downlink needs no noise: L sqrt(N), or epsilon/gamma for K < N."""
+    if cohort_size == num_clients:
+        return uplink_exposures * math.sqrt(num_clients)
+    share = math.expm1(-epsilon / (uplink_exposures * math.sqrt(cohort_size)))
+    return epsilon / -math.log1p(cohort_size / num_clients * share)
+
+
+def _unit_std(*, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
+    sensitivity = 2 * checks.number("clip_norm", clip_norm, above=0) / checks.integer("min_records", min_records, at_least=1)
+    return gaussian_c(delta) * sensitivity / checks.number("epsilon", epsilon, above=0)

@@ -1,0 +1,223 @@
+"""FedSGD-DPC (Zhou et al.): local gradients with noise for a budget of each client, round robin."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flower_dp import checks
+from flower_dp.accounting import Relation
+from flower_dp.planning.fedsgd_dpc import gaussian_noise_variance
+from flower_dp.sampling import RoundRobinSampling
+from flower_dp.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.local_level import LocalLevelStrategy, PerClient, check_count
+from flower_dp.strategies.local_stating import state
+from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.rounds import Round
+from flower_dp.terms import MECHANISMS, Terms, gradient_terms, per_client, values_in
+
+
+class FedSGDDPC(LocalLevelStrategy):
+    """FedSGD-DPC, for clients whose recipe is `flower_dp.clients.FedSGDDPCRecipe` with the same numbers.
+
+    In each round b clients, round robin, send a noised mean of clipped per-record gradients g_i + w_i, and the model moves to
+    theta - eta_t (N/b) sum (n_i/n) (g_i + w_i) (the paper's Algorithm 1 for *updates*: theta_i - theta = -eta_t (g_i + w_i);
+    the step size is the server's, it costs no privacy). Clients that don't answer count as zeros: b does not shrink.
+
+    Every client replies at most R = ceil(b T / N) times, and its noise makes all R replies together (epsilon_i, delta)
+    differentially private for each of its records. The paper calibrates to the *expected* number of replies of random
+    selection, which some clients then exceed.
+
+    Args:
+        mechanism: `laplace` (pure, delta 0) or `gaussian`.
+        num_clients: number of clients (paper: N).
+        cohort_size: clients a round (paper: b).
+        num_records: public data sizes (paper: n_i): one number, a sequence in the order of the clients' names, or by name.
+        clip_norm: bound on one record's gradient, L1 for Laplace (paper: xi_1), L2 for Gaussian.
+        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        learning_rate: step size of round 1; or None, with the two constants of the theory's schedule.
+        delta: 0 for Laplace, in (0, 1) for Gaussian.
+        learning_rate_decay: the step size shrinks by this part every round.
+        strong_convexity: mu of eta_t = (2/mu) / (t + gamma), t = 0, 1, ...
+        smoothness: lambda of gamma = 2 lambda / mu.
+        aggregation: `data-size` or `uniform`.
+        sampling_rate: part of a client's records in a batch (paper: q), Gaussian only.
+        relation: neighbouring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
+        num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
+        noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
+        report_client_metrics: ask clients for training metrics, which are not private.
+        registration_timeout: seconds to wait for the clients.
+        noise_seed: for tests only: makes the run not private.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+    """
+
+    def __init__(
+        self,
+        *,
+        mechanism: str,
+        num_clients: int,
+        cohort_size: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float | PerClient,
+        learning_rate: float | None = None,
+        delta: float = 0.0,
+        learning_rate_decay: float = 0.0,
+        strong_convexity: float | None = None,
+        smoothness: float | None = None,
+        aggregation: str = "data-size",
+        sampling_rate: float = 1.0,
+        relation: Relation = "replace-one",
+        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        noise_constant: float | None = None,
+        report_client_metrics: bool = False,
+        registration_timeout: float = 600.0,
+        noise_seed: int | None = None,
+    ) -> None:
+        self.mechanism = checks.one_of("mechanism", mechanism, MECHANISMS)
+        self.method = f"FedSGD-DPC ({mechanism.capitalize()})"
+        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
+        self.sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
+        self.cohort_size = checks.integer("cohort_size", cohort_size, at_least=1)
+        self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
+        self._check_steps(learning_rate, strong_convexity, smoothness)
+        self._learning_rate = learning_rate
+        self._learning_rate_decay = checks.number("learning_rate_decay", learning_rate_decay, at_least=0, below=1)
+        self._strong_convexity, self._smoothness = strong_convexity, smoothness
+        self._epsilon = epsilon
+        self._budgets: dict[str, float] = {}
+        check_count("epsilon", epsilon, num_clients)
+        super().__init__(
+            sampling=RoundRobinSampling(cohort_size=cohort_size),
+            num_clients=num_clients,
+            delta=delta,
+            num_records=num_records,
+            num_replies=num_replies,
+            aggregation=aggregation,
+            relation=relation,
+            report_client_metrics=report_client_metrics,
+            registration_timeout=registration_timeout,
+            noise_seed=noise_seed,
+        )
+        for budget in values_in(epsilon):
+            self._agreed(budget, 1, 1)
+
+    def step_size(self, server_round: int) -> float:
+        """Return the step size eta_t of round 1, 2, ..., t = round - 1."""
+        if self._learning_rate is not None:
+            return self._learning_rate * float((1 - self._learning_rate_decay) ** (server_round - 1))
+        mu, smoothness = float(self._strong_convexity or 0), float(self._smoothness or 0)
+        return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
+
+    def _open(self, names: tuple[str, ...]) -> None:
+        self._budgets = per_client("epsilon", self._epsilon, names)
+        super()._open(names)
+
+    def _terms(self, name: str, num_records: int, num_replies: int) -> Terms:
+        return self._agreed(self._budgets[name], num_records, num_replies)
+
+    def _agreed(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
+        return gradient_terms(
+            mechanism=self.mechanism,
+            clip_norm=self.clip_norm,
+            epsilon=epsilon,
+            delta=self.delta,
+            num_replies=num_replies,
+            num_records=num_records,
+            sampling_rate=self.sampling_rate,
+            relation=self.relation,
+        )
+
+    def _weight(self, share: float) -> float:
+        return share * self.num_clients / self.cohort_size
+
+    def _most_replies(self, num_rounds: int) -> int:
+        return -(-num_rounds * self.cohort_size // self.num_clients)
+
+    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
+        # A client's row is minus its noised gradient.
+        vector = now.vector + self.step_size(now.server_round) * collected.total
+        return self._sane(vector, now.vector, now.server_round)
+
+    @staticmethod
+    def _check_steps(learning_rate: float | None, strong_convexity: float | None, smoothness: float | None) -> None:
+        if learning_rate is not None:
+            checks.number("learning_rate", learning_rate, above=0)
+            if strong_convexity is not None or smoothness is not None:
+                raise ValueError(
+                    f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which give the step size"
+                )
+            return
+        mu = checks.number("strong_convexity", strong_convexity, above=0)
+        checks.number("smoothness", smoothness, at_least=mu)
+
+    # Statement
+
+    def _state(self) -> PrivacyStatement:
+        batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
+        replies = sorted({terms.num_replies for terms in self.terms.values()}) or [0]
+        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
+        secret = ("which records are in a batch is known to the client alone",) if self.sampling_rate < 1 else ()
+        return state(
+            self,
+            noise=self._noise_numbers(),
+            paper=self._paper(),
+            sampling=f"{self.sampling}: at most {most} replies a client; {batch} in each",
+            assumptions=secret,
+        )
+
+    def _noise_numbers(self) -> dict[str, float]:
+        numbers = {"clip_norm": self.clip_norm}
+        for word, pick in (("least", min), ("largest", max)):
+            if self.terms:
+                numbers[f"{word}_noise_multiplier"] = pick(t.release.mechanism.noise_multiplier for t in self.terms.values())
+                numbers[f"{word}_noise_scale_of_a_mean_gradient"] = pick(
+                    t.release.noise_scale / t.release.expected_cohort for t in self.terms.values()
+                )
+        return numbers
+
+    def _paper(self) -> PaperEpsilon | None:
+        """The paper's epsilon, for the noise and the replies that there were, of the client whom it costs most."""
+        values = {}
+        for name, ledger in self.ledgers.items():
+            release, replies = self.terms[name].release, ledger.num_charges
+            scale = release.noise_scale / release.expected_cohort
+            if not scale:
+                return None
+            if not replies:
+                continue
+            if self.mechanism == "laplace":
+                values[name] = 2 * self.clip_norm * replies / (self.num_records[name] * scale)
+            elif self.noise_constant is not None:
+                variance = gaussian_noise_variance(
+                    self.clip_norm, self.num_records[name], 1.0, replies, delta=self.delta, noise_constant=self.noise_constant
+                )
+                values[name] = math.sqrt(variance) / scale
+        if not values:
+            return None
+        largest = max(values.values())
+        if self.seeded_noise:
+            return PaperEpsilon(
+                epsilon=largest, formula=_FORMULAS[self.mechanism], valid=False, reason="noise came from a fixed seed"
+            )
+        if self.mechanism == "laplace":
+            return PaperEpsilon(
+                epsilon=largest,
+                formula=_FORMULAS["laplace"],
+                valid=True,
+                reason="for replace-one, and with the true number of replies in the place of the expected one",
+            )
+        return PaperEpsilon(
+            epsilon=largest,
+            formula=_FORMULAS["gaussian"],
+            valid=False,
+            reason=f"c2 = {self.noise_constant:g} was given by the user; the constant of the proof has no published value",
+        )
+
+
+_FORMULAS = {
+    "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
+    "gaussian": "c2 C sqrt(R log(1/delta)) / (n std), Zhou et al. Theorem 2, eq. 5",
+}

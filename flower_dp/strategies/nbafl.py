@@ -1,0 +1,177 @@
+"""NbAFL (Wei et al. 2020): clipped weights with noise from every client, and noise on what the server broadcasts."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
+
+from flower_dp import checks
+from flower_dp.ledger import Ledger
+from flower_dp.mechanisms import Gaussian
+from flower_dp.planning.nbafl import downlink_noise_std
+from flower_dp.sampling import FixedSizeSampling, FullSampling
+from flower_dp.statement import PrivacyStatement
+from flower_dp.strategies.local_level import LocalLevelStrategy, PerClient
+from flower_dp.strategies.nbafl_stating import state_nbafl
+from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.rounds import Round
+from flower_dp.terms import Terms, values_in, weights_terms
+
+_GAUSSIAN = Gaussian(noise_multiplier=1.0)
+
+
+class NbAFL(LocalLevelStrategy):
+    """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
+
+    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise of std
+    sigma_U = c L (2 C / m) / epsilon, c = sqrt(2 ln(1.25/delta)). The server averages them with weights p_i, adds noise of std
+    sigma_D, and broadcasts the result.
+
+    The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies came in*, so that the
+    average is one. That is post-processing of messages that are private on their own. A smaller average hides a client less from
+    those who see broadcasts only, so sigma_D grows then: whoever is missing and however unequal the p_i, a broadcast's noise is
+    at least as large against any client's part in it as in a full round of equal clients.
+
+    Two adversaries are told apart in the statement: who sees a client's messages, and who sees the broadcasts only. The ledgers
+    rest on what clipping proves, a sensitivity of 2 C for all of a client's records together; the paper's 2 C / m is an assumption.
+
+    Args:
+        num_clients: number of clients (paper: N).
+        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
+        clip_norm: L2 bound of a client's weights (paper: C).
+        epsilon: the paper's epsilon; math.inf: no noise, not private.
+        delta: the paper's delta, and the delta of the statement.
+        uplink_exposures: how many replies of a client the uplink noise is made for (paper: L).
+        cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
+        num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
+        min_records: the fewest records of any client (paper: m); None: of `num_records`.
+        aggregation: `data-size` (p_i = n_i / n) or `uniform`.
+        report_client_metrics: ask clients for training metrics, which are not private.
+        registration_timeout: seconds to wait for the clients.
+        noise_seed: for tests only: makes the run not private.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+    """
+
+    method = "NbAFL"
+
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float,
+        delta: float,
+        uplink_exposures: int,
+        cohort_size: int | None = None,
+        num_replies: int | PerClient | None = None,
+        min_records: int | None = None,
+        aggregation: str = "data-size",
+        report_client_metrics: bool = False,
+        registration_timeout: float = 600.0,
+        noise_seed: int | None = None,
+    ) -> None:
+        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
+        self.paper_epsilon = epsilon if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)
+        checks.number("delta", delta, above=0, below=1)
+        self.uplink_exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+        self.cohort_size = num_clients if cohort_size is None else checks.integer("cohort_size", cohort_size, at_least=1)
+        sampling = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
+        super().__init__(
+            sampling=sampling,
+            num_clients=num_clients,
+            delta=delta,
+            num_records=num_records,
+            num_replies=uplink_exposures if num_replies is None else num_replies,
+            aggregation=aggregation,
+            relation="replace-one",
+            report_client_metrics=report_client_metrics,
+            registration_timeout=registration_timeout,
+            noise_seed=noise_seed,
+        )
+        least = min(values_in(num_records))
+        self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
+        self.uplink_noise_std = self._terms("", least, 1).release.noise_scale
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.downlink_noise_std = 0.0
+        self.planned_rounds = 0
+        self.added_noise_stds: list[float] = []
+        self.least_broadcast_std = math.inf
+        self.broadcast_ledgers: dict[str, Ledger] = {}
+
+    def _plan(self, num_rounds: int) -> None:
+        super()._plan(num_rounds)
+        self.planned_rounds = num_rounds
+        if math.isinf(self.paper_epsilon) or not num_rounds:
+            return
+        self.downlink_noise_std = downlink_noise_std(
+            num_clients=self.num_clients,
+            cohort_size=self.cohort_size,
+            num_rounds=num_rounds,
+            uplink_exposures=min(self.uplink_exposures, num_rounds),
+            epsilon=self.paper_epsilon,
+            delta=self.delta,
+            clip_norm=self.clip_norm,
+            min_records=self.min_records,
+        )
+
+    def _open(self, names: tuple[str, ...]) -> None:
+        super()._open(names)
+        self.broadcast_ledgers = {name: Ledger(owner=f"{name}, broadcasts", relation=self.relation) for name in names}
+
+    def _terms(self, name: str, num_records: int, num_replies: int) -> Terms:
+        return weights_terms(
+            clip_norm=self.clip_norm,
+            epsilon=self.paper_epsilon,
+            delta=self.delta,
+            uplink_exposures=self.uplink_exposures,
+            min_records=self.min_records,
+            num_replies=num_replies,
+        )
+
+    def _weight(self, share: float) -> float:
+        return share
+
+    def _most_replies(self, num_rounds: int) -> int:
+        return self.uplink_exposures
+
+    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
+        shares = {name: self._share(name) for name in collected.clients}
+        all_shares = sum(shares.values())
+        if not shares:
+            # Nothing new is broadcast: the next round starts from the last broadcast.
+            return now.vector
+        parts = {name: share / all_shares for name, share in shares.items()}
+        std = self.added_noise_std(list(parts.values()))
+        self._charge_broadcast(parts, std)
+        mean = collected.total / all_shares
+        return self._sane(mean + _GAUSSIAN.noise(mean, std, self.rng), now.vector, now.server_round)
+
+    def added_noise_std(self, parts: Sequence[float]) -> float:
+        """Return the std of the noise that the server adds to an average with these weights, which sum to 1.
+
+        It is sigma_D for K equal weights. In general the noise on a broadcast, the server's and the average of the clients', is
+        max(parts) x K as large as then, at least: the ratio of noise to a client's part never falls.
+        """
+        full = math.sqrt(self.downlink_noise_std**2 + self.uplink_noise_std**2 / self.cohort_size)
+        wanted = max(parts) * self.cohort_size * full
+        there = self.uplink_noise_std**2 * sum(part**2 for part in parts)
+        missing = wanted**2 - there
+        # Equal clients, all there: what is missing is sigma_D, but for rounding.
+        return math.sqrt(missing) if missing > 1e-12 * there else 0.0
+
+    def _charge_broadcast(self, parts: Mapping[str, float], std: float) -> None:
+        total = math.sqrt(std**2 + self.uplink_noise_std**2 * sum(part**2 for part in parts.values()))
+        self.added_noise_stds.append(std)
+        self.least_broadcast_std = min(self.least_broadcast_std, total)
+        for name, part in parts.items():
+            event: DpEvent = GaussianDpEvent(total / (part * self.clip_norm)) if total else NonPrivateDpEvent()
+            self.broadcast_ledgers[name].charge(event)
+
+    def _state(self) -> PrivacyStatement:
+        return state_nbafl(self)

@@ -1,0 +1,60 @@
+"""Small problems and grids for the tests of methods with local noise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from flower_dp.clients import LocalDPClient, TensorRecords, client_app, model_arrays
+from flower_dp.clients.local import LocalRecipe
+from tests.grids import LocalGrid
+
+FEATURES, CLASSES = 6, 3
+NAMES = [f"c{index}" for index in range(12)]
+
+
+def linear() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(FEATURES, CLASSES, bias=False))
+
+
+def records(name: str, size: int = 8, scale: float = 1.0) -> TensorRecords:
+    rng = torch.Generator().manual_seed(NAMES.index(name) + 100)
+    inputs = scale * torch.randn(size, FEATURES, generator=rng)
+    return TensorRecords(inputs=inputs, targets=torch.randint(CLASSES, (size,), generator=rng))
+
+
+def grid_of(
+    recipe: LocalRecipe,
+    data: dict[str, TensorRecords],
+    *,
+    num_nodes: int | None = None,
+    seeds: Callable[[Context], int | None] = lambda context: None,
+    model: Callable[[], nn.Module] = linear,
+    tamper: Any = None,
+) -> LocalGrid:
+    """A grid whose nodes make their client anew for every message, as Flower does; clients are dealt in turn."""
+    names = sorted(data)
+    nodes = num_nodes or len(names)
+
+    def client_fn(context: Context) -> LocalDPClient:
+        part = int(context.node_config["partition-id"])
+        hosted = {name: data[name] for name in names[part::nodes]}
+        return LocalDPClient(model=model(), clients=hosted, recipe=recipe, noise_seed=seeds(context), device="cpu")
+
+    app: ClientApp = client_app(client_fn)
+    return LocalGrid(app, nodes, tamper=tamper)
+
+
+def start(strategy: Any, grid: LocalGrid, num_rounds: int, model: Callable[[], nn.Module] = linear) -> Tensor:
+    """Run a strategy; return the final model as one vector."""
+    result = strategy.start(grid, model_arrays(model()), num_rounds=num_rounds)
+    return torch.cat([value.flatten() for value in result.arrays.to_torch_state_dict().values()])
+
+
+def vector_of(model: nn.Module) -> Tensor:
+    return torch.cat([value.detach().flatten() for value in model.parameters()])

@@ -1,0 +1,580 @@
+"""Accounting against second sources: closed forms, quadrature, Monte Carlo, and published numbers."""
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import dp_accounting as dp
+import numpy as np
+import pytest
+from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, optimize, special, stats
+
+from flower_dp import accounting
+from flower_dp.accounting import Relation, UnsupportedEventError, affordable, calibrate, curve, epsilon, rdp_epsilon, repeated
+
+ADD: Relation = "add-or-remove-one"
+REPLACE: Relation = "replace-one"
+Gaussian, Laplace, NonPrivate = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.NonPrivateDpEvent
+Poisson, Compose, Repeat = dp.PoissonSampledDpEvent, dp.ComposedDpEvent, dp.SelfComposedDpEvent
+
+
+def fixed_size(num_clients: int, cohort_size: int, release: dp.DpEvent) -> dp.DpEvent:
+    return dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, release)
+
+
+# Second sources
+
+
+def gaussian_delta(multiplier: float, eps: float) -> float:
+    """Balle & Wang 2018, Theorem 8, for noise std / sensitivity."""
+    upper, lower = 1 / (2 * multiplier) - eps * multiplier, -1 / (2 * multiplier) - eps * multiplier
+    return float(special.ndtr(upper) - np.exp(eps + special.log_ndtr(lower)))
+
+
+def gaussian_epsilon(multiplier: float, delta: float) -> float:
+    return float(optimize.brentq(lambda eps: gaussian_delta(multiplier, eps) - delta, 0, 500, xtol=1e-13))
+
+
+def hockey_stick(pair: tuple[Callable[[float], float], Callable[[float], float]], eps: float, width: float) -> float:
+    """Integral of max(0, p - e^eps q) for two densities on the line."""
+    p, q = pair
+    points = np.linspace(-width, width, 200_001)
+    return float(integrate.simpson(np.maximum(0, p(points) - math.exp(eps) * q(points)), x=points))  # type: ignore[arg-type]
+
+
+def mixture(std: float, *parts: tuple[float, float]) -> Callable[[Any], Any]:
+    """Density of a mixture of normals: (weight, mean) of each."""
+    return lambda x: sum(weight * stats.norm.pdf(x, mean, std) for weight, mean in parts)
+
+
+def poisson_rdp_epsilon(multiplier: float, rate: float, rounds: int, delta: float) -> float:
+    """Renyi accounting by quadrature at real orders, and the conversion of Canonne et al. 2020."""
+    x, step = np.linspace(-14 * multiplier, 14 * multiplier + 70, 40_001, retstep=True)
+    loss = np.log1p(rate * np.expm1((2 * x - 1) / (2 * multiplier**2)))
+    best = math.inf
+    for order in np.arange(1.1, 40, 0.1):
+        rdp = rounds * special.logsumexp(stats.norm.logpdf(x, 0, multiplier) + order * loss, b=step) / (order - 1)
+        best = min(best, rdp + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
+    return best
+
+
+# Numbers that are known
+
+
+@pytest.mark.parametrize(("relation", "golden"), [(ADD, 4.377178), (REPLACE, 9.997256)])
+def test_one_gaussian_release_is_exact(relation: Relation, golden: float) -> None:
+    cost = epsilon(Gaussian(1.0), delta=1e-5, relation=relation)
+    assert cost.accountant == "gaussian-exact"
+    assert cost.epsilon == pytest.approx(golden, abs=1e-6)
+    assert cost.epsilon == pytest.approx(gaussian_epsilon(1.0 if relation == ADD else 0.5, 1e-5), abs=1e-8)
+    assert (cost.delta, cost.relation) == (1e-5, relation)
+
+
+@pytest.mark.parametrize("multiplier", [0.1, 0.5, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
+@pytest.mark.parametrize("rounds", [1, 9])
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_gaussian_releases_are_never_below_the_closed_form(
+    multiplier: float, delta: float, rounds: int, relation: Relation
+) -> None:
+    effective = multiplier / math.sqrt(rounds) / (2 if relation == REPLACE else 1)
+    if gaussian_delta(effective, 0) <= delta:
+        assert epsilon(Repeat(Gaussian(multiplier), rounds), delta=delta, relation=relation).epsilon < 1e-9
+        return
+    got = epsilon(Repeat(Gaussian(multiplier), rounds), delta=delta, relation=relation).epsilon
+    second = float(optimize.brentq(lambda eps: gaussian_delta(effective, eps) - delta, 0, 1e5, xtol=1e-12))
+    assert second - 1e-10 * second - 1e-11 <= got <= second * (1 + 1e-8) + 1e-8
+
+
+def test_gaussian_by_rdp() -> None:
+    assert rdp_epsilon(Gaussian(1.0), delta=1e-5, relation=ADD) == pytest.approx(4.7285, abs=1e-4)
+    assert rdp_epsilon(Gaussian(4.530877117), delta=1e-6, relation=ADD) == pytest.approx(1.0, abs=1e-6)
+    assert rdp_epsilon(Gaussian(2.0), delta=1e-5, relation=REPLACE) == rdp_epsilon(Gaussian(1.0), delta=1e-5, relation=ADD)
+
+
+def test_three_gaussians() -> None:
+    event = Repeat(Gaussian(math.sqrt(3)), 3)
+    assert gaussian_delta(1.0, 1.0) == pytest.approx(0.126936, abs=1e-6)
+    assert epsilon(event, delta=0.126936, relation=ADD).epsilon == pytest.approx(1.0, abs=1e-4)
+
+
+def test_three_sampled_gaussians() -> None:
+    assert epsilon(Repeat(Poisson(0.2, Gaussian(0.5)), 3), delta=0.15594, relation=ADD).epsilon == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "rate", "rounds", "delta", "golden", "tolerance"),
+    [
+        # Opacus' value; dp_accounting's series at fractional orders adds terms of both signs as if positive: a little more.
+        (1.5, 0.04, 2250, 1e-5, 7.32911117143, 3e-4),
+        (1.0, 0.01, 1000, 1e-5, 2.1014, 5e-5),
+        (0.95, 0.1, 200, 2e-3, 8.5786, 5e-5),
+    ],
+)
+def test_poisson_by_rdp(multiplier: float, rate: float, rounds: int, delta: float, golden: float, tolerance: float) -> None:
+    got = rdp_epsilon(Repeat(Poisson(rate, Gaussian(multiplier)), rounds), delta=delta, relation=ADD)
+    assert got == pytest.approx(golden, abs=tolerance)
+    second = poisson_rdp_epsilon(multiplier, rate, rounds, delta)
+    assert second * (1 - 1e-4) <= got <= second * 1.01
+
+
+def test_poisson_by_pld() -> None:
+    long = Repeat(Poisson(0.01, Gaussian(1.0)), 1000)
+    cost = epsilon(long, delta=1e-5, relation=ADD)
+    assert cost.accountant == "pld"
+    assert cost.epsilon == pytest.approx(1.8282, abs=1e-4)
+    assert 1.8181 < cost.epsilon < 1.8384  # prv-accountant's bracket
+    digits = Repeat(Poisson(0.1, Gaussian(0.95)), 200)
+    got = epsilon(digits, delta=2e-3, relation=ADD).epsilon
+    assert got == pytest.approx(7.3012, abs=1e-4)
+    assert 7.2928 < got < 7.3144
+    assert epsilon(digits, delta=2e-3, relation=REPLACE).epsilon == pytest.approx(12.4992, abs=1e-4)
+
+
+def test_pure_epsilon_of_laplace_releases() -> None:
+    event = Compose([Repeat(Laplace(1.0), 3), Repeat(Laplace(2.0), 2)])
+    cost = epsilon(event, delta=0, relation=ADD)
+    assert (cost.epsilon, cost.accountant, cost.delta) == (4.0, "pure", 0.0)
+    assert epsilon(event, delta=0, relation=REPLACE).epsilon == 8.0
+    assert epsilon(event, delta=1e-3, relation=ADD).epsilon < 4.0
+
+
+@pytest.mark.parametrize(
+    ("event", "relation", "by_hand"),
+    [
+        (Poisson(0.1, Laplace(0.5)), ADD, math.log(1 + 0.1 * (math.exp(2) - 1))),
+        (Repeat(Poisson(0.1, Laplace(0.5)), 7), ADD, 7 * math.log(1 + 0.1 * (math.exp(2) - 1))),
+        (Poisson(0.1, Laplace(0.5)), REPLACE, 2 * math.log(1 + 0.1 * (math.exp(2) - 1))),
+        (fixed_size(100, 10, Laplace(0.5)), REPLACE, math.log(1 + 0.1 * (math.exp(4) - 1))),
+        (Poisson(1.0, Laplace(0.5)), REPLACE, 4.0),
+        (Poisson(0.5, Laplace(1e-3)), ADD, 1000.0),  # no overflow; without amplification it is at most log 2 too large
+    ],
+)
+def test_amplified_pure_epsilon_by_hand(event: dp.DpEvent, relation: Relation, by_hand: float) -> None:
+    assert epsilon(event, delta=0, relation=relation).epsilon == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.parametrize(("multiplier", "rate"), [(0.4, 0.2), (1.0, 0.5)])
+def test_the_pure_epsilon_of_a_sampled_replacement_is_an_upper_bound(multiplier: float, rate: float) -> None:
+    """The worst ratio of (1-q) Lap(0) + q Lap(1) to (1-q) Lap(0) + q Lap(-1) is at x = 1."""
+    base = 1 / multiplier
+    worst = math.log(((1 - rate) * math.exp(-base) + rate) / ((1 - rate) * math.exp(-base) + rate * math.exp(-2 * base)))
+    assert epsilon(Poisson(rate, Laplace(multiplier)), delta=0, relation=REPLACE).epsilon >= worst
+
+
+# Bounds that are computed another way
+
+
+@pytest.mark.parametrize(("multiplier", "rate"), [(0.6, 0.1), (1.0, 0.3), (2.0, 0.02)])
+@pytest.mark.parametrize("delta", [1e-2, 1e-4])
+def test_one_poisson_sampled_release_against_quadrature(multiplier: float, rate: float, delta: float) -> None:
+    """Both directions of add-or-remove-one; and replace-one, where any pair of data sets gives a lower bound."""
+    without = mixture(multiplier, (1.0, 0.0))
+    plus, minus = (mixture(multiplier, (1 - rate, 0.0), (rate, sign)) for sign in (1.0, -1.0))
+    width = 12 * multiplier + 2
+    add = epsilon(Poisson(rate, Gaussian(multiplier)), delta=delta, relation=ADD).epsilon
+    replace = epsilon(Poisson(rate, Gaussian(multiplier)), delta=delta, relation=REPLACE).epsilon
+    deltas = {
+        "removed": hockey_stick((plus, without), add, width),
+        "added": hockey_stick((without, plus), add, width),
+        "replaced": hockey_stick((plus, minus), replace, width),
+    }
+    assert all(value <= delta * (1 + 1e-6) for value in deltas.values())
+    if add > 0:
+        assert max(deltas["removed"], deltas["added"]) == pytest.approx(delta, rel=2e-3)
+    if replace > 0:
+        assert deltas["replaced"] == pytest.approx(delta, rel=2e-3)
+        # The same test rejects an epsilon of half the sensitivity.
+        assert hockey_stick((plus, minus), add, width) > delta
+
+
+def test_many_poisson_sampled_releases_against_monte_carlo() -> None:
+    """delta(epsilon) = E max(0, 1 - e^(epsilon - L)) for the sum L of the rounds' privacy losses."""
+    multiplier, rate, rounds, delta = 0.95, 0.1, 200, 2e-3
+    rng = np.random.default_rng(20)
+    losses = np.zeros(100_000)
+    for _ in range(rounds):
+        out = rng.standard_normal(losses.size) * multiplier + (rng.random(losses.size) < rate)
+        losses += np.log1p(rate * np.expm1((2 * out - 1) / (2 * multiplier**2)))
+    got = epsilon(Repeat(Poisson(rate, Gaussian(multiplier)), rounds), delta=delta, relation=ADD).epsilon
+    gains = np.maximum(0, -np.expm1(got - losses))
+    band = 5 * gains.std() / math.sqrt(losses.size)  # false alarm 6e-7
+    assert abs(gains.mean() - delta) < band
+    wrong = epsilon(Repeat(Poisson(rate, Gaussian(1.05 * multiplier)), rounds), delta=delta, relation=ADD).epsilon
+    gains = np.maximum(0, -np.expm1(wrong - losses))
+    assert abs(gains.mean() - delta) > 5 * gains.std() / math.sqrt(losses.size)
+
+
+def _naive_without_replacement(multiplier: float, population: int, cohort: int, rounds: int, delta: float) -> float:
+    accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    accountant.compose(Repeat(fixed_size(population, cohort, Gaussian(multiplier)), rounds))
+    return float(accountant.get_epsilon(delta))
+
+
+@pytest.mark.parametrize(("cohort", "rounds", "multiplier"), [(100, 100, 2.0), (10, 1000, 1.0), (900, 1, 1.0)])
+def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
+    cohort: int, rounds: int, multiplier: float
+) -> None:
+    event = Repeat(fixed_size(1000, cohort, Gaussian(multiplier)), rounds)
+    naive = _naive_without_replacement(multiplier, 1000, cohort, rounds, 1e-5)
+    right = _naive_without_replacement(multiplier / 2, 1000, cohort, rounds, 1e-5)
+    assert rdp_epsilon(event, delta=1e-5, relation=REPLACE) == pytest.approx(right, rel=1e-12)
+    assert right > 1.5 * naive
+    unsampled = epsilon(Repeat(Gaussian(multiplier), rounds), delta=1e-5, relation=REPLACE).epsilon
+    got = epsilon(event, delta=1e-5, relation=REPLACE).epsilon
+    assert got == pytest.approx(min(right, unsampled), rel=1e-9)
+
+
+@pytest.mark.parametrize(("cohort", "multiplier", "refuted"), [(900, 1.0, True), (500, 1.0, True), (100, 0.5, False)])
+def test_one_release_without_replacement_against_quadrature(cohort: int, multiplier: float, refuted: bool) -> None:
+    """All other clients send 0 and one sends C or -C: any pair of neighbours gives a lower bound, and refutes factor 1."""
+    rate, delta = cohort / 1000, 1e-5
+    plus, minus = (mixture(multiplier, (1 - rate, 0.0), (rate, sign)) for sign in (1.0, -1.0))
+    got = epsilon(fixed_size(1000, cohort, Gaussian(multiplier)), delta=delta, relation=REPLACE).epsilon
+    assert hockey_stick((plus, minus), got, 14 * multiplier + 2) <= delta
+    naive = _naive_without_replacement(multiplier, 1000, cohort, 1, delta)
+    assert naive < got
+    if refuted:
+        assert hockey_stick((plus, minus), naive, 14 * multiplier + 2) > delta
+
+
+def test_all_of_a_population_is_no_sampling() -> None:
+    for relation in (ADD, REPLACE):
+        want = epsilon(Gaussian(1.0), delta=1e-5, relation=relation)
+        assert epsilon(Poisson(1.0, Gaussian(1.0)), delta=1e-5, relation=relation) == want
+    want = epsilon(Gaussian(1.0), delta=1e-5, relation=REPLACE)
+    assert epsilon(fixed_size(10, 10, Gaussian(1.0)), delta=1e-5, relation=REPLACE) == want
+
+
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_sampled_and_unsampled_releases_compose(relation: Relation) -> None:
+    """A release with a tiny sampling rate costs next to nothing beside one without sampling."""
+    alone = epsilon(Gaussian(1.0), delta=1e-5, relation=relation).epsilon
+    both = epsilon(Compose([Gaussian(1.0), Poisson(1e-6, Gaussian(3.0))]), delta=1e-5, relation=relation).epsilon
+    assert alone * (1 - 1e-4) <= both <= alone * 1.001
+    mixed = epsilon(Compose([Gaussian(5.0), Poisson(0.999999, Gaussian(5.0))]), delta=1e-5, relation=relation).epsilon
+    assert mixed == pytest.approx(epsilon(Repeat(Gaussian(5.0), 2), delta=1e-5, relation=relation).epsilon, rel=1e-3)
+
+
+def test_composition_is_order_free_and_flat() -> None:
+    one, other = Poisson(0.1, Gaussian(1.0)), Poisson(0.2, Gaussian(2.0))
+    want = epsilon(Compose([Repeat(one, 3), other]), delta=1e-5, relation=ADD)
+    assert epsilon(Compose([one, Compose([other, one]), dp.NoOpDpEvent(), one]), delta=1e-5, relation=ADD) == want
+    assert repeated(one, 3) == Repeat(one, 3)
+
+
+def test_nothing_costs_nothing_and_no_privacy_costs_infinity() -> None:
+    for event in (dp.NoOpDpEvent(), Compose([]), Repeat(Gaussian(1.0), 0)):
+        for relation in (ADD, REPLACE):
+            assert epsilon(event, delta=0, relation=relation).epsilon == 0
+    for event in (NonPrivate(), Compose([Gaussian(10.0), Repeat(NonPrivate(), 2)])):
+        for relation in (ADD, REPLACE):
+            for delta in (0, 1e-5):
+                assert epsilon(event, delta=delta, relation=relation).epsilon == math.inf
+        assert rdp_epsilon(event, delta=1e-5, relation=ADD) is None
+
+
+# Order
+
+
+def _event(mechanism: Any, sampling: str, multiplier: float, rate: float, rounds: int) -> dp.DpEvent:
+    release = mechanism(multiplier)
+    if sampling == "poisson":
+        release = Poisson(rate, release)
+    elif sampling == "fixed-size":
+        release = fixed_size(1000, max(1, round(1000 * rate)), release)
+    return Repeat(release, rounds)
+
+
+CASES = [
+    (Gaussian, "none", ADD),
+    (Gaussian, "none", REPLACE),
+    (Gaussian, "poisson", ADD),
+    (Gaussian, "poisson", REPLACE),
+    (Gaussian, "fixed-size", REPLACE),
+    (Laplace, "none", ADD),
+    (Laplace, "none", REPLACE),
+    (Laplace, "poisson", ADD),
+    (Laplace, "poisson", REPLACE),
+    (Laplace, "fixed-size", REPLACE),
+]
+
+
+@settings(max_examples=20)
+@given(
+    case=st.sampled_from(CASES),
+    multiplier=st.floats(1.5, 6),
+    rate=st.floats(0.005, 0.9),
+    rounds=st.integers(1, 40),
+    delta=st.floats(-8, -2),
+    factor=st.floats(1.02, 2),
+)
+def test_epsilon_is_monotone(case: Any, multiplier: float, rate: float, rounds: int, delta: float, factor: float) -> None:
+    mechanism, sampling, relation = case
+
+    def cost(z: float, q: float, t: int, d: float) -> float:
+        return epsilon(_event(mechanism, sampling, z, q, t), delta=10.0**d, relation=relation).epsilon
+
+    here = cost(multiplier, rate, rounds, delta)
+    slack = 1e-6 * (1 + here)
+    assert 0 <= here < math.inf
+    assert cost(multiplier, rate, rounds + 7, delta) >= here - slack
+    assert cost(multiplier * factor, rate, rounds, delta) <= here + slack
+    assert cost(multiplier, rate, rounds, delta - 1) >= here - slack
+    if sampling != "none":
+        assert cost(multiplier, min(1.0, rate * factor), rounds, delta) >= here - slack
+        unsampled = epsilon(_event(mechanism, "none", multiplier, 1, rounds), delta=10.0**delta, relation=relation).epsilon
+        assert here <= unsampled + slack
+
+
+@settings(max_examples=12)
+@given(multiplier=st.floats(1.5, 6), rate=st.floats(0.01, 1), rounds=st.integers(1, 30), mechanism=st.sampled_from([Gaussian, Laplace]))
+def test_replace_one_never_costs_less(multiplier: float, rate: float, rounds: int, mechanism: Any) -> None:
+    event = _event(mechanism, "poisson", multiplier, rate, rounds)
+    assert epsilon(event, delta=1e-5, relation=REPLACE).epsilon >= epsilon(event, delta=1e-5, relation=ADD).epsilon - 1e-6
+
+
+# Calibration
+
+
+@pytest.mark.parametrize(("mechanism", "sampling", "relation"), CASES)
+@pytest.mark.parametrize(("target", "delta"), [(4.0, 1e-5), (1.0, 1e-4)])
+def test_calibrated_noise_is_enough_and_at_most_one_percent_too_much(
+    mechanism: Any, sampling: str, relation: Relation, target: float, delta: float
+) -> None:
+    def make(multiplier: float) -> dp.DpEvent:
+        return _event(mechanism, sampling, multiplier, 0.1, 20)
+
+    found = calibrate(make, epsilon=target, delta=delta, relation=relation)
+    assert epsilon(make(found), delta=delta, relation=relation).epsilon <= target
+    assert epsilon(make(found / 1.01), delta=delta, relation=relation).epsilon > target
+
+
+def test_calibrated_gaussian_noise_is_the_closed_forms() -> None:
+    for relation, factor in ((ADD, 1), (REPLACE, 2)):
+        found = calibrate(Gaussian, epsilon=2.0, delta=1e-6, relation=relation)
+        second = optimize.brentq(lambda z: gaussian_delta(z, 2.0) - 1e-6, 0.5, 50)
+        assert 1 <= found / (factor * second) < 1.0002
+
+
+def test_calibrated_pure_noise_by_hand() -> None:
+    found = calibrate(lambda z: Repeat(Laplace(z), 10), epsilon=2.5, delta=0, relation=ADD)
+    assert 4.0 <= found < 4.0 * 1.0002
+
+
+_FINE_GRID = pytest.mark.xfail(
+    strict=True, reason="calibrate searches small targets on a finer grid than epsilon answers on: its noise then looks too small"
+)
+
+
+@_FINE_GRID
+@pytest.mark.parametrize("target", [0.05])
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_calibration_of_small_targets_agrees_with_epsilon(target: float, relation: Relation) -> None:
+    found = calibrate(lambda z: Repeat(Poisson(0.01, Gaussian(z)), 1000), epsilon=target, delta=1e-5, relation=relation)
+    event = Repeat(Poisson(0.01, Gaussian(found)), 1000)
+    assert epsilon(event, delta=1e-5, relation=relation).epsilon <= target
+
+
+@pytest.mark.xfail(strict=True, reason="calibrate caps costs at 1e6, so that any noise seems to meet a larger target")
+def test_calibration_of_huge_targets_is_not_too_little() -> None:
+    found = calibrate(Gaussian, epsilon=2e6, delta=1e-5, relation=ADD)
+    assert epsilon(Gaussian(found), delta=1e-5, relation=ADD).epsilon <= 2e6
+
+
+def test_targets_that_no_noise_meets_are_refused() -> None:
+    with pytest.raises(ValueError, match="epsilon=1: no noise multiplier"):
+        calibrate(lambda z: NonPrivate(), epsilon=1.0, delta=1e-5, relation=ADD)
+    with pytest.raises(UnsupportedEventError):
+        calibrate(Gaussian, epsilon=1.0, delta=0, relation=ADD)
+
+
+@pytest.mark.parametrize("target", [0, -1, math.nan, math.inf, "8", None])
+def test_nonsense_targets_are_refused(target: Any) -> None:
+    with pytest.raises(ValueError, match="epsilon=.*> 0"):
+        calibrate(Gaussian, epsilon=target, delta=1e-5, relation=ADD)
+
+
+# Planning a run
+
+
+def test_affordable_is_exact_at_the_boundary() -> None:
+    make = partial(Repeat, Poisson(0.1, Gaussian(3.0)))
+    for rounds in (1, 13, 30):
+        cost = epsilon(make(rounds), delta=1e-4, relation=ADD).epsilon
+        assert affordable(make, epsilon=cost, delta=1e-4, relation=ADD, limit=30) == rounds
+        assert affordable(make, epsilon=math.nextafter(cost, 0), delta=1e-4, relation=ADD, limit=30) == rounds - 1
+    assert affordable(make, epsilon=100.0, delta=1e-4, relation=ADD, limit=30) == 30
+    assert affordable(make, epsilon=1e-9, delta=1e-4, relation=ADD, limit=30) == 0
+    assert affordable(make, epsilon=1.0, delta=1e-4, relation=ADD, limit=0) == 0
+    assert affordable(lambda n: Repeat(Laplace(2.0), n), epsilon=3.0, delta=0, relation=ADD, limit=100) == 6
+
+
+@pytest.mark.parametrize(
+    ("event", "relation"),
+    [
+        (Poisson(0.1, Gaussian(2.0)), ADD),
+        (Poisson(0.1, Gaussian(4.0)), REPLACE),
+        (fixed_size(100, 10, Gaussian(3.0)), REPLACE),
+        (Gaussian(5.0), ADD),
+    ],
+)
+@pytest.mark.parametrize("points", [5, 50])
+def test_a_curve_is_an_upper_bound_that_never_falls(event: dp.DpEvent, relation: Relation, points: int) -> None:
+    rounds = 12
+    values = curve(partial(Repeat, event), num_rounds=rounds, delta=1e-4, relation=relation, points=points)
+    assert values.shape == (rounds + 1,)
+    assert values[0] == 0
+    assert (np.diff(values) >= 0).all()
+    for number in range(1, rounds + 1):
+        exact = epsilon(Repeat(event, number), delta=1e-4, relation=relation).epsilon
+        assert values[number] >= exact * (1 - 1e-9)
+    assert values[rounds] == pytest.approx(exact, rel=0.01)
+
+
+def test_a_curve_of_no_rounds() -> None:
+    assert curve(partial(Repeat, Gaussian(1.0)), num_rounds=0, delta=1e-5, relation=ADD).tolist() == [0]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("multiplier", [0.0, -1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", [Gaussian, Laplace])
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: Poisson(0.1, e), lambda e: Compose([Gaussian(1.0), Repeat(e, 3)])])
+def test_nonsense_multipliers_are_refused_by_name(multiplier: float, kind: Any, wrap: Any) -> None:
+    with pytest.raises(ValueError, match="noise_multiplier=.*> 0"):
+        epsilon(wrap(kind(multiplier)), delta=1e-5, relation=ADD)
+    with pytest.raises(ValueError, match="noise_multiplier=.*> 0"):
+        rdp_epsilon(wrap(kind(multiplier)), delta=1e-5, relation=ADD)
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, math.nan, math.inf])
+def test_nonsense_rates_are_refused_by_name(rate: float) -> None:
+    with pytest.raises(ValueError, match="sampling_probability=.*> 0 and <= 1"):
+        epsilon(Poisson(rate, Gaussian(1.0)), delta=1e-5, relation=ADD)
+
+
+@pytest.mark.parametrize(("population", "cohort"), [(10, 11), (10, 0), (0, 0), (10, -1), (10, 2.5)])
+def test_nonsense_cohorts_are_refused_by_name(population: Any, cohort: Any) -> None:
+    with pytest.raises(ValueError, match="(source_dataset_size|sample_size)="):
+        epsilon(fixed_size(population, cohort, Gaussian(1.0)), delta=1e-5, relation=REPLACE)
+
+
+@pytest.mark.parametrize("delta", [-1e-9, 1.0, 2, math.nan, math.inf, "1e-5", None])
+def test_nonsense_deltas_are_refused_by_name(delta: Any) -> None:
+    for ask in (epsilon, rdp_epsilon):
+        with pytest.raises(ValueError, match="delta=.*>= 0 and < 1"):
+            ask(Gaussian(1.0), delta=delta, relation=ADD)
+
+
+@pytest.mark.parametrize("relation", ["", "add", "REPLACE-ONE", "replace_one", None, 1])
+def test_unknown_relations_are_refused_by_name(relation: Any) -> None:
+    for ask in (epsilon, rdp_epsilon):
+        with pytest.raises(ValueError, match="relation=.*add-or-remove-one, replace-one"):
+            ask(Gaussian(1.0), delta=1e-5, relation=relation)
+    with pytest.raises(ValueError, match="relation="):
+        accounting.relation_of(relation)
+
+
+@pytest.mark.parametrize(
+    ("event", "delta", "relation"),
+    [
+        (dp.UnsupportedDpEvent(), 1e-5, ADD),
+        (dp.RandomizedResponseDpEvent(0.1, 2), 1e-5, ADD),
+        (dp.PoissonSampledDpEvent(0.1, Compose([Gaussian(1.0), Gaussian(1.0)])), 1e-5, ADD),
+        (Poisson(0.1, Poisson(0.1, Gaussian(1.0))), 1e-5, ADD),
+        (Poisson(0.1, NonPrivate()), 1e-5, ADD),
+        (fixed_size(10, 2, Gaussian(1.0)), 1e-5, ADD),
+        (fixed_size(10, 2, Laplace(1.0)), 1e-5, ADD),
+        (Gaussian(1.0), 0, ADD),
+        (Compose([Gaussian(1.0), Laplace(1.0)]), 0, REPLACE),
+        (dp.SampledWithReplacementDpEvent(10, 2, Gaussian(1.0)), 1e-5, REPLACE),
+    ],
+)
+def test_what_no_accountant_bounds_is_refused(event: dp.DpEvent, delta: float, relation: Relation) -> None:
+    with pytest.raises(UnsupportedEventError, match="event"):
+        epsilon(event, delta=delta, relation=relation)
+
+
+def test_rdp_says_where_it_has_no_bound() -> None:
+    assert rdp_epsilon(Poisson(0.1, Gaussian(1.0)), delta=1e-5, relation=REPLACE) is None
+    assert rdp_epsilon(fixed_size(10, 2, Gaussian(1.0)), delta=1e-5, relation=ADD) is None
+    assert rdp_epsilon(Gaussian(1.0), delta=0, relation=ADD) is None
+
+
+# Extremes
+
+
+def _quickly(event: dp.DpEvent, delta: float, relation: Relation) -> float:
+    started = time.process_time()
+    value = epsilon(event, delta=delta, relation=relation).epsilon
+    assert time.process_time() - started < 10
+    return value
+
+
+@pytest.mark.parametrize(
+    ("event", "delta", "relation"),
+    [
+        (Repeat(Poisson(0.1, Gaussian(0.01)), 100), 1e-5, ADD),
+        (Repeat(Poisson(0.1, Gaussian(0.01)), 100), 1e-5, REPLACE),
+        (Gaussian(1e-3), 1e-5, ADD),
+        (Repeat(Laplace(1e-3), 10), 1e-5, ADD),
+        (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, ADD),
+        (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, REPLACE),
+        (Repeat(Poisson(0.001, Gaussian(1.0)), 1_000_000), 1e-5, ADD),
+        (Repeat(fixed_size(1000, 10, Gaussian(5.0)), 1_000_000), 1e-5, REPLACE),
+        (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, ADD),
+        (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, REPLACE),
+        (Repeat(fixed_size(1000, 10, Gaussian(2.0)), 1000), 1e-12, REPLACE),
+        (Repeat(Poisson(0.01, Laplace(1.0)), 1000), 1e-12, ADD),
+    ],
+)
+def test_extremes_are_quick_and_finite(event: dp.DpEvent, delta: float, relation: Relation) -> None:
+    assert 0 < _quickly(event, delta, relation) < math.inf
+
+
+@pytest.mark.xfail(strict=True, raises=ArithmeticError, reason="overflow inside dp_accounting's PLD, and of the squared multiplier")
+@pytest.mark.parametrize(
+    "event",
+    [
+        Gaussian(1e-6),
+        Repeat(Poisson(0.1, Gaussian(1e-4)), 100),
+        Poisson(0.1, Laplace(1e-3)),
+        Gaussian(1e-200),
+        Gaussian(1e200),
+    ],
+)
+def test_absurd_multipliers_have_a_cost_too(event: dp.DpEvent) -> None:
+    assert epsilon(event, delta=1e-5, relation=ADD).epsilon >= 0
+
+
+@pytest.mark.xfail(strict=True, reason="PLD under replace-one: the grid is refined once only, from a bound that ignores sampling")
+def test_long_runs_are_bounded_tightly_under_replace_one() -> None:
+    """By the central limit theorem the losses of many sparse rounds are those of one Gaussian release."""
+    multiplier, rate, rounds = 1.0, 0.001, 100_000
+    got = epsilon(Repeat(Poisson(rate, Gaussian(multiplier)), rounds), delta=1e-5, relation=REPLACE).epsilon
+    assert got <= 1.02 * accounting._pld_on([(Poisson(rate, Gaussian(multiplier)), rounds)], 1e-5, REPLACE, 1e-4)
+
+
+@pytest.mark.xfail(strict=True, reason="rounding in the Fourier transforms is not far below delta = 1e-10")
+@pytest.mark.parametrize(("scale", "rounds"), [(5, 1000), (2, 1000), (5, 200)])
+def test_pld_stays_above_the_closed_form_at_the_smallest_delta(scale: float, rounds: int) -> None:
+    multiplier = math.sqrt(rounds) / scale
+    got = accounting._pld([(Gaussian(multiplier), rounds)], accounting._SMALLEST_PLD_DELTA, ADD, accounting._GRID, None)
+    second = optimize.brentq(lambda eps: gaussian_delta(1 / scale, eps) - accounting._SMALLEST_PLD_DELTA, 0, 500, xtol=1e-13)
+    assert got >= second
+
+
+@pytest.mark.parametrize(("scale", "rounds"), [(1, 1000), (5, 200), (3, 10)])
+@pytest.mark.parametrize("delta", [1e-8, 1e-5])
+def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds: int, delta: float) -> None:
+    multiplier = math.sqrt(rounds) / scale
+    got = accounting._pld([(Gaussian(multiplier), rounds)], delta, ADD, accounting._GRID, None)
+    second = optimize.brentq(lambda eps: gaussian_delta(1 / scale, eps) - delta, 0, 500, xtol=1e-13)
+    assert second <= got <= 1.001 * second

@@ -1,0 +1,330 @@
+"""Client-level releases: what noise is in the released model, and what the ledger says about it.
+
+Statistical tests use the chi-square interval of a sample standard deviation; each has a false-alarm rate of 1e-6, and the
+same interval rejects a std that is 5 % wrong.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from flwr.app import ConfigRecord
+from grids import LocalGrid
+from scipy import stats
+from stock import arrays, shifted, stock_app
+from torch import nn
+
+from flower_dp import accounting
+from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.strategies import DPFedAvg, DPFedSAM
+
+SIZE = 4000
+FALSE_ALARMS = 1e-6
+
+
+def std_is(samples: np.ndarray, std: float) -> bool:
+    """Whether independent centred Gaussian samples are compatible with this std."""
+    ratio = float(np.sum(np.asarray(samples, np.float64) ** 2)) / std**2
+    low, high = stats.chi2.interval(1 - FALSE_ALARMS, samples.size)
+    return low < ratio < high
+
+
+def assert_std(samples, std):
+    assert std_is(samples, std)
+    assert not std_is(samples, 1.05 * std)
+    assert not std_is(samples, std / 1.05)
+
+
+def increments(strategy, grid, record, num_rounds):
+    """What each round added to the model [rounds, d]."""
+    models = []
+
+    def keep(server_round, current):
+        models.append(np.concatenate([array.numpy().ravel() for array in current.values()]).astype(np.float64))
+
+    strategy.start(grid, record, num_rounds=num_rounds, evaluate_fn=keep)
+    return np.diff(np.stack(models), axis=0)
+
+
+def still_app(num_clients):
+    """Clients of this package whose update is zero: their learning rate is far below float32's resolution."""
+    inputs, targets = torch.ones(4, 1), torch.zeros(4, dtype=torch.int64)
+
+    def client_fn(context):
+        part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
+        return DPClient(
+            model=still_model(),
+            clients={f"c{i:03}": TensorRecords(inputs=inputs, targets=targets) for i in range(part, num_clients, parts)},
+            training=LocalTraining(learning_rate=1e-30),
+        )
+
+    return client_app(client_fn)
+
+
+def still_model():
+    model = nn.Linear(1, SIZE // 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    return model
+
+
+ZEROS = {"w": np.zeros(SIZE, np.float32)}
+
+
+def test_central_noise_has_std_z_c_over_the_expected_cohort():
+    strategy = DPFedAvg(
+        clip_norm=0.5, noise_multiplier=0.8, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
+    )
+    steps = increments(strategy, LocalGrid(stock_app(shifted(lambda node: 0.0)), 8), arrays(**ZEROS), 20)
+    # Cohorts differ, are even empty; noise and denominator do not.
+    assert len({report.cohort_size for report in strategy.rounds}) > 1
+    assert_std(steps, 0.8 * 0.5 / (0.25 * 8))
+    assert abs(np.corrcoef(steps)[np.triu_indices(20, 1)]).max() < 0.12
+
+
+def test_an_empty_cohort_still_releases_noise_and_still_pays():
+    strategy = DPFedAvg(
+        clip_norm=1.0, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=1e-9), num_clients=8, delta=1e-3
+    )
+    steps = increments(strategy, LocalGrid(stock_app(shifted(lambda node: 0.0)), 8), arrays(**ZEROS), 3)
+    assert [report.cohort_size for report in strategy.rounds] == [0, 0, 0]
+    assert_std(steps, 1.0 / (1e-9 * 8))
+    assert strategy.ledger.num_charges == 3
+
+
+@pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
+def test_distributed_shares_add_up_to_the_same_noise_whoever_takes_part(sampling):
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=8, delta=1e-3)
+    steps = increments(strategy, LocalGrid(still_app(8), 2), model_arrays(still_model()), 20)
+    std = 0.8 * 0.5 / sampling.expected_cohort(8)
+    assert_std(steps, std)
+    # Round by round as well: a std that followed the size of the cohort would tell who took part.
+    assert all(std_is(step, std) for step in steps)
+
+
+def test_each_client_adds_its_share_and_no_more():
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
+    grid = LocalGrid(still_app(4), 4)
+    strategy.start(grid, model_arrays(still_model()), num_rounds=10)
+    rows = np.concatenate([next(iter(reply.content.array_records.values()))["0"].numpy() for reply in grid.received])
+    assert_std(rows, 0.8 * 0.5 / math.sqrt(4))
+
+
+@pytest.mark.parametrize("drop", [1, 3, 4])
+def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
+    grid = LocalGrid(still_app(4), 4, tamper=lambda node, reply: [] if node <= drop else [reply])
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
+    num_rounds = 2 if drop == 4 else 10
+    steps = increments(strategy, grid, model_arrays(still_model()), num_rounds)
+    assert_std(steps, 0.8 * 0.5 / 4)
+    assert strategy.statement.epsilon == pytest.approx(
+        accounting.epsilon(
+            SelfComposedDpEvent(GaussianDpEvent(0.8), num_rounds), delta=1e-3, relation="add-or-remove-one"
+        ).epsilon
+    )
+
+
+def test_without_a_trusted_server_missing_noise_is_charged_as_missing():
+    grid = LocalGrid(still_app(4), 4, tamper=lambda node, reply: [] if node == 1 else [reply])
+    strategy = DPFedSAM(
+        clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3, trusted_server=False
+    )
+    steps = increments(strategy, grid, model_arrays(still_model()), 10)
+    # Three of four shares came back.
+    assert_std(steps, 0.8 * 0.5 * math.sqrt(3 / 4) / 4)
+    weaker = SelfComposedDpEvent(GaussianDpEvent(0.8 * math.sqrt(3 / 4)), 10)
+    assert strategy.statement.epsilon == pytest.approx(
+        accounting.epsilon(weaker, delta=1e-3, relation="add-or-remove-one").epsilon
+    )
+    assert not strategy.statement.paper.valid
+    assert "in 10 rounds shares of noise were missing" in str(strategy.statement)
+
+
+def test_missing_noise_counts_against_the_target():
+    words = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+
+    def rounds(**more):
+        grid = LocalGrid(still_app(4), 4, tamper=lambda node, reply: [] if node <= 2 else [reply])
+        strategy = DPFedSAM(**words, target_epsilon=6.0, **more)
+        strategy.start(grid, model_arrays(still_model()), num_rounds=60)
+        return len(strategy.rounds), strategy.statement.epsilon
+
+    topped_up, weakened = rounds(trusted_server=True), rounds(trusted_server=False)
+    assert weakened[0] < topped_up[0] < 60
+    # The last round was charged in full before it was known that half of its noise would be missing.
+    assert topped_up[1] <= 6.0
+
+
+def test_central_top_k_keeps_the_largest_of_the_noised_mean():
+    strategy = DPFedSAM(
+        clip_norm=0.5,
+        noise_multiplier=0.8,
+        sampling=FullSampling(),
+        num_clients=4,
+        delta=1e-3,
+        placement="central",
+        keep_ratio=0.1,
+    )
+    steps = increments(strategy, LocalGrid(still_app(4), 2), model_arrays(still_model()), 5)
+    assert [(step != 0).sum() for step in steps] == [SIZE // 10] * 5
+    # The largest tenth of |N(0, s)| lies beyond its 90 % quantile, 1.645 s: noise came first, then the choice.
+    std = 0.8 * 0.5 / 4
+    smallest = np.array([np.abs(step[step != 0]).min() for step in steps])
+    assert np.allclose(smallest, stats.norm.ppf(0.95) * std, rtol=0.06)
+    assert strategy.statement.epsilon == pytest.approx(
+        accounting.epsilon(
+            SelfComposedDpEvent(GaussianDpEvent(0.8), 5), delta=1e-3, relation="add-or-remove-one"
+        ).epsilon
+    )
+
+
+def test_distributed_top_k_sends_small_payloads_and_claims_only_what_each_share_proves():
+    strategy = DPFedSAM(
+        clip_norm=0.5, noise_multiplier=0.8, sampling=PoissonSampling(sampling_rate=0.5), num_clients=8, delta=1e-3, keep_ratio=0.1
+    )
+    grid = LocalGrid(still_app(8), 8)
+    strategy.start(grid, model_arrays(still_model()), num_rounds=4)
+    for reply in grid.received:
+        sizes = [array.numpy().nbytes for array in next(iter(reply.content.array_records.values())).values()]
+        # A tenth of 4,000 values of 4 bytes, and the smaller of a bit a coordinate and 2 bytes an index.
+        assert sum(sizes) == 400 * 4 + min(4000 // 8, 400 * 2)
+    share = PoissonSampledDpEvent(0.5, GaussianDpEvent(0.8 / math.sqrt(4)))
+    expected = accounting.epsilon(SelfComposedDpEvent(share, 4), delta=1e-3, relation="add-or-remove-one").epsilon
+    assert strategy.statement.epsilon == pytest.approx(expected)
+    assert not strategy.statement.paper.valid
+    assert "not post-processing" in strategy.statement.paper.reason
+    assert strategy.statement.paper.epsilon < expected
+
+
+def test_why_top_k_of_single_noised_updates_is_not_covered_by_the_noise_of_the_sum():
+    """Whether one client takes part can be read off a coordinate that nobody else would choose."""
+    rng = np.random.default_rng(0)
+    clip_norm, noise_multiplier, cohort, size, trials = 1.0, 1.0, 100, 50, 400
+    share = noise_multiplier * clip_norm / math.sqrt(cohort)
+
+    def released(with_target):
+        updates = np.zeros((cohort, size))
+        updates[:, 0] = clip_norm
+        if with_target:
+            updates[0] = 0
+            updates[0, 1] = clip_norm
+        noised = updates + rng.normal(0, share, updates.shape)
+        kept = np.argmax(np.abs(noised), axis=1)  # top-1
+        return noised[np.arange(cohort), kept] @ np.eye(size)[kept]
+
+    # Against Gaussian noise of std z C on the whole sum nobody guesses right more often than Phi(1 / (2 z)) = 69 %.
+    right = [float(released(True)[1] > 0.5) + float(released(False)[1] <= 0.5) for _ in range(trials)]
+    assert sum(right) / (2 * trials) > 0.99
+
+
+# The ledger
+
+
+@pytest.mark.parametrize(
+    ("sampling", "relation", "event"),
+    [
+        (FullSampling(), "add-or-remove-one", GaussianDpEvent(1.1)),
+        (PoissonSampling(sampling_rate=0.5), "add-or-remove-one", PoissonSampledDpEvent(0.5, GaussianDpEvent(1.1))),
+        (PoissonSampling(sampling_rate=0.5), "replace-one", PoissonSampledDpEvent(0.5, GaussianDpEvent(1.1))),
+    ],
+)
+@pytest.mark.parametrize("strategy_class", [DPFedAvg, DPFedSAM])
+def test_every_round_is_charged_as_its_release(strategy_class, sampling, relation, event):
+    strategy = strategy_class(
+        clip_norm=1.0, noise_multiplier=1.1, sampling=sampling, num_clients=6, delta=1e-3, relation=relation
+    )
+    strategy.start(LocalGrid(still_app(6), 2), model_arrays(still_model()), num_rounds=5)
+    expected = accounting.epsilon(SelfComposedDpEvent(event, 5), delta=1e-3, relation=relation)
+    assert strategy.statement.epsilon == pytest.approx(expected.epsilon)
+    assert strategy.statement.num_rounds == 5
+
+
+def test_fixed_size_sampling_is_accounted_as_such_with_twice_the_sensitivity():
+    strategy = DPFedAvg(
+        clip_norm=1.0, noise_multiplier=4.0, sampling=FixedSizeSampling(cohort_size=3), num_clients=6, delta=1e-3
+    )
+    strategy.start(LocalGrid(still_app(6), 2), model_arrays(still_model()), num_rounds=4)
+    statement = strategy.statement
+    assert statement.relation == "replace-one"
+    # Never below the unsampled bound at half the sensitivity's multiplier with a quarter of the rounds, and never above the
+    # unsampled one: exact Gaussian at noise std / (2 C).
+    unsampled = accounting.epsilon(SelfComposedDpEvent(GaussianDpEvent(4.0), 4), delta=1e-3, relation="replace-one").epsilon
+    one_sensitivity = accounting.rdp_epsilon(
+        SelfComposedDpEvent(PoissonSampledDpEvent(0.5, GaussianDpEvent(4.0)), 4), delta=1e-3, relation="add-or-remove-one"
+    )
+    assert one_sensitivity < statement.epsilon <= unsampled
+    assert not statement.paper.valid
+    assert "Poisson" in statement.paper.reason
+
+
+def test_round_robin_charges_the_busiest_client():
+    strategy = DPFedAvg(
+        clip_norm=1.0, noise_multiplier=1.0, sampling=RoundRobinSampling(cohort_size=2), num_clients=6, delta=1e-3
+    )
+    strategy.start(LocalGrid(still_app(6), 2), model_arrays(still_model()), num_rounds=7)
+    # 14 participations of 6 clients: somebody takes part three times.
+    expected = accounting.epsilon(SelfComposedDpEvent(GaussianDpEvent(1.0), 3), delta=1e-3, relation="add-or-remove-one")
+    assert strategy.statement.epsilon == pytest.approx(expected.epsilon)
+
+
+def test_the_charge_comes_before_the_messages():
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, delta=1e-3)
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
+    strategy.configure_train(1, arrays(**ZEROS), ConfigRecord(), grid)
+    assert strategy.ledger.num_charges == 1
+    assert strategy.statement.epsilon > 1
+
+
+def test_epsilon_during_a_run_never_understates_the_statement():
+    strategy = DPFedAvg(
+        clip_norm=1.0, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
+    )
+    strategy.start(LocalGrid(still_app(8), 2), model_arrays(still_model()), num_rounds=12)
+    shown = [report.epsilon for report in strategy.rounds]
+    assert shown == sorted(shown)
+    for num_rounds in (1, 6, 12):
+        event = SelfComposedDpEvent(PoissonSampledDpEvent(0.25, GaussianDpEvent(1.0)), num_rounds)
+        tight = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
+        assert tight <= shown[num_rounds - 1] <= 1.01 * tight
+    assert strategy.statement.epsilon <= shown[-1]
+
+
+# Not private
+
+
+def test_without_noise_the_statement_says_not_private():
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=0, sampling=FullSampling(), num_clients=2, delta=1e-3)
+    strategy.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(**ZEROS), num_rounds=1)
+    assert strategy.statement.epsilon == math.inf
+    assert strategy.statement.to_dict()["epsilon"] is None
+    assert not strategy.statement.to_dict()["private"]
+    assert "NOT PRIVATE" in str(strategy.statement)
+
+
+def test_fixed_noise_on_the_server_or_on_a_client_makes_a_run_not_private():
+    server = DPFedAvg(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3, noise_seed=1)
+    server.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(**ZEROS), num_rounds=1)
+    assert server.statement.epsilon == math.inf
+
+    def client_fn(context):
+        records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
+        return DPClient(
+            model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3
+        )
+
+    client = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=1, delta=1e-3)
+    client.start(LocalGrid(client_app(client_fn), 1), model_arrays(still_model()), num_rounds=1)
+    assert client.statement.epsilon == math.inf
+    assert "FIXED SEED" in str(client.statement)
+
+
+def test_two_runs_with_the_same_settings_have_different_noise():
+    def run():
+        strategy = DPFedAvg(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3)
+        return strategy.start(LocalGrid(stock_app(shifted(lambda node: 0.0)), 2), arrays(**ZEROS), num_rounds=1).arrays["w"]
+
+    assert not np.allclose(run().numpy(), run().numpy())

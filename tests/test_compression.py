@@ -1,0 +1,257 @@
+"""Compression: round trips, true sizes, and payloads that nobody honest made."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flower_dp.compression import (
+    Payload,
+    decode,
+    dense,
+    num_kept,
+    rand_k,
+    random_mask,
+    smallest,
+    top_k,
+    top_k_indices,
+)
+
+
+def _vector(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
+
+
+@pytest.mark.parametrize("size", [0, 1, 17, 1000])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_dense_round_trip_is_exact_and_four_bytes_a_coordinate(size: int, library: Any) -> None:
+    vector = _vector(size)
+    payload = dense(library(vector))
+    assert payload.num_bytes == 4 * size
+    np.testing.assert_array_equal(decode(payload, size), vector)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.4, 0.999, 1.0])
+@pytest.mark.parametrize("size", [1, 9, 1000, 70_000])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_top_k_keeps_the_largest_and_is_as_small_as_it_says(ratio: float, size: int, library: Any) -> None:
+    vector = _vector(size, 1)
+    payload = top_k(library(vector), ratio)
+    decoded = decode(payload, size)
+    kept = max(1, math.ceil(ratio * size))
+    assert decoded.dtype == np.float32
+    assert np.count_nonzero(decoded) == kept
+    np.testing.assert_array_equal(decoded[decoded != 0], vector[decoded != 0])
+    # The second source: a full sort.
+    threshold = np.sort(np.abs(vector))[size - kept]
+    np.testing.assert_array_equal(decoded, np.where(np.abs(vector) >= threshold, vector, 0))
+    index_bytes = min(math.ceil(size / 8), kept * (2 if size <= 65_536 else 4))
+    assert payload.num_bytes == 4 * kept + index_bytes == sum(len(array.tobytes()) for array in payload.arrays)
+
+
+def test_top_k_of_equal_magnitudes_keeps_exactly_k() -> None:
+    decoded = decode(top_k(np.array([1, -1, 1, -1, 1], np.float32), 0.4), 5)
+    assert np.count_nonzero(decoded) == 2
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537])
+def test_the_last_index_survives_where_the_index_type_changes(size: int) -> None:
+    vector = np.zeros(size, np.float32)
+    vector[[0, size - 1]] = [1.0, -2.0]
+    payload = top_k(vector, 2 / size)
+    assert payload.arrays[0].dtype == (np.uint16 if size <= 65_536 else np.uint32)
+    np.testing.assert_array_equal(decode(payload, size), vector)
+
+
+@given(hnp.arrays(np.float32, st.integers(0, 200), elements=st.sampled_from([0.0, 0.0, 0.0, -1.5, 2.0, 1e-42, 3e38])))
+def test_smallest_is_without_loss_and_never_larger_than_dense(vector: np.ndarray) -> None:
+    payload = smallest(vector)
+    np.testing.assert_array_equal(decode(payload, vector.size), vector)
+    assert payload.num_bytes <= vector.nbytes
+
+
+def test_smallest_of_a_sparse_vector_is_small() -> None:
+    vector = np.zeros(10_000, np.float32)
+    vector[::100] = 1
+    assert smallest(torch.from_numpy(vector)).num_bytes == 100 * (4 + 2)
+    assert smallest(np.zeros(1000, np.float32)).header["encoding"] == "dense"
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_rand_k_sends_the_masks_values_and_nothing_else(library: Any) -> None:
+    vector = _vector(1000, 2)
+    mask = random_mask(1000, 0.05, np.random.default_rng(3))
+    assert np.array_equal(mask, np.unique(mask))
+    assert mask.size == 50
+    payload = rand_k(library(vector), mask)
+    assert payload.num_bytes == 4 * 50
+    decoded = decode(payload, 1000, mask=mask)
+    np.testing.assert_array_equal(decoded[mask], vector[mask])
+    assert np.count_nonzero(decoded) == 50
+
+
+def test_random_masks_are_uniform() -> None:
+    rng = np.random.default_rng(4)
+    counts = np.zeros(20)
+    for _ in range(5000):
+        counts[random_mask(20, 0.25, rng)] += 1
+    # Binomial(5000, 0.25) has std 30.6; 5.5 std for 20 counts together: false alarm 1e-6.
+    assert np.abs(counts - 1250).max() < 5.5 * 30.7
+
+
+@pytest.mark.parametrize(
+    ("ratio", "length", "kept"), [(0.1, 10, 1), (0.1, 11, 2), (0.3, 10, 3), (1e-9, 5, 1), (1.0, 5, 5), (0.07, 100, 7)]
+)
+def test_num_kept_rounds_up_by_hand(ratio: float, length: int, kept: int) -> None:
+    assert num_kept(ratio, length) == kept
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.01, math.nan, math.inf, "0.5", None, True])
+def test_nonsense_keep_ratios_are_refused(ratio: Any) -> None:
+    with pytest.raises(ValueError, match="keep_ratio=.*> 0 and <= 1"):
+        top_k(_vector(4), ratio)
+
+
+def test_top_k_indices_are_sorted() -> None:
+    assert top_k_indices(np.array([5, -9, 1, 7], np.float32), 2).tolist() == [1, 3]
+    assert top_k_indices(np.array([5, -9], np.float32), 5).tolist() == [0, 1]
+
+
+# What no honest sender makes. LENGTH 20: 3 bytes of index bits, or uint16 indices.
+LENGTH = 20
+F = np.float32
+
+
+def _sparse(indices: Any, values: Any) -> Payload:
+    return Payload(arrays=(indices, values), header={"encoding": "top-k", "length": LENGTH})
+
+
+def _bits(*indices: int, length: int = 24) -> np.ndarray:
+    bits = np.zeros(length, bool)
+    bits[list(indices)] = True
+    return np.packbits(bits)
+
+
+def test_the_forgeries_below_are_one_step_from_a_valid_payload() -> None:
+    listed = _sparse(np.array([3, 7], np.uint16), np.ones(2, F))
+    packed = _sparse(_bits(3, 7), np.ones(2, F))
+    for payload in (listed, packed):
+        assert np.flatnonzero(decode(payload, LENGTH)).tolist() == [3, 7]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(_sparse(np.array([7, 3], np.uint16), np.ones(2, F)), id="unsorted"),
+        pytest.param(_sparse(np.array([3, 3], np.uint16), np.ones(2, F)), id="duplicate"),
+        pytest.param(_sparse(np.array([3, 20], np.uint16), np.ones(2, F)), id="out of range"),
+        pytest.param(_sparse(np.array([3, 65_535], np.uint16), np.ones(2, F)), id="far out of range"),
+        pytest.param(_sparse(np.array([-1, 3], np.int16), np.ones(2, F)), id="signed indices"),
+        pytest.param(_sparse(np.array([3, 7], np.uint32), np.ones(2, F)), id="wide indices"),
+        pytest.param(_sparse(np.array([3, 7], ">u2"), np.ones(2, F)), id="big-endian indices"),
+        pytest.param(_sparse(np.array([3.0, 7.0]), np.ones(2, F)), id="float indices"),
+        pytest.param(_sparse(np.array([3, 7], np.uint16), np.ones(3, F)), id="more values than indices"),
+        pytest.param(_sparse(np.array([3, 7], np.uint16), np.ones(1, F)), id="fewer values than indices"),
+        pytest.param(_sparse(np.array([], np.uint16), np.ones(0, F)), id="nothing"),
+        pytest.param(_sparse(np.array([[3, 7]], np.uint16), np.ones((1, 2), F)), id="two dimensions"),
+        pytest.param(_sparse(np.array(3, np.uint16), np.ones((), F)), id="no dimension"),
+        pytest.param(_sparse(np.arange(21, dtype=np.uint16), np.ones(21, F)), id="more than there are"),
+        pytest.param(_sparse(_bits(3, 20), np.ones(2, F)), id="bits beyond the length"),
+        pytest.param(_sparse(_bits(3, 7, 23), np.ones(2, F)), id="one more bit beyond the length"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(3, F)), id="more values than bits"),
+        pytest.param(_sparse(_bits(3), np.ones(2, F)), id="fewer bits than values"),
+        pytest.param(_sparse(_bits(3, 7)[:2], np.ones(2, F)), id="too few bytes of bits"),
+        pytest.param(_sparse(_bits(3, 7, length=32), np.ones(2, F)), id="too many bytes of bits"),
+        pytest.param(_sparse(_bits(), np.ones(0, F)), id="no bit"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.float64)), id="float64 values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, ">f4")), id="big-endian values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.int32)), id="integer values"),
+        pytest.param(Payload(arrays=(np.ones(19, F),), header={"encoding": "dense", "length": LENGTH}), id="short"),
+        pytest.param(Payload(arrays=(np.ones(21, F),), header={"encoding": "dense", "length": LENGTH}), id="long"),
+        pytest.param(Payload(arrays=(np.ones((20, 1), F),), header={"encoding": "dense", "length": LENGTH}), id="column"),
+        pytest.param(Payload(arrays=(np.ones(20),), header={"encoding": "dense", "length": LENGTH}), id="dense float64"),
+        pytest.param(Payload(arrays=(np.ones(20, F),), header={"encoding": "top-k", "length": LENGTH}), id="one array"),
+        pytest.param(Payload(arrays=(np.ones(20, F),) * 2, header={"encoding": "dense", "length": LENGTH}), id="two arrays"),
+        pytest.param(Payload(arrays=(), header={"encoding": "dense", "length": LENGTH}), id="no array"),
+        pytest.param(Payload(arrays=(), header={"encoding": "top-k", "length": LENGTH}), id="no arrays"),
+        pytest.param(Payload(arrays=(np.ones(20, F),), header={"encoding": "rand-k", "length": LENGTH}), id="no mask"),
+    ],
+)
+def test_malformed_payloads_are_refused(payload: Payload) -> None:
+    with pytest.raises(ValueError, match="payload"):
+        decode(payload, LENGTH)
+
+
+ABSURD: list[Any] = [None, [], ["dense"], {}, {"dense": 1}, 0, 1.5, True, "", "DENSE", "qsgd", "dense\0", ("dense",), math.nan]
+
+
+@pytest.mark.parametrize("encoding", ABSURD)
+def test_absurd_encodings_are_refused(encoding: Any) -> None:
+    with pytest.raises(ValueError, match="payload encoding"):
+        decode(Payload(arrays=(np.ones(LENGTH, F),), header={"encoding": encoding, "length": LENGTH}), LENGTH)
+
+
+@pytest.mark.parametrize("length", [*ABSURD, 19, 21, -20, "20", 1e300, 10**400])
+def test_absurd_lengths_are_refused(length: Any) -> None:
+    with pytest.raises(ValueError, match="payload length"):
+        decode(Payload(arrays=(np.ones(LENGTH, F),), header={"encoding": "dense", "length": length}), LENGTH)
+
+
+def test_missing_headers_are_refused() -> None:
+    with pytest.raises(ValueError, match="payload length"):
+        decode(Payload(arrays=(np.ones(LENGTH, F),), header={}), LENGTH)
+    with pytest.raises(ValueError, match="payload encoding"):
+        decode(Payload(arrays=(np.ones(LENGTH, F),), header={"length": LENGTH}), LENGTH)
+
+
+def test_rand_k_values_must_fit_the_mask() -> None:
+    payload = Payload(arrays=(np.ones(3, F),), header={"encoding": "rand-k", "length": LENGTH})
+    with pytest.raises(ValueError, match="payload values"):
+        decode(payload, LENGTH, mask=np.arange(4))
+
+
+_HEADERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "encoding": st.one_of(st.sampled_from(["dense", "top-k", "rand-k"]), st.sampled_from(ABSURD)),
+        "length": st.one_of(st.just(LENGTH), st.integers(), st.sampled_from(ABSURD)),
+    },
+)
+_ANY_ARRAY = hnp.arrays(
+    st.sampled_from([np.float32, np.uint16, np.uint8, np.uint32, np.float64, np.int64, np.bool_]),
+    hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=24),
+)
+_NEAR_INDICES = st.lists(st.integers(0, 21), max_size=6).map(lambda values: np.array(sorted(values), np.uint16))
+_NEAR_BITS = hnp.arrays(np.uint8, 3, elements=st.sampled_from([0, 1, 64, 255]))
+_ARRAYS = st.one_of(
+    st.lists(_ANY_ARRAY, max_size=3),
+    st.tuples(st.one_of(_NEAR_INDICES, _NEAR_BITS), hnp.arrays(np.float32, st.integers(0, 6))),
+)
+
+
+@settings(max_examples=600)
+@given(header=_HEADERS, arrays=_ARRAYS, mask=st.sampled_from([None, np.array([0, 5])]))
+def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arrays: Any, mask: Any) -> None:
+    try:
+        vector = decode(Payload(arrays=tuple(arrays), header=header), LENGTH, mask=mask)
+    except ValueError:
+        return
+    assert vector.shape == (LENGTH,)
+    assert vector.dtype == np.float32
+
+
+@settings(max_examples=300)
+@given(indices=st.one_of(_NEAR_INDICES, _NEAR_BITS), values=hnp.arrays(np.float32, st.integers(0, 12), elements=st.just(F(1))))
+def test_decode_accepts_only_what_encoding_again_gives_back(indices: np.ndarray, values: np.ndarray) -> None:
+    try:
+        vector = decode(_sparse(indices, values), LENGTH)
+    except ValueError:
+        return
+    assert np.count_nonzero(vector) == values.size
+    chosen = np.unpackbits(indices, count=LENGTH) if indices.dtype == np.uint8 else np.isin(np.arange(LENGTH), indices)
+    np.testing.assert_array_equal(vector != 0, chosen.astype(bool))

@@ -1,0 +1,412 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from scipy import integrate, stats
+from torch import nn
+
+from flower_dp import accounting, terms
+from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords
+from flower_dp.clients.fedsgd_dpc import record_gradients
+from flower_dp.planning.fedsgd_dpc import laplace_scale
+from flower_dp.strategies import FedSGDDPC
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+
+FOUR = {name: records(name) for name in NAMES[:4]}
+LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
+GAUSSIAN = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 2.0, "delta": 1e-5, "sampling_rate": 0.5}
+
+
+def pair(num_rounds, *, server=None, **words):
+    """A strategy for the four clients, two a round, and the recipe with the same numbers."""
+    recipe = FedSGDDPCRecipe(num_replies=math.ceil(num_rounds / 2), **words)
+    options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.5} | (server or {})
+    return FedSGDDPC(**words, **options), recipe
+
+
+def reply(recipe, data, *, seed=0, model=None, name="c0"):
+    flat = FlatModel(model or linear())
+    release = recipe.terms(name, data).release
+    vector = flat.vector.clone()
+    rng = torch.Generator().manual_seed(seed)
+    return recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=rng)[0].to(torch.float64)
+
+
+# The gradient
+
+
+def test_record_gradients_are_those_of_one_record_at_a_time():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+    flat, data = FlatModel(model), records("c0")
+    rows, losses = record_gradients(flat, data.inputs, data.targets, loss=nn.functional.cross_entropy)
+    for row, loss, x, y in zip(rows, losses, data.inputs, data.targets, strict=True):
+        value = nn.functional.cross_entropy(model(x[None]), y[None])
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
+        torch.testing.assert_close(row, expected)
+        torch.testing.assert_close(loss, value.detach())
+
+
+def by_hand(data, clip_norm, order):
+    """The sum of clipped gradients of a linear model under cross-entropy, in closed form: (softmax - one-hot) x^T."""
+    weight = linear()[0].weight.detach().double()
+    total = torch.zeros_like(weight)
+    for x, y in zip(data.inputs.double(), data.targets, strict=True):
+        gradient = torch.outer(torch.softmax(weight @ x, 0) - nn.functional.one_hot(y, CLASSES), x)
+        total += gradient * min(1.0, clip_norm / float(torch.linalg.vector_norm(gradient, ord=order)))
+    return total.flatten()
+
+
+@pytest.mark.parametrize(("mechanism", "order"), [("laplace", 1), ("gaussian", 2)])
+def test_reply_is_minus_the_mean_of_clipped_gradients(mechanism, order):
+    words = {"mechanism": mechanism, "clip_norm": 0.7, "delta": 0.0 if mechanism == "laplace" else 1e-5}
+    recipe = FedSGDDPCRecipe(**words, epsilon=math.inf, num_replies=1)
+    data = records("c0")
+    torch.testing.assert_close(reply(recipe, data), -by_hand(data, 0.7, order) / 8, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(by_hand(data, 0.7, 1), by_hand(data, 0.7, 2))
+
+
+@pytest.mark.parametrize("huge", [1e30, math.inf, math.nan])
+def test_one_huge_record_moves_the_mean_by_its_clip_norm_at_most(huge):
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
+    data = records("c0")
+    inputs = data.inputs.clone()
+    inputs[3] = huge
+    other = TensorRecords(inputs=inputs, targets=data.targets)
+    moved = (reply(recipe, data) - reply(recipe, other)).abs().sum()
+    assert 0 < moved <= 2 * 0.5 / 8 * (1 + 1e-6)
+
+
+def test_the_gradient_is_the_same_in_small_parts(monkeypatch):
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
+    whole = reply(recipe, records("c0"))
+    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", 3 * FEATURES * CLASSES)
+    torch.testing.assert_close(reply(recipe, records("c0")), whole)
+
+
+# Laplace: the privacy loss
+
+
+def worst_swap():
+    """Two data sets that differ in one record, with clipped gradients as far apart as they can be: one coordinate, +C and -C."""
+    model = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    base = torch.zeros(8, 1)
+    up, down = base.clone(), base.clone()
+    up[0], down[0] = 1e6, -1e6
+    targets = torch.zeros(8, dtype=torch.int64)
+    return model, TensorRecords(inputs=up, targets=targets), TensorRecords(inputs=down, targets=targets)
+
+
+@pytest.mark.parametrize(("epsilon", "num_replies"), [(1.0, 1), (10.0, 1), (1.0, 7)])
+def test_laplace_privacy_loss_of_worst_swap_is_exactly_the_budget(epsilon, num_replies):
+    """Closed form: for independent Laplace noise the loss at any output is at most ||a - b||_1 / scale, and reaches it."""
+    model, up, down = worst_swap()
+    noiseless = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=math.inf, num_replies=num_replies)
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=epsilon, num_replies=num_replies)
+    a, b = reply(noiseless, up, model=model), reply(noiseless, down, model=model)
+    distance = float((a - b).abs().sum())
+    assert distance == pytest.approx(2 * 0.5 / 8, rel=1e-5)
+    release = recipe.terms("c0", up).release
+    scale = release.noise_scale / release.expected_cohort
+    assert num_replies * distance / scale <= epsilon
+    assert num_replies * distance / scale == pytest.approx(epsilon, rel=1e-5)
+    # Real rows, drawn under the one data set: their log-likelihood ratio never exceeds the reply's share, and comes near it.
+    losses = []
+    for seed in range(400):
+        row = reply(recipe, up, model=model, seed=seed)
+        losses.append(float(((row - b).abs() - (row - a).abs()).sum()) / scale)
+    assert max(losses) <= epsilon / num_replies * (1 + 1e-5)
+    assert max(losses) > epsilon / num_replies * 0.999
+
+
+def test_laplace_counts_of_real_rows_stay_within_the_budget():
+    """Empirical: how often the first coordinate is positive under either data set; false alarm below 1e-6 (5 sigma)."""
+    model, up, down = worst_swap()
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=1.0, num_replies=1)
+    draws = 1500
+    hits = [sum(float(reply(recipe, data, model=model, seed=seed)[0]) > 0 for seed in range(draws)) for data in (up, down)]
+    high, low = max(hits) / draws, min(hits) / draws
+    slack = 5 * (math.sqrt((1 - high) / high / draws) + math.sqrt((1 - low) / low / draws))
+    assert abs(math.log(high / low)) <= 1.0 + slack
+    # The two coordinates share the loss: by half of it, P(+) = 1 - e^(-1/4)/2 against e^(-1/4)/2.
+    expected = math.log((1 - math.exp(-0.25) / 2) / (math.exp(-0.25) / 2))
+    assert math.log(high / low) == pytest.approx(expected, abs=slack)
+
+
+def test_budgets_1_and_10_give_noise_of_ratio_10():
+    """Measured on replies with the same draws: the only difference is the scale."""
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon={"c0": 1.0, "c1": 10.0}, num_replies=3)
+    quiet = reply(FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=3), records("c0"))
+    noise = [reply(recipe, records("c0"), seed=5, name=name) - quiet for name in ("c0", "c1")]
+    torch.testing.assert_close(noise[0], 10 * noise[1], rtol=1e-4, atol=1e-6)
+    assert recipe.terms("c0", records("c0")).release.noise_scale == 10 * recipe.terms("c1", records("c0")).release.noise_scale
+
+
+@pytest.mark.parametrize(("size", "num_replies", "epsilon"), [(8, 1, 1.0), (8, 5, 0.3), (600, 50, 10.0)])
+def test_laplace_scale_is_the_papers(size, num_replies, epsilon):
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=300.0, epsilon=epsilon, num_replies=num_replies)
+    release = recipe.terms("c0", records("c0", size)).release
+    by_hand = 2 * 300.0 * num_replies / (size * epsilon)
+    assert release.noise_scale / release.expected_cohort == pytest.approx(by_hand, rel=1e-9)
+    assert laplace_scale(300.0, size, epsilon, num_replies) == pytest.approx(by_hand, rel=1e-12)
+
+
+def many_rows(recipe, data, count):
+    model = nn.Linear(FEATURES, 400, bias=False)
+    quiet = reply(FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1), records("c0"), model=model)
+    assert quiet.numel() == 2400
+    return torch.cat([reply(recipe, data, seed=seed, model=model) for seed in range(count)]).numpy()
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.05, 0.95])
+@pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
+def test_measured_noise_has_the_scale_and_a_wrong_one_is_rejected(mechanism, wrong):
+    """Mean of |noise| (Laplace), of squares (Gaussian), over 48,000 draws; 5 sigma, false alarm below 1e-6."""
+    epsilon, delta = (1.0, 0.0) if mechanism == "laplace" else (0.5, 1e-5)
+    recipe = FedSGDDPCRecipe(mechanism=mechanism, clip_norm=1e-6, epsilon=epsilon, delta=delta, num_replies=1)
+    # Clipped gradients are far below the noise; 20 rows of 2,400.
+    data = records("c0")
+    rows = many_rows(recipe, data, 20)
+    if mechanism == "laplace":
+        expected = 2 * 1e-6 / (8 * epsilon)
+        ratio, error = np.abs(rows).mean() / expected, 1 / math.sqrt(rows.size)
+    else:
+        # Balle & Wang's exact curve, solved here by bisection, for sensitivity 2 C / n.
+        low, high = 0.01, 100.0
+        for _ in range(200):
+            z = (low + high) / 2
+            spent = stats.norm.cdf(1 / (2 * z) - epsilon * z) - math.exp(epsilon) * stats.norm.cdf(-1 / (2 * z) - epsilon * z)
+            low, high = (z, high) if spent > delta else (low, z)
+        ratio, error = (rows**2).mean() / (2 * 1e-6 * high / 8) ** 2, math.sqrt(2 / rows.size)
+        wrong = wrong**2
+    assert (abs(ratio / wrong - 1) < 5 * error + 1e-3) == (wrong == 1.0)
+
+
+# Gaussian: the least noise
+
+
+def single_reply_delta(multiplier, rate, epsilon):
+    """Exact delta of one Poisson-subsampled reply under replace-one, by integration: +C against -C, each there with rate q."""
+
+    def density(sign, x):
+        return (1 - rate) * stats.norm.pdf(x, 0, multiplier) + rate * stats.norm.pdf(x, sign, multiplier)
+
+    def excess(x):
+        return max(0.0, density(1, x) - math.exp(epsilon) * density(-1, x))
+
+    return integrate.quad(excess, -1, 12 * multiplier + 2, limit=400, points=[0.0, 1.0, multiplier])[0]
+
+
+@pytest.mark.parametrize(("rate", "epsilon"), [(0.1, 0.5), (0.5, 1.0), (1.0, 1.0)])
+def test_gaussian_noise_of_one_reply_is_the_least(rate, epsilon):
+    release = terms.gradient_terms(
+        mechanism="gaussian", clip_norm=1.0, epsilon=epsilon, delta=1e-5, num_replies=1, num_records=8, sampling_rate=rate
+    ).release
+    multiplier = release.mechanism.noise_multiplier
+    assert single_reply_delta(multiplier, rate, epsilon) <= 1e-5 * (1 + 1e-6)
+    assert single_reply_delta(multiplier / 1.01, rate, epsilon) > 1e-5
+
+
+@pytest.mark.parametrize(("rate", "epsilon", "replies"), [(0.01, 1.0, 50), (0.01, 0.1, 10), (0.2, 2.0, 20)])
+@pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
+def test_gaussian_noise_of_all_replies_meets_the_budget_and_one_percent_less_does_not(rate, epsilon, replies, relation):
+    release = terms.gradient_terms(
+        mechanism="gaussian",
+        clip_norm=1.0,
+        epsilon=epsilon,
+        delta=1e-5,
+        num_replies=replies,
+        num_records=8,
+        sampling_rate=rate,
+        relation=relation,
+    ).release
+
+    def cost(multiplier):
+        event = accounting.repeated(PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)), replies)
+        return accounting.epsilon(event, delta=1e-5, relation=relation).epsilon
+
+    assert cost(release.mechanism.noise_multiplier) <= epsilon
+    assert cost(release.mechanism.noise_multiplier / 1.01) > epsilon
+
+
+def test_replace_one_needs_twice_the_noise_of_add_or_remove_one_without_sampling():
+    one, other = (
+        terms.gradient_terms(
+            mechanism=mechanism, clip_norm=1.0, epsilon=1.0, delta=delta, num_replies=4, num_records=8, relation=relation
+        ).release.noise_scale
+        for mechanism, delta in (("laplace", 0.0),)
+        for relation in ("replace-one", "add-or-remove-one")
+    )
+    assert one == 2 * other == pytest.approx(8.0, rel=1e-9)
+
+
+# Denominators
+
+
+def test_the_denominator_is_the_expected_batch_not_the_drawn_one():
+    """With a noiseless Poisson batch the reply is the batch's sum over q n, whatever the batch's size."""
+    recipe = FedSGDDPCRecipe(**GAUSSIAN | {"epsilon": math.inf, "clip_norm": 100.0}, num_replies=1)
+    data = TensorRecords(inputs=torch.ones(8, FEATURES), targets=torch.zeros(8, dtype=torch.int64))
+    one = by_hand(TensorRecords(inputs=data.inputs[:1], targets=data.targets[:1]), 100.0, 2)
+    sizes = set()
+    for seed in range(30):
+        counted = float(-reply(recipe, data, seed=seed) @ one / (one @ one)) * 0.5 * 8
+        assert counted == pytest.approx(round(counted), abs=1e-4)
+        sizes.add(round(counted))
+    assert len(sizes) > 3
+
+
+def test_batches_are_drawn_anew_for_every_reply_of_a_round():
+    recipe = FedSGDDPCRecipe(**GAUSSIAN, num_replies=1)
+    rng = torch.Generator().manual_seed(1)
+    batches = [tuple(recipe._batch(64, rng).tolist()) for _ in range(50)]
+    assert len(set(batches)) == 50
+    # 3,200 draws at 1/2: 5 sigma.
+    assert sum(map(len, batches)) == pytest.approx(1600, abs=5 * math.sqrt(800))
+
+
+def test_add_or_remove_one_takes_the_public_size_and_replace_one_insists_on_it():
+    words = {**LAPLACE, "num_replies": 1}
+    with pytest.raises(ValueError, match="num_records=None: must be the public data size"):
+        FedSGDDPCRecipe(**words, relation="add-or-remove-one")
+    recipe = FedSGDDPCRecipe(**words, relation="add-or-remove-one", num_records=10)
+    assert recipe.terms("c0", records("c0")).release.expected_cohort == 10
+    with pytest.raises(ValueError, match="num_records=10: client 'c0' has 8 records"):
+        FedSGDDPCRecipe(**words, num_records=10).terms("c0", records("c0"))
+
+
+# The server
+
+
+def test_update_is_the_papers_average_and_missing_replies_count_as_zeros():
+    words = {**LAPLACE, "epsilon": math.inf, "clip_norm": 1.0}
+    sizes = {"c0": 4, "c1": 8, "c2": 12, "c3": 16}
+    data = {name: records(name, size) for name, size in sizes.items()}
+    strategy, recipe = pair(2, server={"num_records": sizes}, **words)
+
+    def lose_c3(node, message):
+        return [] if node == 4 else [message]
+
+    final = start(strategy, grid_of(recipe, data, tamper=lose_c3), 1)
+    expected = vector_of(linear()).double()
+    for name in ("c0", "c1"):
+        expected -= 0.5 * 4 / 2 * sizes[name] / 40 * by_hand(data[name], 1.0, 1) / sizes[name]
+    torch.testing.assert_close(final.double(), expected, rtol=1e-5, atol=1e-6)
+    # c2 and c3 are next, and c3's reply is lost: 4/2 stays 4/2.
+    strategy, recipe = pair(2, server={"num_records": sizes, "cohort_size": 4}, **words)
+    recipe = FedSGDDPCRecipe(**words, num_replies=1)
+    final = start(strategy, grid_of(recipe, data, tamper=lose_c3), 1)
+    expected = vector_of(linear()).double()
+    for name in ("c0", "c1", "c2"):
+        expected -= 0.5 * by_hand(data[name], 1.0, 1) / 40
+    torch.testing.assert_close(final.double(), expected, rtol=1e-5, atol=1e-6)
+    assert "1 replies that were asked for did not count" in str(strategy.statement)
+
+
+def test_uniform_aggregation_and_equal_sizes_agree():
+    words = {**LAPLACE, "epsilon": math.inf}
+    finals = []
+    for aggregation in ("uniform", "data-size"):
+        strategy, recipe = pair(2, server={"aggregation": aggregation}, **words)
+        finals.append(start(strategy, grid_of(recipe, FOUR), 2))
+    torch.testing.assert_close(*finals)
+
+
+def test_step_sizes():
+    strategy, _ = pair(2, server={"learning_rate_decay": 0.1}, **LAPLACE)
+    assert [strategy.step_size(t) for t in (1, 2, 3)] == pytest.approx([0.5, 0.45, 0.405])
+    theory, _ = pair(2, server={"learning_rate": None, "strong_convexity": 0.5, "smoothness": 4.0}, **LAPLACE)
+    # (2/mu)/(t + 2 lambda/mu) = 4/(t + 16)
+    assert [theory.step_size(t) for t in (1, 2, 5)] == pytest.approx([4 / 16, 4 / 17, 4 / 20])
+
+
+@pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN])
+def test_same_result_for_one_client_a_node_and_for_many(words):
+    """With one noise seed for every client: what is sampled, clipped, weighted and accounted is the same for any hosting."""
+    finals, statements = [], []
+    for num_nodes in (4, 2, 1):
+        strategy, recipe = pair(4, **words | {"epsilon": math.inf, "sampling_rate": 1.0})
+        finals.append(start(strategy, grid_of(recipe, FOUR, num_nodes=num_nodes), 4))
+        statements.append([len(report_names(strategy)), strategy.rounds[0].replies])
+    torch.testing.assert_close(finals[0], finals[1])
+    torch.testing.assert_close(finals[0], finals[2])
+    assert statements[0] == statements[1] == statements[2]
+
+
+def report_names(strategy):
+    return [name for name, ledger in strategy.ledgers.items() if ledger.num_charges]
+
+
+# The statement
+
+
+def test_laplace_statement_is_pure_and_lists_the_clients():
+    budgets = {"c0": 1.0, "c1": 10.0, "c2": 2.0, "c3": 3.0}
+    strategy, recipe = pair(4, **LAPLACE | {"epsilon": budgets})
+    start(strategy, grid_of(recipe, FOUR), 4)
+    statement = strategy.statement
+    assert (statement.unit, statement.relation, statement.delta, statement.accountant) == ("record", "replace-one", 0.0, "pure")
+    assert statement.epsilon == pytest.approx(10.0) and statement.epsilon <= 10.0
+    assert statement.clients.each == pytest.approx(budgets)
+    assert (statement.clients.worst, statement.clients.median) == ("c1", pytest.approx(2.5))
+    assert statement.paper.epsilon == pytest.approx(10.0) and statement.paper.valid
+    assert "(10.0000, 0)-differential privacy for each record" in str(statement)
+    assert "median 2.5000" in str(statement)
+    assert statement.to_dict()["clients"]["minimum"] == pytest.approx(1.0)
+
+
+def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
+    strategy, recipe = pair(4, **GAUSSIAN)
+    start(strategy, grid_of(recipe, FOUR), 4)
+    assert 0.99 * 2.0 < strategy.statement.epsilon <= 2.0
+    assert strategy.statement.paper is None
+    strategy, recipe = pair(4, server={"noise_constant": 1.5}, **GAUSSIAN)
+    start(strategy, grid_of(recipe, FOUR), 4)
+    paper = strategy.statement.paper
+    multiplier = recipe.terms("c0", FOUR["c0"]).release.mechanism.noise_multiplier
+    # By hand: sigma of the mean is z C / (q n); eps = c2 C sqrt(R log(1/delta)) / (n sigma) = c2 q sqrt(R log(1/delta)) / z.
+    assert paper.epsilon == pytest.approx(1.5 * 0.5 * math.sqrt(2 * math.log(1e5)) / multiplier)
+    assert not paper.valid
+
+
+def test_without_noise_nothing_is_claimed():
+    strategy, recipe = pair(2, **LAPLACE | {"epsilon": math.inf})
+    start(strategy, grid_of(recipe, FOUR), 2)
+    assert strategy.statement.epsilon == math.inf
+    assert str(strategy.statement).splitlines()[1].startswith("NOT PRIVATE")
+    assert strategy.statement.to_dict()["epsilon"] is None
+
+
+def test_fixed_noise_is_not_private():
+    strategy, recipe = pair(2, **LAPLACE)
+    start(strategy, grid_of(recipe, FOUR, seeds=lambda context: 3), 2)
+    assert not strategy.statement.private
+    assert "FIXED SEED" in str(strategy.statement)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon=0.0"),
+        ({"epsilon": [1.0, 2.0]}, "epsilon: has 2 values"),
+        ({"delta": 1e-5}, "delta=1e-05: Laplace"),
+        ({"sampling_rate": 0.5}, "sampling_rate=0.5: must be 1"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"mechanism": "gaussian"}, "delta=0.0"),
+        ({"mechanism": "cauchy"}, "mechanism='cauchy'"),
+        ({"learning_rate": None}, "strong_convexity=None"),
+        ({"strong_convexity": 1.0}, "learning_rate=0.5: must be None"),
+        ({"num_records": [8, 8]}, "num_records: has 2 values"),
+        ({"num_records": 0}, "num_records=0"),
+        ({"num_replies": 0}, "num_replies=0"),
+        ({"cohort_size": 5}, "cohort_size=5"),
+        ({"aggregation": "median"}, "aggregation='median'"),
+    ],
+)
+def test_nonsense_is_refused_before_any_client_is_asked(words, message):
+    options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.5, **LAPLACE} | words
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        FedSGDDPC(**options)

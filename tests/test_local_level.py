@@ -1,0 +1,354 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+
+from flower_dp import wire
+from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
+from flower_dp.clients.account import KEY, Account
+from flower_dp.strategies import FedSGDDPC
+from flower_dp.terms import gradient_terms
+from tests.grids import LocalGrid
+from tests.local_grids import NAMES, grid_of, linear, records, start, vector_of
+
+WORDS = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
+FOUR = {name: records(name) for name in NAMES[:4]}
+
+
+def server(**words):
+    options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.1, **WORDS}
+    return FedSGDDPC(**options | words)
+
+
+def asked_in_each_round(grid):
+    rounds: dict[int, list[str]] = {}
+    for message in grid.sent:
+        if message.metadata.message_type == "train":
+            instruction = wire.instruction_of(message.content.config_records["config"])
+            rounds.setdefault(instruction.server_round, []).extend(instruction.clients)
+    return rounds
+
+
+# The server's ledgers
+
+
+@pytest.mark.parametrize(("num_clients", "cohort_size", "num_rounds"), [(4, 2, 6), (4, 3, 5), (5, 2, 7), (3, 1, 4)])
+def test_round_robin_is_balanced_and_never_exceeds_ceil_bt_over_n(num_clients, cohort_size, num_rounds):
+    data = {name: records(name) for name in NAMES[:num_clients]}
+    most = math.ceil(cohort_size * num_rounds / num_clients)
+    strategy = server(num_clients=num_clients, cohort_size=cohort_size)
+    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=most), data)
+    start(strategy, grid, num_rounds)
+    counts = [strategy.ledgers[name].num_charges for name in data]
+    assert sum(counts) == cohort_size * num_rounds
+    assert max(counts) == most and max(counts) - min(counts) <= 1
+    assert strategy.statement.epsilon <= 2.0
+    assert all(report.replies == cohort_size for report in strategy.rounds)
+
+
+def test_exhausting_one_budget_leaves_the_others_running():
+    replies = {"c0": 1, "c1": 4, "c2": 4, "c3": 4}
+    strategy = server(cohort_size=4, num_replies=replies)
+    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=replies), FOUR)
+    start(strategy, grid, 10)
+    rounds = asked_in_each_round(grid)
+    assert rounds == {1: ["c0", "c1", "c2", "c3"]} | {at: ["c1", "c2", "c3"] for at in (2, 3, 4)}
+    assert "ended before round 5: every client's budget is spent" in strategy.incidents
+    assert strategy.statement.clients.each == pytest.approx(dict.fromkeys(FOUR, 2.0))
+    assert "3 times a client whose budget was spent was not asked" in str(strategy.statement)
+
+
+def test_a_round_of_spent_clients_passes_and_the_run_goes_on():
+    replies = {"c0": 1, "c1": 1, "c2": 3, "c3": 3}
+    strategy = server(num_replies=replies)
+    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=replies), FOUR)
+    start(strategy, grid, 6)
+    assert [report.cohort_size for report in strategy.rounds] == [2, 2, 0, 2, 0, 2]
+
+
+def test_a_reply_that_is_lost_is_charged():
+    strategy = server(num_replies=2)
+    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=2), FOUR, tamper=lambda node, reply: [] if node == 1 else [reply])
+    start(strategy, grid, 4)
+    assert strategy.ledgers["c0"].num_charges == 2
+    assert strategy.statement.clients.each["c0"] == pytest.approx(2.0)
+
+
+def test_epsilon_of_rounds_never_falls_and_bounds_the_statement():
+    strategy = server()
+    start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=2), FOUR), 4)
+    values = [report.epsilon for report in strategy.rounds]
+    assert values == pytest.approx([1.0, 1.0, 2.0, 2.0])
+    assert strategy.statement.epsilon <= values[-1]
+
+
+def test_a_hundred_clients_are_listed_more_are_not():
+    for count, listed in ((100, 100), (101, 0)):
+        data = {f"c{index:03d}": FOUR["c0"] for index in range(count)}
+        strategy = server(num_clients=count, cohort_size=count, num_replies=1)
+        start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), data, num_nodes=2), 1)
+        assert (strategy.statement.clients.count, len(strategy.statement.clients.each)) == (count, listed)
+
+
+def test_stock_clients_are_refused():
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        raise AssertionError("was asked to train")
+
+    with pytest.raises(ValueError, match="stock clients add no noise of their own"):
+        start(server(), LocalGrid(app, 4), 1)
+
+
+def test_weights_are_public_numbers_in_the_instruction():
+    strategy = server(num_records={"c0": 1, "c1": 2, "c2": 3, "c3": 4}, num_replies=1)
+    data = {name: records(name, size) for size, name in enumerate(FOUR, 1)}
+    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), data, num_nodes=1)
+    start(strategy, grid, 2)
+    sent = [wire.instruction_of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"]
+    assert [dict(zip(i.clients, i.weights, strict=True)) for i in sent] == [
+        pytest.approx({"c0": 0.2, "c1": 0.4}),
+        pytest.approx({"c2": 0.6, "c3": 0.8}),
+    ]
+
+
+# Bad replies
+
+
+def changed(message, change):
+    """A reply with its payload's values changed."""
+    (record,) = message.content.array_records.values()
+    values = [np.array(array.numpy()) for array in record.values()]
+    values[-1] = change(values[-1])
+    message.content[next(iter(message.content.array_records))] = ArrayRecord(values)
+    return message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values * np.float32("nan"),
+        lambda values: values[:-1],
+        lambda values: np.concatenate([values, values]),
+        lambda values: values.astype(np.float64),
+    ],
+)
+def test_nan_and_wrong_sizes_are_refused_and_count_as_zeros(change):
+    recipe = FedSGDDPCRecipe(**WORDS | {"epsilon": math.inf}, num_replies=1)
+    finals = []
+    for tamper in (
+        lambda node, reply: [changed(reply, change)] if node == 1 else [reply],
+        lambda node, reply: [] if node == 1 else [reply],
+    ):
+        strategy = server(epsilon=math.inf, cohort_size=4)
+        finals.append(start(strategy, grid_of(recipe, FOUR, tamper=tamper), 1))
+        assert strategy.rounds[0].replies == 3
+    torch.testing.assert_close(*finals)
+
+
+def test_a_reply_counts_once():
+    recipe = FedSGDDPCRecipe(**WORDS | {"epsilon": math.inf}, num_replies=1)
+    finals = []
+    for tamper in (lambda node, reply: [reply] * 2, None):
+        strategy = server(epsilon=math.inf, cohort_size=4)
+        finals.append(start(strategy, grid_of(recipe, FOUR, tamper=tamper), 1))
+        assert strategy.rounds[0].replies == 4
+    torch.testing.assert_close(*finals)
+
+
+def test_names_that_were_not_asked_are_refused():
+    def pretend(node, reply):
+        if node != 1:
+            return [reply]
+        record = reply.content.config_records[wire.KEY]
+        answer = json.loads(record[wire.KEY])
+        answer["clients"] = ["c3"]
+        record[wire.KEY] = json.dumps(answer)
+        return [reply]
+
+    strategy = server(num_replies=1)
+    start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), FOUR, tamper=pretend), 1)
+    assert strategy.rounds[0].replies == 1
+
+
+def test_a_sum_beyond_float32_leaves_the_model_as_it_was():
+    strategy = server(num_replies=1, learning_rate=1e9)
+    huge = lambda node, reply: [changed(reply, lambda values: np.full_like(values, 3e38))]  # noqa: E731
+    final = start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), FOUR, tamper=huge), 1)
+    torch.testing.assert_close(final, vector_of(linear()))
+    assert any("beyond the range of float32" in line for line in strategy.incidents)
+
+
+# The client's own account
+
+
+def instruction(**words):
+    options = {"server_round": 1, "clients": ("c0",), "clip_norm": 0.5, "noise_multiplier": 0.0, "num_replies": (2,)}
+    return wire.Instruction(**options | words)
+
+
+def client(state, *, recipe=None, policy=None, names=("c0",)):
+    return LocalDPClient(
+        model=linear(),
+        clients={name: records(name) for name in names},
+        recipe=recipe or FedSGDDPCRecipe(**WORDS, num_replies=2),
+        state=state,
+        policy=policy,
+        device="cpu",
+    )
+
+
+def ask(state, *, recipe=None, policy=None, names=("c0",), **words):
+    """Make a new client on an old state, ask it, and return who replied, who refused, and the row."""
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(
+        parameters, {wire.KEY: instruction(**words).to_json()}
+    )
+    told = wire.Answer.from_json(answer[wire.KEY])
+    return told.clients, told.refused, arrays[-1]
+
+
+def test_a_client_refuses_what_it_cannot_pay_whatever_the_server_says():
+    state = RecordDict()
+    for _ in range(2):
+        assert ask(state)[0] == ("c0",)
+    # Asked again, in the same round, in an earlier and in a later one; each time by a client object made anew.
+    for server_round in (1, 2, 100):
+        clients, refused, row = ask(state, server_round=server_round)
+        assert clients == ()
+        assert refused == {"c0": "its budget is spent: num_replies=2, all of them sent"}
+        assert not row.any()
+    # Lies about the number of replies, either way.
+    for lie in ((3,), (1,), ()):
+        clients, refused, row = ask(state, num_replies=lie)
+        assert clients == () and not row.any()
+        assert "this client's own is 2" in refused["c0"]
+    assert Account(state).replies("c0") == 2
+
+
+def test_a_lie_about_replies_or_clip_is_refused_and_costs_nothing():
+    state = RecordDict()
+    assert "num_replies=100: this client's own is 2" in ask(state, num_replies=(100,))[1]["c0"]
+    assert "clip_norm=500: this client's own is 0.5" in ask(state, clip_norm=500.0)[1]["c0"]
+    assert Account(state).replies("c0") == 0
+
+
+def test_the_servers_numbers_do_not_move_the_noise():
+    """The row's distribution follows from the client's own terms: what the server says of the noise is not used."""
+    release = FedSGDDPCRecipe(**WORDS, num_replies=2).terms("c0", records("c0")).release
+    scale = release.noise_scale / release.expected_cohort
+    rows = np.concatenate([ask(RecordDict(), noise_multiplier=0.0, noise_std=1e-9)[2] for _ in range(120)])
+    # The gradient's mean is at most clip_norm / 18 a coordinate on average; 2,160 draws, 5 sigma and that.
+    assert np.abs(rows).mean() / scale == pytest.approx(1.0, abs=5 / math.sqrt(rows.size) + 0.02)
+
+
+def test_weights_are_applied_after_the_noise():
+    seeds = [LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=FedSGDDPCRecipe(**WORDS, num_replies=2),
+                           state=RecordDict(), device="cpu", noise_seed=1) for _ in range(2)]  # fmt: skip
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    plain, heavy = (
+        one.fit(parameters, {wire.KEY: instruction(weights=weights).to_json()})[0][-1]
+        for one, weights in zip(seeds, ((), (4.0,)), strict=True)
+    )
+    np.testing.assert_allclose(heavy, 4 * plain, rtol=1e-6)
+
+
+def test_an_account_that_was_opened_on_other_terms_pays_nothing():
+    state = RecordDict()
+    ask(state)
+    clients, refused, _ = ask(state, recipe=FedSGDDPCRecipe(**WORDS | {"epsilon": 100.0}, num_replies=2))
+    assert clients == () and "opened on other terms" in refused["c0"]
+
+
+def test_a_damaged_account_pays_nothing():
+    state = RecordDict()
+    ask(state)
+    state[KEY] = ConfigRecord({"clients": ["c0"], "replies": [], "terms": []})
+    with pytest.raises(ValueError, match="is damaged"):
+        ask(state)
+
+
+def test_a_client_without_an_account_does_not_reply():
+    with pytest.raises(ValueError, match="this client has no account"):
+        ask(None)
+
+
+def test_hosted_clients_have_accounts_of_their_own():
+    state, names = RecordDict(), ("c0", "c1")
+    recipe = FedSGDDPCRecipe(**WORDS, num_replies={"c0": 1, "c1": 2})
+    for expected in (("c0", "c1"), ("c1",), ()):
+        clients, refused, _ = ask(state, recipe=recipe, names=names, clients=names, num_replies=(1, 2))
+        assert clients == expected and set(refused) == set(names) - set(expected)
+
+
+def test_the_charge_is_on_the_state_before_records_are_touched():
+    state = RecordDict()
+
+    class Broken:
+        def __len__(self):
+            return 8
+
+        def batch(self, positions, device):
+            assert Account(state).replies("c0") == 1
+            raise RuntimeError("disk gone")
+
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    recipe = FedSGDDPCRecipe(**WORDS, num_replies=2)
+    broken = LocalDPClient(model=linear(), clients={"c0": Broken()}, recipe=recipe, state=state, device="cpu")
+    with pytest.raises(RuntimeError, match="disk gone"):
+        broken.fit(parameters, {wire.KEY: instruction().to_json()})
+    assert Account(state).replies("c0") == 1
+
+
+def test_a_policy_is_asked_first():
+    state = RecordDict()
+    with pytest.raises(ValueError, match="policy allows at most 0.1"):
+        ask(state, policy=ClientPolicy(max_clip_norm=0.1))
+    assert Account(state).replies("c0") == 0
+
+
+def test_the_account_lives_in_each_nodes_context_through_a_run():
+    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=2), FOUR, num_nodes=2)
+    start(server(), grid, 4)
+    found = [Account(context.state) for context in grid.contexts.values()]
+    assert [account.replies(name) for account in found for name in FOUR if account.replies(name)] == [2] * 4
+    # A second run on the same nodes' state is refused, whatever a new server believes: three rounds without a reply end it.
+    with pytest.raises(RuntimeError, match="budget is spent"):
+        start(server(), grid, 4)
+
+
+def test_numpy_client_through_flowers_own_client_app():
+    """The state comes from the context that client_fn receives."""
+    recipe = FedSGDDPCRecipe(**WORDS, num_replies=2)
+
+    def client_fn(context: Context):
+        name = f"c{int(context.node_config['partition-id'])}"
+        one = LocalDPClient(model=linear(), clients={name: FOUR[name]}, recipe=recipe, state=context.state, device="cpu")
+        assert isinstance(one, NumPyClient)
+        return one.to_client()
+
+    grid = LocalGrid(ClientApp(client_fn=client_fn), 4)
+    strategy = server()
+    start(strategy, grid, 4)
+    assert all(report.replies == 2 for report in strategy.rounds)
+    assert [Account(grid.contexts[node].state).replies(f"c{node - 1}") for node in range(1, 5)] == [2] * 4
+
+
+def test_terms_tell_each_other_apart():
+    words = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0, "delta": 0.0, "num_replies": 2, "num_records": 8}
+    texts = {gradient_terms(**words).text}
+    for change in (
+        {"clip_norm": 0.6},
+        {"epsilon": 2.1},
+        {"num_replies": 3},
+        {"num_records": 9},
+        {"relation": "add-or-remove-one"},
+    ):
+        texts.add(gradient_terms(**words | change).text)
+    assert len(texts) == 6

@@ -1,0 +1,262 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from flower_dp.planning import ProblemError, fedsgd_dpc, nbafl
+from flower_dp.planning.constants import NOT_PRIVATE, estimate
+from flower_dp.planning.nbafl_bound import best_proximal
+
+CLASSES = 3
+L2 = 0.05
+
+
+def three_clients() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Three clients of different sizes and different label mixes."""
+    rng = np.random.default_rng(0)
+    clients = []
+    for client, size in enumerate((12, 20, 9)):
+        labels = rng.choice(CLASSES, size, p=np.roll([0.7, 0.2, 0.1], client))
+        clients.append((rng.standard_normal((size, 4)) + labels[:, None] * [1.0, -1.0, 0.5, 0.0], labels))
+    return clients
+
+
+# An independent implementation: one record at a time, no matrices but the outer product.
+def record_loss(theta: np.ndarray, x: np.ndarray, y: int) -> float:
+    logits = [float(np.dot(row, x)) for row in theta]
+    return math.log(sum(math.exp(z) for z in logits)) - logits[y] + L2 / 2 * float(np.sum(theta**2))
+
+
+def record_gradient(theta: np.ndarray, x: np.ndarray, y: int) -> np.ndarray:
+    weights = np.asarray([math.exp(float(np.dot(row, x))) for row in theta])
+    return np.outer(weights / weights.sum() - np.eye(CLASSES)[y], x) + L2 * theta
+
+
+def loss(theta: np.ndarray, client: tuple[np.ndarray, np.ndarray]) -> float:
+    return float(np.mean([record_loss(theta, x, int(y)) for x, y in zip(*client, strict=True)]))
+
+
+def gradient(theta: np.ndarray, client: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    return np.asarray(np.mean([record_gradient(theta, x, int(y)) for x, y in zip(*client, strict=True)], axis=0))
+
+
+def optimum(client: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, float]:
+    shape = (CLASSES, client[0].shape[1])
+    found = minimize(
+        lambda flat: loss(flat.reshape(shape), client),
+        np.zeros(shape).ravel(),
+        jac=lambda flat: gradient(flat.reshape(shape), client).ravel(),
+        method="BFGS",
+        options={"gtol": 1e-9},
+    )
+    return found.x.reshape(shape), float(found.fun)
+
+
+def pooled(clients: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([x for x, _ in clients]), np.concatenate([y for _, y in clients])
+
+
+def hessian(theta: np.ndarray, client: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """By central differences of the gradient."""
+    columns = []
+    for index in range(theta.size):
+        step = np.zeros(theta.size)
+        step[index] = 1e-5
+        moved = step.reshape(theta.shape)
+        columns.append((gradient(theta + moved, client) - gradient(theta - moved, client)).ravel() / 2e-5)
+    return np.asarray(columns)
+
+
+class TestOptima:
+    def test_everything_that_rests_on_optima(self):
+        clients = three_clients()
+        constants = estimate(clients, l2=L2, num_classes=CLASSES)
+        shares = np.asarray([12, 20, 9]) / 41
+        own = [optimum(client) for client in clients]
+        theta, joint = optimum(pooled(clients))
+        losses = np.asarray([value for _, value in own])
+        assert constants.heterogeneity_estimate == pytest.approx(losses.max() - shares @ losses, rel=1e-6)
+        assert constants.heterogeneity == pytest.approx(joint - shares @ losses, rel=1e-6)
+        assert constants.initial_distance == pytest.approx(np.sum(theta**2), rel=1e-6)
+        distances = [np.sum(point**2) for point, _ in own]
+        assert constants.initial_distance_estimate == pytest.approx(shares @ distances, rel=1e-6)
+        # F(0) = ln(number of classes): every class is equally likely.
+        assert constants.initial_gap == pytest.approx(math.log(CLASSES) - joint, rel=1e-6)
+        assert (constants.num_clients, constants.num_records, constants.dimension) == (3, (12, 20, 9), 12)
+
+    def test_the_papers_estimate_misses_clients_that_mirror_each_other(self):
+        # Client 2 has the labels of client 1 swapped: equal F_i*, opposite optima. Definition 4 sees it, the estimate does not.
+        x = np.random.default_rng(1).standard_normal((30, 2))
+        y = (x[:, 0] > 0).astype(int)
+        constants = estimate([(x, y), (x, 1 - y)], l2=L2, num_classes=2)
+        assert constants.heterogeneity_estimate == pytest.approx(0.0, abs=1e-12)
+        # Together the labels carry nothing: the joint optimum is theta = 0 with loss ln 2.
+        assert constants.initial_gap == pytest.approx(0.0, abs=1e-12)
+        assert constants.heterogeneity > 0.1
+        # The gradients cancel at the start, so no B holds there, and the planner refuses it.
+        assert constants.dissimilarity == math.inf
+        rest = {"cohort_size": 2, "num_rounds": 5, "uplink_exposures": 1, "epsilon": 5.0, "delta": 0.01, "clip_norm": 2.0}
+        with pytest.raises(ProblemError, match=r"^dissimilarity=inf: must be a finite number"):
+            nbafl.plan(constants.nbafl() | rest | {"proximal": 1.0, "max_rounds": 5})
+
+    def test_equal_clients_are_not_heterogeneous(self):
+        client = three_clients()[1]
+        constants = estimate([client, client], l2=L2, num_classes=CLASSES)
+        assert constants.heterogeneity == pytest.approx(0.0, abs=1e-9)
+        assert constants.heterogeneity_estimate == pytest.approx(0.0, abs=1e-12)
+        assert constants.dissimilarity == pytest.approx(1.0, abs=1e-12)
+
+
+class TestCurvature:
+    def test_bounds_the_hessian_everywhere(self):
+        clients = three_clients()
+        constants = estimate(clients, l2=L2, num_classes=CLASSES)
+        rng = np.random.default_rng(2)
+        for scale in (0.0, 0.3, 3.0):
+            theta = scale * rng.standard_normal((CLASSES, 4))
+            for client in clients:
+                eigenvalues = np.linalg.eigvalsh(hessian(theta, client))
+                assert eigenvalues[-1] <= constants.smoothness * (1 + 1e-6)
+                # Adding one vector to all classes changes the regulariser alone: l2 is the least eigenvalue.
+                assert eigenvalues[0] == pytest.approx(constants.strong_convexity, rel=1e-4)
+
+    def test_one_half_is_reached(self):
+        # One feature of 2, and two of three classes equally likely: curvature 2^2 / 2 + l2.
+        client = (np.full((5, 1), 2.0), np.asarray([0, 1, 0, 1, 2]))
+        constants = estimate([client], l2=L2, num_classes=CLASSES)
+        theta = np.asarray([[0.0], [0.0], [-20.0]])
+        assert constants.smoothness == pytest.approx(2.0 + L2, rel=1e-12)
+        assert np.linalg.eigvalsh(hessian(theta, client))[-1] == pytest.approx(2.0 + L2, rel=1e-6)
+
+    def test_wide_and_tall_data_agree(self):
+        x = np.random.default_rng(3).standard_normal((6, 9))
+        wide = estimate([(x, np.arange(6) % 2)], l2=L2, num_classes=2).smoothness
+        assert wide == pytest.approx(np.linalg.norm(x, 2) ** 2 / 6 / 2 + L2, rel=1e-12)
+        tall = estimate([(x.T, np.arange(9) % 2)], l2=L2, num_classes=2).smoothness
+        assert tall == pytest.approx(np.linalg.norm(x, 2) ** 2 / 9 / 2 + L2, rel=1e-12)
+
+
+class TestGradients:
+    def test_at_the_start_by_hand(self):
+        # At theta = 0 the residual is 1/k - onehot: squared L2 norm (k-1)/k, L1 norm 2(k-1)/k. The data are easy, so that the
+        # gradients only shrink along the pilot and the start has the largest.
+        x = np.asarray([[3.0, 0.0], [0.0, 4.0], [-5.0, -1.0]])
+        constants = estimate([(x, [0, 1, 2])], l2=L2, num_classes=3)
+        squares = np.asarray([9.0, 16.0, 26.0]) * 2 / 3
+        assert constants.gradient_bound == pytest.approx(math.sqrt(squares.mean()), rel=1e-12)
+        assert constants.l2_norm == pytest.approx(math.sqrt(squares.max()), rel=1e-12)
+        assert constants.l1_norm == pytest.approx(6.0 * 4 / 3, rel=1e-12)
+        mean = gradient(np.zeros((3, 2)), (x, np.arange(3)))
+        assert constants.lipschitz == pytest.approx(np.linalg.norm(mean), rel=1e-12)
+        assert constants.gradient_variance[0] == pytest.approx(squares.mean() - np.sum(mean**2), rel=1e-12)
+
+    def test_cover_the_start_and_the_joint_optimum(self):
+        clients = three_clients()
+        constants = estimate(clients, l2=L2, num_classes=CLASSES)
+        theta, _ = optimum(pooled(clients))
+        for point in (np.zeros((CLASSES, 4)), theta):
+            for index, client in enumerate(clients):
+                gradients = np.asarray([record_gradient(point, x, int(y)) for x, y in zip(*client, strict=True)])
+                norms = np.sqrt(np.sum(gradients**2, axis=(1, 2)))
+                spread = np.mean(np.sum((gradients - gradients.mean(axis=0)) ** 2, axis=(1, 2)))
+                slack = 1 + 1e-6
+                assert math.sqrt(np.mean(norms**2)) <= constants.gradient_bound * slack
+                assert norms.max() <= constants.l2_norm * slack
+                assert np.abs(gradients).sum(axis=(1, 2)).max() <= constants.l1_norm * slack
+                assert spread <= constants.gradient_variance[index] * slack
+                assert np.linalg.norm(gradients.mean(axis=0)) <= constants.lipschitz * slack
+        # Not by much: no statistic is above ten times what the two ends of the pilot have.
+        assert constants.gradient_bound < 10 * math.sqrt(np.mean(norms**2))
+
+    def test_at_the_end_of_the_pilot(self):
+        # The joint fit goes against a small client with the opposite labels: its gradients grow along the pilot.
+        x = np.random.default_rng(4).standard_normal((50, 2)) + np.asarray([0.5, 0.0])
+        y = (x[:, 0] > 0).astype(int)
+        clients = [(x[:45], y[:45]), (x[45:], 1 - y[45:])]
+        constants = estimate(clients, l2=L2, num_classes=CLASSES)
+        theta, _ = optimum(pooled(clients))
+        gradients = np.asarray([record_gradient(theta, row, int(label)) for row, label in zip(*clients[1], strict=True)])
+        squares = np.sum(gradients**2, axis=(1, 2))
+        assert constants.gradient_bound == pytest.approx(math.sqrt(squares.mean()), rel=1e-5)
+        assert constants.l2_norm == pytest.approx(math.sqrt(squares.max()), rel=1e-5)
+        assert constants.lipschitz == pytest.approx(np.linalg.norm(gradients.mean(axis=0)), rel=1e-5)
+
+    def test_dissimilarity_by_hand(self):
+        clients = three_clients()
+        constants = estimate(clients, l2=L2, num_classes=CLASSES)
+        zero = np.zeros((CLASSES, 4))
+        squares = [np.sum(gradient(zero, client) ** 2) for client in clients]
+        joint = np.sum(gradient(zero, pooled(clients)) ** 2)
+        assert constants.dissimilarity == pytest.approx(math.sqrt(np.dot([12, 20, 9], squares) / 41 / joint), rel=1e-9)
+
+
+class TestProblems:
+    def test_one_hot_labels_are_labels(self):
+        clients = three_clients()
+        one_hot = [(x, np.eye(CLASSES)[y]) for x, y in clients]
+        assert estimate(clients, l2=L2, num_classes=CLASSES) == estimate(one_hot, l2=L2, num_classes=CLASSES)
+
+    def test_bias_is_a_feature_of_ones(self):
+        clients = three_clients()
+        widened = [(np.hstack([x, np.ones((len(x), 1))]), y) for x, y in clients]
+        with_bias = estimate(clients, l2=L2, num_classes=CLASSES, fit_bias=True)
+        assert with_bias == estimate(widened, l2=L2, num_classes=CLASSES)
+        assert with_bias.dimension == 15
+
+    @pytest.mark.parametrize("optima", ["clients", "joint"])
+    @pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
+    def test_keys_complete_a_fedsgd_dpc_problem(self, mechanism, optima):
+        constants = estimate(three_clients(), l2=L2, num_classes=CLASSES)
+        keys = constants.fedsgd_dpc(mechanism=mechanism, optima=optima)
+        rest: dict[str, Any] = {"mechanism": mechanism, "epsilon": 5.0}
+        if mechanism == "gaussian":
+            rest |= {"delta": 1e-3, "sampling_rate": 0.5, "noise_constant": 1.5, "max_rounds": 20}
+        answer = fedsgd_dpc.plan(keys | rest)
+        assert math.isfinite(answer.best.bound)
+        assert keys["clip_norm"] == (constants.l1_norm if mechanism == "laplace" else constants.l2_norm)
+        assert keys["heterogeneity"] == (constants.heterogeneity if optima == "joint" else constants.heterogeneity_estimate)
+
+    def test_keys_complete_an_nbafl_problem(self):
+        constants = estimate(three_clients(), l2=L2, num_classes=CLASSES)
+        keys = constants.nbafl()
+        rest = {
+            "cohort_size": 3,
+            "num_rounds": 5,
+            "uplink_exposures": 1,
+            "epsilon": 5.0,
+            "delta": 0.01,
+            "clip_norm": 2.0,
+            "max_rounds": 50,
+        }
+        proximal = best_proximal(smoothness=constants.smoothness, dissimilarity=constants.dissimilarity)
+        answer = nbafl.plan(keys | rest | {"proximal": proximal})
+        assert answer.best_num_rounds is not None
+        assert answer.best_num_rounds.feasible
+
+    def test_says_that_it_is_not_private(self):
+        assert "not" in NOT_PRIVATE or "neither" in NOT_PRIVATE
+        assert estimate(three_clients(), l2=L2, num_classes=CLASSES).warning == NOT_PRIVATE
+
+    @pytest.mark.parametrize(
+        ("clients", "message"),
+        [
+            ([], r"^clients=\[\]"),
+            ([(np.ones(3), [0, 1, 2])], r"^clients\[0\]: features must have shape"),
+            ([(np.full((2, 2), np.nan), [0, 1])], r"^clients\[0\]: features must be finite"),
+            ([(np.ones((2, 2)), [0, 3])], r"^clients\[0\]: labels must be whole numbers in 0..2"),
+            ([(np.ones((2, 2)), [0.5, 1])], r"^clients\[0\]: labels must be whole numbers"),
+            ([(np.ones((2, 2)), [0, 1, 2])], r"^clients\[0\]: labels must have shape"),
+            ([(np.ones((2, 2)), np.ones((2, 3)))], r"^clients\[0\]: one-hot labels"),
+            ([(np.ones((2, 2)), [0, 1]), (np.ones((2, 3)), [0, 1])], r"^clients: must all have the same number of features"),
+        ],
+    )
+    def test_refuses_nonsense(self, clients, message):
+        with pytest.raises(ValueError, match=message):
+            estimate(clients, l2=L2, num_classes=CLASSES)
+
+    @pytest.mark.parametrize(("key", "value"), [("l2", 0.0), ("num_classes", 1)])
+    def test_refuses_impossible_settings(self, key, value):
+        with pytest.raises(ValueError, match=f"^{key}="):
+            estimate(three_clients(), **{"l2": L2, "num_classes": CLASSES} | {key: value})

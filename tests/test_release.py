@@ -1,0 +1,113 @@
+"""A release: noise and event are both derived, and nothing else can be configured."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+
+from flower_dp import accounting
+from flower_dp.mechanisms import Gaussian, Laplace
+from flower_dp.release import Release
+from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+
+RELEASE = Release(
+    what="sums",
+    seen_by="everyone",
+    unit="client",
+    relation="add-or-remove-one",
+    clip_norm=0.3,
+    mechanism=Gaussian(noise_multiplier=1.5),
+    sampler=PoissonSampling(sampling_rate=0.1),
+    num_clients=50,
+)
+
+
+def _release(**changes: Any) -> Release:
+    return dataclasses.replace(RELEASE, **changes)
+
+
+def test_noise_and_event_are_derived_from_one_multiplier() -> None:
+    assert RELEASE.noise_scale == pytest.approx(0.45, rel=1e-15)
+    assert RELEASE.event(1) == PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5))
+    assert RELEASE.expected_cohort == 5
+    assert RELEASE.events(4) == ComposedDpEvent([RELEASE.event(1)] * 4)
+    with pytest.raises((AttributeError, TypeError)):
+        RELEASE.clip_norm = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("multiplier", [0.5, 2.0])
+@pytest.mark.parametrize("clip_norm", [0.1, 7.0])
+@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
+def test_epsilon_is_what_the_noise_over_the_sensitivity_gives(multiplier: float, clip_norm: float, relation: Any) -> None:
+    release = _release(
+        clip_norm=clip_norm, mechanism=Gaussian(noise_multiplier=multiplier), relation=relation, sampler=FullSampling()
+    )
+    by_hand = accounting.epsilon(
+        GaussianDpEvent(release.noise_scale / release.sensitivity), delta=1e-5, relation="add-or-remove-one"
+    ).epsilon
+    assert accounting.epsilon(release.event(1), delta=1e-5, relation=relation).epsilon == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_a_replacement_moves_the_sum_twice_as_far() -> None:
+    assert RELEASE.sensitivity == 0.3
+    assert _release(relation="replace-one").sensitivity == 0.6
+    # The noise is the same: noise_multiplier means noise std / clip norm under both.
+    assert _release(relation="replace-one").noise_scale == RELEASE.noise_scale
+
+
+def test_laplace_noise() -> None:
+    release = _release(mechanism=Laplace(noise_multiplier=2.0), sampler=FullSampling(), clip_norm=3.0)
+    assert release.noise_scale == 6.0
+    assert release.event(1) == LaplaceDpEvent(2.0)
+    assert accounting.epsilon(release.events(4), delta=0, relation="add-or-remove-one").epsilon == 2.0
+
+
+def test_fixed_size_is_accounted_under_replace_one() -> None:
+    release = _release(sampler=FixedSizeSampling(cohort_size=5), relation="replace-one")
+    assert release.event(1) == SampledWithoutReplacementDpEvent(50, 5, GaussianDpEvent(1.5))
+    assert release.expected_cohort == 5
+
+
+def test_round_robin_charges_the_client_that_took_part_most_often() -> None:
+    release = _release(sampler=RoundRobinSampling(cohort_size=20))
+    events = [release.event(number) for number in range(1, 8)]
+    # After 1, 2, ... rounds of 20 of 50 clients: ceil(0.4), ceil(0.8), ceil(1.2), ceil(1.6), 2, ceil(2.4), ceil(2.8).
+    most = [1, 1, 2, 2, 2, 3, 3]
+    assert [isinstance(event, NoOpDpEvent) for event in events] == [False, True, False, True, True, False, True]
+    assert [sum(event == GaussianDpEvent(1.5) for event in events[:n]) for n in range(1, 8)] == most
+
+
+def test_without_noise_the_event_says_so() -> None:
+    release = _release(mechanism=Gaussian(noise_multiplier=0))
+    assert isinstance(release.event(1), NonPrivateDpEvent)
+    assert release.noise_scale == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clip_norm": 0}, "clip_norm=0: must be a finite number > 0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"clip_norm": math.nan}, "clip_norm=nan"),
+        ({"clip_norm": math.inf}, "clip_norm=inf"),
+        ({"num_clients": 0}, "num_clients=0: must be a whole number >= 1"),
+        ({"num_clients": 2.5}, "num_clients=2.5"),
+        ({"relation": "add"}, "relation='add': must be one of add-or-remove-one, replace-one"),
+        ({"sampler": FixedSizeSampling(cohort_size=5)}, "no accountant bounds it under relation='add-or-remove-one'"),
+        ({"sampler": FixedSizeSampling(cohort_size=51), "relation": "replace-one"}, "cohort_size=51: .* <= 50"),
+        ({"sampler": RoundRobinSampling(cohort_size=51)}, "cohort_size=51: .* <= 50"),
+    ],
+)
+def test_combinations_that_nothing_bounds_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        _release(**changes)

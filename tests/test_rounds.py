@@ -1,0 +1,419 @@
+"""The round: roll call, messages, refusals, early end. Expected models are computed by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from grids import LocalGrid
+from stock import arrays, shifted, stock_app
+from torch import nn
+
+from flower_dp import wire
+from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.strategies import DPFedAvg, DPFedSAM
+
+
+def fedavg(num_clients, **words):
+    settings = {"clip_norm": 1e6, "noise_multiplier": 0.0, "sampling": FullSampling(), "delta": 1e-3} | words
+    return DPFedAvg(num_clients=num_clients, registration_timeout=5, **settings)
+
+
+def start(strategy, grid, record=None, num_rounds=1, **words):
+    return strategy.start(grid, record or arrays(w=np.zeros(4, np.float32)), num_rounds=num_rounds, **words)
+
+
+# Drop-in: stock clients, and the clients of this package through both of Flower's client APIs
+
+
+def test_a_stock_message_api_client_works_and_its_example_count_weighs_nothing():
+    app = stock_app(shifted(lambda node: float(node)), num_examples=lambda node: 10**6 if node == 1 else 1)
+    result = start(fedavg(4), LocalGrid(app, 4))
+    assert np.allclose(result.arrays["w"].numpy(), (1 + 2 + 3 + 4) / 4)
+
+
+def test_a_stock_numpy_client_works():
+    class Stock(NumPyClient):
+        def __init__(self, node):
+            self.node = node
+
+        def fit(self, parameters, config):
+            return [value + self.node for value in parameters], 7, {"loss": 1.0}
+
+    app = ClientApp(client_fn=lambda context: Stock(context.node_id).to_client())
+    result = start(fedavg(3), LocalGrid(app, 3))
+    assert np.allclose(result.arrays["w"].numpy(), 2.0)
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = torch.randn(60, 6, generator=GENERATOR)
+TARGETS = torch.randint(0, 3, (60,), generator=GENERATOR)
+
+
+def hosted(num_clients, **words):
+    """A client_fn whose nodes host the clients i with i mod nodes = partition-id, 60 / num_clients records each."""
+    each = 60 // num_clients
+
+    def client_fn(context):
+        part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
+        clients = {
+            f"c{i:02}": TensorRecords(inputs=INPUTS, targets=TARGETS, indices=torch.arange(i * each, (i + 1) * each))
+            for i in range(part, num_clients, parts)
+        }
+        settings = {"training": LocalTraining(learning_rate=0.5, batch_size=3, momentum=0.5, sam_radius=0.05)} | words
+        return DPClient(model=make_model(), clients=clients, **settings)
+
+    return client_fn
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_hosting_does_not_change_what_is_computed(placement):
+    vectors = []
+    for app, num_nodes in (
+        (client_app(hosted(12)), 12),
+        (client_app(hosted(12)), 2),
+        (ClientApp(client_fn=lambda context: hosted(12)(context).to_client()), 3),
+    ):
+        strategy = DPFedSAM(
+            clip_norm=0.2, noise_multiplier=0.0, sampling=FullSampling(), num_clients=12, delta=1e-3, placement=placement
+        )
+        result = start(strategy, LocalGrid(app, num_nodes), model_arrays(make_model()), num_rounds=3)
+        vectors.append(np.concatenate([array.numpy().ravel() for array in result.arrays.values()]))
+        assert [report.replies for report in strategy.rounds] == [12, 12, 12]
+    assert np.allclose(vectors[0], vectors[1], atol=2e-6)
+    assert np.allclose(vectors[0], vectors[2], atol=2e-6)
+    start_vector = np.concatenate([array.numpy().ravel() for array in model_arrays(make_model()).values()])
+    assert np.linalg.norm(vectors[0] - start_vector) > 0.1
+
+
+def test_user_config_and_round_reach_the_clients_and_the_user_config_is_left_alone():
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
+    config = ConfigRecord({"lr": 0.5})
+    start(fedavg(2), grid, train_config=config, num_rounds=2)
+    train = [message for message in grid.sent if message.metadata.message_type == "train"]
+    assert [message.content["config"]["server-round"] for message in train] == [1, 1, 2, 2]
+    assert all(message.content["config"]["lr"] == 0.5 for message in train)
+    assert dict(config) == {"lr": 0.5}
+
+
+# Roll call
+
+
+def test_waits_for_all_clients_to_register():
+    class Slow(LocalGrid):
+        looks = 0
+
+        def get_node_ids(self):
+            self.looks += 1
+            return list(self.contexts)[: self.looks]
+
+    grid = Slow(stock_app(shifted(lambda node: 1.0)), 4)
+    strategy = fedavg(4)
+    start(strategy, grid)
+    assert strategy.rounds[0].cohort_size == 4
+
+
+def test_too_few_clients_end_in_a_timeout_that_names_the_numbers():
+    strategy = DPFedAvg(
+        clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=3, delta=1e-3, registration_timeout=0.2
+    )
+    with pytest.raises(TimeoutError, match=r"num_clients=3: only 2 clients"):
+        start(strategy, LocalGrid(stock_app(shifted(lambda node: 1.0)), 2))
+    assert strategy.statement.num_rounds == 0
+
+
+def test_too_many_clients_are_refused():
+    with pytest.raises(ValueError, match=r"num_clients=3: 4 clients have registered; set num_clients=4"):
+        start(fedavg(3), LocalGrid(stock_app(shifted(lambda node: 1.0)), 4))
+
+
+def test_a_client_hosted_twice_is_refused():
+    def client_fn(context):
+        return DPClient(
+            model=make_model(),
+            clients={"same": TensorRecords(inputs=INPUTS, targets=TARGETS)},
+            training=LocalTraining(learning_rate=0.1),
+        )
+
+    with pytest.raises(ValueError, match="client name 'same' is hosted twice"):
+        start(fedavg(2), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
+
+
+def test_a_node_that_cannot_make_its_clients_says_why():
+    def client_fn(context):
+        raise FileNotFoundError("no data here")
+
+    with pytest.raises(ValueError, match="FileNotFoundError: no data here"):
+        start(fedavg(2), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
+
+
+def test_distributed_noise_with_stock_clients_is_refused_before_any_client_trains():
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    strategy = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=3, delta=1e-3)
+    with pytest.raises(ValueError, match="placement='distributed': stock clients add no noise"):
+        start(strategy, grid)
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+# Failing closed: replies
+
+
+def reply_with(message, record):
+    return Message(RecordDict({"arrays": record}), reply_to=message)
+
+
+BAD_MODELS = {
+    "NaN": np.array([np.nan, 0, 0, 0], np.float32),
+    "infinite": np.array([np.inf, 0, 0, 0], np.float32),
+    "overflow to infinity as float32": np.array([1e300, 0, 0, 0], np.float64),
+    "wrong length": np.ones(5, np.float32),
+    "wrong shape": np.ones((2, 2), np.float32),
+    "text": np.array(["a", "b", "c", "d"]),
+    "complex": np.ones(4, np.complex64),
+    "oversized": np.ones(4000, np.float32),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MODELS.values(), ids=BAD_MODELS.keys())
+def test_a_bad_reply_counts_as_zeros(bad):
+    app = stock_app(shifted(lambda node: 1.0))
+    inner = app._registered_funcs["train.default"]
+
+    def sometimes_bad(message, context):
+        if context.node_id == 2:
+            return Message(RecordDict({"arrays": ArrayRecord({"w": Array(bad)})}), reply_to=message)
+        return inner(message, context)
+
+    app._registered_funcs["train.default"] = sometimes_bad
+    strategy = fedavg(4)
+    result = start(strategy, LocalGrid(app, 4))
+    # The three good clients moved by 1; the denominator is still 4.
+    assert np.allclose(result.arrays["w"].numpy(), 3 / 4)
+    assert (strategy.rounds[0].cohort_size, strategy.rounds[0].replies) == (4, 3)
+    assert "1 updates that were asked for did not count" in str(strategy.statement)
+
+
+def test_error_missing_and_double_replies():
+    def tamper(node, reply):
+        if node == 1:
+            return []
+        return [reply, reply] if node == 2 else [reply]
+
+    def train(node, values):
+        if node == 3:
+            raise RuntimeError("out of memory")
+        return {name: value + np.float32(1) for name, value in values.items()}
+
+    strategy = fedavg(4)
+    result = start(strategy, LocalGrid(stock_app(train), 4, tamper=tamper))
+    assert np.allclose(result.arrays["w"].numpy(), 2 / 4)
+    assert strategy.rounds[0].replies == 2
+
+
+def test_a_reply_of_a_node_that_was_not_asked_is_refused():
+    strategy = fedavg(4, sampling=RoundRobinSampling(cohort_size=2), relation="add-or-remove-one")
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 4)
+    messages = list(strategy.configure_train(1, arrays(w=np.zeros(4, np.float32)), ConfigRecord(), grid))
+    replies = list(grid.send_and_receive(messages))
+    forged = grid.app(messages[0], grid.contexts[4])
+    forged.metadata.__dict__["_src_node_id"] = 4
+    result, _ = strategy.aggregate_train(1, [*replies, forged])
+    assert np.allclose(result["w"].numpy(), 1.0)
+    assert strategy.rounds[0].replies == 2
+
+
+FORGED_ANSWERS = {
+    "a client that was not asked": lambda answer: answer | {"clients": ["c00", "c99"]},
+    "a client twice": lambda answer: answer | {"clients": ["c00", "c00"]},
+    "clients that are not a list": lambda answer: answer | {"clients": "c00"},
+    "another length": lambda answer: answer | {"payload": {"encoding": "dense", "length": 10**9}},
+    "an unknown encoding": lambda answer: answer | {"payload": {"encoding": "pickle", "length": 53}},
+    "no payload header": lambda answer: answer | {"payload": None},
+    "another protocol": lambda answer: answer | {"protocol": 99},
+    "an unknown key": lambda answer: answer | {"extra": 1},
+    "infinite metrics": lambda answer: answer | {"metrics": {"loss": 1e999}},
+}
+
+
+@pytest.mark.parametrize("forge", FORGED_ANSWERS.values(), ids=FORGED_ANSWERS.keys())
+def test_forged_answers_are_refused(forge):
+    def tamper(node, reply):
+        if node == 1:
+            record = reply.content.config_records[wire.KEY]
+            record[wire.KEY] = json.dumps(forge(json.loads(record[wire.KEY])))
+        return [reply]
+
+    strategy = fedavg(4, clip_norm=0.1)
+    start(strategy, LocalGrid(client_app(hosted(4)), 2, tamper=tamper), model_arrays(make_model()))
+    # Node 1 hosts two of the four clients.
+    assert strategy.rounds[0].replies == 2
+
+
+def test_a_run_in_which_nobody_ever_answers_usefully_ends_with_the_reason():
+    def train(node, values):
+        raise RuntimeError("driver too old")
+
+    with pytest.raises(RuntimeError, match=r"no client has sent a usable update in the first 3 rounds.*driver too old"):
+        start(fedavg(2), LocalGrid(stock_app(train), 2), num_rounds=10)
+
+
+def test_a_client_policy_refuses_a_larger_clip_norm_and_less_noise():
+    policy = ClientPolicy(max_clip_norm=0.5, min_noise_multiplier=0.8)
+    app = client_app(hosted(4, policy=policy))
+    for words, reason in (({"clip_norm": 0.6}, "clip_norm=0.6"), ({"noise_multiplier": 0.7}, "noise_multiplier=0.7")):
+        strategy = fedavg(4, **({"clip_norm": 0.5, "noise_multiplier": 0.8} | words))
+        with pytest.raises(RuntimeError, match=reason):
+            start(strategy, LocalGrid(app, 2), model_arrays(make_model()), num_rounds=4)
+
+
+# Failing closed: configuration and models
+
+NONSENSE = [
+    ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+    ({"clip_norm": 0}, "clip_norm=0"),
+    ({"clip_norm": math.nan}, "clip_norm=nan"),
+    ({"noise_multiplier": -0.1}, "noise_multiplier=-0.1"),
+    ({"noise_multiplier": math.inf}, "noise_multiplier=inf"),
+    ({"noise_multiplier": "1"}, "noise_multiplier='1'"),
+    ({"delta": 0}, "delta=0"),
+    ({"delta": 1.0}, "delta=1.0"),
+    ({"target_epsilon": 0}, "target_epsilon=0"),
+    ({"noise_multiplier": 0, "target_epsilon": 5}, "noise_multiplier=0"),
+    ({"num_clients": 0}, "num_clients=0"),
+    ({"num_clients": 2.5}, "num_clients=2.5"),
+    ({"sampling": 0.1}, "sampling=0.1"),
+    ({"sampling": FixedSizeSampling(cohort_size=11)}, "cohort_size=11"),
+    ({"sampling": FixedSizeSampling(cohort_size=2), "relation": "add-or-remove-one"}, "add-or-remove-one"),
+    ({"relation": "add"}, "relation='add'"),
+    ({"registration_timeout": -1}, "registration_timeout=-1"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), NONSENSE, ids=[named for _, named in NONSENSE])
+def test_nonsense_is_refused_by_name(words, named):
+    good = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 10, "delta": 1e-5}
+    with pytest.raises(ValueError) as refusal:
+        DPFedAvg(**(good | words))
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(("words", "named"), [({"keep_ratio": 0}, "keep_ratio=0"), ({"placement": "edge"}, "placement='edge'")])
+def test_nonsense_of_dp_fedsam_is_refused_by_name(words, named):
+    with pytest.raises(ValueError, match=named):
+        DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=10, delta=1e-5, **words)
+
+
+def test_poisson_rates_beyond_one_are_refused():
+    with pytest.raises(ValueError, match="sampling_rate=1.5"):
+        PoissonSampling(sampling_rate=1.5)
+
+
+def test_a_model_with_batch_statistics_is_refused_before_any_client_is_asked():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    with pytest.raises(ValueError, match=r"layer '1'.*GroupNorm"):
+        start(fedavg(2), grid, ArrayRecord(model.state_dict()))
+    assert not grid.sent
+
+
+def test_integer_arrays_are_refused_before_any_client_is_asked():
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    with pytest.raises(ValueError, match=r"'steps' has dtype int64"):
+        start(fedavg(2), grid, arrays(w=np.zeros(3, np.float32), steps=np.array(5)))
+    assert not grid.sent
+
+
+def test_parameters_without_dimensions_half_precision_and_empty_arrays_are_trained_and_clipped():
+    record = arrays(scale=np.float32(1.0), half=np.ones(3, np.float16), none=np.zeros((0, 2), np.float32))
+    result = start(fedavg(2, clip_norm=1.0), LocalGrid(stock_app(shifted(lambda node: 5.0)), 2), record)
+    assert result.arrays["scale"].numpy().shape == ()
+    assert result.arrays["half"].numpy().dtype == np.float16
+    # An update of (5, 5, 5, 5) has norm 10 and is clipped to norm 1: every entry moves by 1/2.
+    assert float(result.arrays["scale"].numpy()) == pytest.approx(1.5, abs=1e-3)
+    assert np.allclose(result.arrays["half"].numpy(), 1.5, atol=1e-2)
+
+
+# The end of a run, results and metrics
+
+
+def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
+    words = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": PoissonSampling(sampling_rate=0.5)}
+    strategy = fedavg(8, target_epsilon=4.0, **words)
+    seen = []
+    result = start(
+        strategy,
+        LocalGrid(stock_app(shifted(lambda node: 0.1)), 8),
+        num_rounds=500,
+        evaluate_fn=lambda server_round, record: seen.append(server_round) or MetricRecord({"round": server_round}),
+    )
+    ended = len(strategy.rounds)
+    assert 0 < ended < 500
+    assert strategy.statement.epsilon <= 4.0
+    assert seen == list(range(ended + 1))
+    assert sorted(result.evaluate_metrics_serverapp) == seen
+    assert sorted(result.train_metrics_clientapp) == seen[1:]
+    assert f"ended before round {ended + 1}: it would pass target_epsilon=4" in str(strategy.statement)
+    # One more round would have been too much.
+    longer = fedavg(8, **words)
+    start(longer, LocalGrid(stock_app(shifted(lambda node: 0.1)), 8), num_rounds=ended + 1)
+    assert longer.statement.epsilon > 4.0
+
+
+def test_a_target_that_pays_for_no_round_returns_the_initial_model():
+    strategy = fedavg(2, clip_norm=1.0, noise_multiplier=0.1, target_epsilon=0.01)
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    result = start(strategy, grid, num_rounds=5)
+    assert np.array_equal(result.arrays["w"].numpy(), np.zeros(4))
+    assert strategy.statement.epsilon == 0
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+def test_reports_count_bytes_as_they_were_sent():
+    strategy = fedavg(4, clip_norm=0.1)
+    grid = LocalGrid(client_app(hosted(4)), 2)
+    start(strategy, grid, model_arrays(make_model()))
+    sent = [message for message in grid.sent if message.metadata.message_type == "train"]
+
+    def size(messages):
+        arrays_size = sum(len(a.data) for m in messages for r in m.content.array_records.values() for a in r.values())
+        return arrays_size + sum(len(str(v)) for m in messages for r in m.content.config_records.values() for v in r.values())
+
+    assert strategy.rounds[0].bytes_down == size(sent)
+    assert strategy.rounds[0].bytes_up == size(grid.received)
+    # 6 x 5 + 5 + 5 x 3 + 3 = 53 parameters of 4 bytes, down to and up from each of two nodes.
+    assert min(strategy.rounds[0].bytes_down, strategy.rounds[0].bytes_up) >= 2 * 53 * 4
+
+
+def test_client_metrics_are_sent_only_when_server_and_client_agree_and_the_statement_says_so():
+    for asks, allows in ((False, True), (True, False), (True, True)):
+        app = client_app(hosted(4, policy=ClientPolicy(allow_metrics=allows)))
+        strategy = fedavg(4, clip_norm=0.1, report_client_metrics=asks)
+        result = start(strategy, LocalGrid(app, 2), model_arrays(make_model()))
+        assert ("client-loss" in result.train_metrics_clientapp[1]) == (asks and allows)
+        assert ("CLIENT METRICS" in str(strategy.statement)) == asks
+
+
+def test_a_strategy_can_start_again():
+    strategy = fedavg(3, clip_norm=1.0, noise_multiplier=1.0)
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    start(strategy, grid, num_rounds=4)
+    first = strategy.statement.epsilon
+    start(strategy, grid, num_rounds=1)
+    assert strategy.statement.epsilon < first
+    assert len(strategy.rounds) == 1
+
+
+def test_evaluation_asks_no_client():
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    start(fedavg(2), grid, num_rounds=2)
+    assert {message.metadata.message_type for message in grid.sent} == {"query", "get_properties", "train"}

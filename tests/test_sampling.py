@@ -1,0 +1,162 @@
+"""Sampling: who takes part, how often, and what that does to an event.
+
+Statistical tests have fixed seeds; each would raise a false alarm with probability at most 1e-6 for a random seed.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from dp_accounting import (
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+
+FALSE_ALARM = 1e-6
+RELEASE = GaussianDpEvent(1.0)
+
+
+def _cohorts(sampler: Any, num_clients: int, rounds: int, seed: int = 0) -> np.ndarray:
+    """Participation [rounds x clients] as booleans."""
+    rng = np.random.default_rng(seed)
+    table = np.zeros((rounds, num_clients), bool)
+    for number in range(1, rounds + 1):
+        chosen = sampler.choose(number, num_clients, rng)
+        assert np.array_equal(chosen, np.unique(chosen))  # sorted, nobody twice
+        assert chosen.size == 0 or (chosen[0] >= 0 and chosen[-1] < num_clients)
+        table[number - 1, chosen] = True
+    return table
+
+
+def _within(counts: np.ndarray, trials: int, rate: float) -> bool:
+    """Whether binomial counts all lie in a band that holds them together with probability 1 - FALSE_ALARM."""
+    low, high = stats.binom.interval(1 - FALSE_ALARM / counts.size, trials, rate)
+    return bool(np.all((counts >= low) & (counts <= high)))
+
+
+def test_full_sampling_takes_everybody_and_changes_no_event() -> None:
+    sampler = FullSampling()
+    assert _cohorts(sampler, 7, 3).all()
+    assert sampler.expected_cohort(7) == 7
+    assert sampler.event(RELEASE, 2, 7) is RELEASE
+
+
+@pytest.mark.parametrize("rate", [0.03, 0.3])
+def test_poisson_includes_everybody_at_the_rate(rate: float) -> None:
+    table = _cohorts(PoissonSampling(sampling_rate=rate), 40, 20_000)
+    assert _within(table.sum(axis=0), 20_000, rate)
+    assert not _within(table.sum(axis=0), 20_000, rate * 1.2)
+    assert _within(np.array([table.sum()]), table.size, rate)
+    assert not _within(np.array([table.sum()]), table.size, rate * 1.05)
+
+
+def test_poisson_cohort_sizes_are_binomial() -> None:
+    sizes = _cohorts(PoissonSampling(sampling_rate=0.1), 50, 20_000).sum(axis=1)
+    law = stats.binom(50, 0.1)
+    edges = np.arange(1, 11)
+    seen = np.array([np.sum(sizes < edges[0]), *(np.sum(sizes == k) for k in edges), np.sum(sizes > edges[-1])])
+    expected = 20_000 * np.array([law.cdf(0), *law.pmf(edges), law.sf(10)])
+    assert stats.chisquare(seen, expected).pvalue > FALSE_ALARM
+    assert seen[0] > 0  # empty cohorts happen
+
+
+def test_poisson_clients_are_independent() -> None:
+    table = _cohorts(PoissonSampling(sampling_rate=0.2), 6, 50_000).astype(float)
+    correlations = np.corrcoef(table.T)[np.triu_indices(6, 1)]
+    assert np.abs(correlations).max() < stats.norm.isf(FALSE_ALARM / 30) / math.sqrt(50_000)
+    over_time = [np.corrcoef(column[1:], column[:-1])[0, 1] for column in table.T]
+    assert np.abs(over_time).max() < stats.norm.isf(FALSE_ALARM / 12) / math.sqrt(50_000)
+
+
+def test_poisson_event_and_expected_cohort() -> None:
+    sampler = PoissonSampling(sampling_rate=0.25)
+    assert sampler.expected_cohort(30) == 7.5
+    assert sampler.event(RELEASE, 9, 30) == PoissonSampledDpEvent(0.25, RELEASE)
+    assert PoissonSampling(sampling_rate=1).event(RELEASE, 1, 30) is RELEASE
+    assert isinstance(sampler.event(NonPrivateDpEvent(), 1, 30), NonPrivateDpEvent)
+    assert _cohorts(PoissonSampling(sampling_rate=1), 30, 2).all()
+
+
+def test_fixed_size_is_exact_and_uniform() -> None:
+    table = _cohorts(FixedSizeSampling(cohort_size=3), 8, 20_000)
+    assert (table.sum(axis=1) == 3).all()
+    assert _within(table.sum(axis=0), 20_000, 3 / 8)
+    # Every one of the 56 subsets equally often.
+    seen = np.unique(table @ (1 << np.arange(8)), return_counts=True)[1]
+    assert seen.size == math.comb(8, 3)
+    assert stats.chisquare(seen).pvalue > FALSE_ALARM
+
+
+def test_fixed_size_event_and_expected_cohort() -> None:
+    sampler = FixedSizeSampling(cohort_size=3)
+    assert sampler.expected_cohort(8) == 3
+    assert sampler.event(RELEASE, 1, 8) == SampledWithoutReplacementDpEvent(8, 3, RELEASE)
+    assert sampler.event(RELEASE, 1, 3) is RELEASE
+    assert isinstance(sampler.event(NonPrivateDpEvent(), 1, 8), NonPrivateDpEvent)
+    assert _cohorts(sampler, 3, 2).all()
+
+
+@given(clients=st.integers(1, 40), data=st.data(), rounds=st.integers(1, 120))
+def test_round_robin_is_balanced_after_any_number_of_rounds(clients: int, data: Any, rounds: int) -> None:
+    size = data.draw(st.integers(1, clients))
+    sampler = RoundRobinSampling(cohort_size=size)
+    table = _cohorts(sampler, clients, rounds)
+    assert (table.sum(axis=1) == size).all()
+    asked = table.cumsum(axis=0)
+    assert (asked.max(axis=1) - asked.min(axis=1)).max() <= 1
+    events = [sampler.event(RELEASE, number, clients) for number in range(1, rounds + 1)]
+    charged = np.cumsum([event is RELEASE for event in events])
+    assert all(event is RELEASE or isinstance(event, NoOpDpEvent) for event in events)
+    assert np.array_equal(charged, asked.max(axis=1))  # at every moment what the client asked most often has paid
+    assert charged[-1] == sampler.participations(rounds, clients) == math.ceil(size * rounds / clients)
+
+
+def test_round_robin_by_hand() -> None:
+    sampler = RoundRobinSampling(cohort_size=2)
+    rng = np.random.default_rng(0)
+    assert [sampler.choose(number, 5, rng).tolist() for number in range(1, 6)] == [[0, 1], [2, 3], [0, 4], [1, 2], [3, 4]]
+    assert [sampler.participations(number, 5) for number in range(6)] == [0, 1, 1, 2, 2, 2]
+    assert sampler.expected_cohort(5) == 2
+
+
+@pytest.mark.parametrize("kind", [FixedSizeSampling, RoundRobinSampling])
+def test_cohorts_larger_than_the_population_are_refused(kind: Any) -> None:
+    sampler = kind(cohort_size=9)
+    rng = np.random.default_rng(0)
+    for use in (
+        lambda: sampler.choose(1, 8, rng),
+        lambda: sampler.expected_cohort(8),
+        lambda: sampler.event(RELEASE, 1, 8),
+    ):
+        with pytest.raises(ValueError, match="cohort_size=9: must be a whole number >= 1 and <= 8"):
+            use()
+
+
+@pytest.mark.parametrize("kind", [FixedSizeSampling, RoundRobinSampling])
+@pytest.mark.parametrize("size", [0, -3, 2.5, "3", None, True])
+def test_nonsense_cohort_sizes_are_refused(kind: Any, size: Any) -> None:
+    with pytest.raises(ValueError, match="cohort_size=.*whole number >= 1"):
+        kind(cohort_size=size)
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, 1.0000001, 2, math.nan, math.inf, "0.1", None, True])
+def test_nonsense_rates_are_refused(rate: Any) -> None:
+    with pytest.raises(ValueError, match="sampling_rate=.*> 0 and <= 1"):
+        PoissonSampling(sampling_rate=rate)
+
+
+def test_random_samplers_follow_the_generator_they_are_given() -> None:
+    for sampler in (PoissonSampling(sampling_rate=0.5), FixedSizeSampling(cohort_size=50)):
+        one, same, other = (sampler.choose(1, 100, np.random.default_rng(seed)).tolist() for seed in (1, 1, 2))
+        assert one == same != other
+        # The round's number must not be a seed: the server's cohort of round 1 would be everybody's to compute.
+        assert sampler.choose(2, 100, np.random.default_rng(1)).tolist() == one

@@ -1,0 +1,381 @@
+"""Local training against steps computed by hand."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates, model_arrays
+from flower_dp.clients.training import batch_seed
+
+
+class Point(nn.Module):
+    """A point; the loss is a function of it alone, or of its distance to the record."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.point = nn.Parameter(torch.tensor(values))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.point - inputs
+
+
+def quadratic(scales: Sequence[float]) -> Callable[[Tensor, Tensor], Tensor]:
+    """1/2 sum of scale_i x_i^2, the mean over records: its gradient is scale_i x_i."""
+    weights = torch.tensor(scales)
+    return lambda outputs, targets: (0.5 * weights * outputs**2).sum(-1).mean()
+
+
+def records(*rows: Sequence[float]) -> TensorRecords:
+    return TensorRecords(inputs=torch.tensor(rows), targets=torch.zeros(len(rows)))
+
+
+def update(module: nn.Module, data: Any, training: LocalTraining, server_round: int = 1, seed: int = 0) -> np.ndarray:
+    model = FlatModel(module)
+    start = model.vector.clone()
+    (row,) = local_updates(start, [data], training, model=model, server_round=server_round, seeds=[seed])
+    return row.numpy()
+
+
+ORIGIN = records([0.0, 0.0])
+
+
+def test_one_sgd_step_by_hand() -> None:
+    training = LocalTraining(learning_rate=0.1, loss=quadratic([1.0, 4.0]))
+    np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, training), [-0.3, -0.4], rtol=1e-6)
+
+
+def test_one_sam_step_by_hand_differs_from_sgd() -> None:
+    """At (3, 1) with scales (1, 4) the gradient is (3, 4), its norm 5; rho 0.5 leads to (3.3, 1.4), whose gradient is (3.3, 5.6)."""
+    sam = LocalTraining(learning_rate=0.1, sam_radius=0.5, loss=quadratic([1.0, 4.0]))
+    np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, sam), [-0.33, -0.56], rtol=1e-6)
+
+
+def test_sam_perturbs_over_all_parameters_jointly() -> None:
+    """The same step with the two coordinates in two tensors; one norm a tensor would give (3.5, 1.5)."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor([3.0])), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.cat([self.a, self.b[None]]) - inputs
+
+    sam = LocalTraining(learning_rate=0.1, sam_radius=0.5, loss=quadratic([1.0, 4.0]))
+    np.testing.assert_allclose(update(Two(), ORIGIN, sam), [-0.33, -0.56], rtol=1e-6)
+
+
+def test_sam_takes_both_gradients_on_the_same_batch() -> None:
+    seen: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(targets.clone())
+        return (outputs**2).mean()
+
+    data = TensorRecords(inputs=torch.randn(7, 2, generator=torch.Generator().manual_seed(1)), targets=torch.arange(7))
+    update(Point(1.0, 2.0), data, LocalTraining(learning_rate=0.1, sam_radius=0.1, batch_size=3, loss=loss))
+    assert len(seen) == 6
+    assert all(torch.equal(first, second) for first, second in zip(seen[::2], seen[1::2], strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sam_at_a_zero_gradient_makes_no_step_and_no_nan(momentum: float) -> None:
+    training = LocalTraining(
+        learning_rate=0.1, sam_radius=0.5, momentum=momentum, num_local_epochs=3, loss=quadratic([1.0, 1.0])
+    )
+    assert update(Point(0.0, 0.0), ORIGIN, training).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("gradient", [1e-20, 1e-25, 1e-30, 1e18])
+def test_sam_at_tiny_and_huge_gradients_makes_no_nan(gradient: float) -> None:
+    training = LocalTraining(learning_rate=0.1, sam_radius=0.5, loss=lambda outputs, targets: outputs.sum() * gradient)
+    np.testing.assert_allclose(update(Point(1.0, 1.0), ORIGIN, training), -0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sam_radius / norm overflows float32 at subnormal gradients")
+def test_sam_at_a_subnormal_gradient() -> None:
+    training = LocalTraining(learning_rate=0.1, sam_radius=0.05, loss=lambda outputs, targets: outputs.mean() * 1e-40)
+    assert update(Point(1.0), records([0.0]), training).tolist() == [0.0]
+
+
+def test_momentum_by_hand_over_two_steps_and_fresh_every_round() -> None:
+    """x0 = 1, gradient x: v1 = 1, x1 = 0.9; v2 = 0.5 + 0.9 = 1.4, x2 = 0.76."""
+    training = LocalTraining(learning_rate=0.1, momentum=0.5, num_local_steps=2, loss=quadratic([1.0]))
+    model = FlatModel(Point(1.0))
+    start = model.vector.clone()
+    data = records([0.0])
+    for server_round in (1, 2):  # the second round starts without the first one's velocity
+        (row,) = local_updates(start, [data], training, model=model, server_round=server_round, seeds=[0])
+        np.testing.assert_allclose(row.numpy(), [0.76 - 1], rtol=1e-6)
+
+
+def test_momentum_of_sam_by_hand() -> None:
+    """x0 = 1, radius 0.2: gradient at 1.2 is 1.2, x1 = 0.88; at 1.08 it is 1.08, v2 = 0.6 + 1.08 = 1.68, x2 = 0.712."""
+    training = LocalTraining(learning_rate=0.1, momentum=0.5, sam_radius=0.2, num_local_steps=2, loss=quadratic([1.0]))
+    np.testing.assert_allclose(update(Point(1.0), records([0.0]), training), [0.712 - 1], rtol=1e-6)
+
+
+def test_weight_decay_by_hand() -> None:
+    """Gradient 2 (x - 1) at x = 3 is 4; with 0.5 x it is 5.5."""
+    training = LocalTraining(learning_rate=0.1, weight_decay=0.5, loss=quadratic([2.0]))
+    np.testing.assert_allclose(update(Point(3.0), records([1.0]), training), [-0.55], rtol=1e-6)
+
+
+@pytest.mark.xfail(strict=True, reason="weight decay is added in place to gradients that autograd may share between parameters")
+def test_weight_decay_of_parameters_that_are_added_up() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([10.0]))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.a + self.b - inputs
+
+    training = LocalTraining(learning_rate=1.0, weight_decay=0.1, loss=lambda outputs, targets: 0 * outputs.sum())
+    np.testing.assert_allclose(update(Sum(), records([0.0]), training), [-0.1, -1.0], rtol=1e-6)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="weight decay is added in place to gradients that may be expanded")
+def test_weight_decay_where_the_loss_is_a_sum_of_weights() -> None:
+    class Weights(Point):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.point.sum()
+
+    training = LocalTraining(learning_rate=1.0, weight_decay=0.1, loss=lambda outputs, targets: outputs)
+    np.testing.assert_allclose(update(Weights(1.0, 2.0), ORIGIN, training), [-1.1, -1.2], rtol=1e-6)
+
+
+def test_step_size_decays_every_round() -> None:
+    training = LocalTraining(learning_rate=0.1, learning_rate_decay=0.5, loss=quadratic([1.0]))
+    for server_round, step in ((1, 0.1), (2, 0.05), (4, 0.0125)):
+        assert training.step_size(server_round) == pytest.approx(step, rel=1e-12)
+        np.testing.assert_allclose(update(Point(1.0), records([0.0]), training, server_round), [-step], rtol=1e-6)
+
+
+def _batches(num_records: int, **settings: Any) -> list[list[int]]:
+    seen: list[list[int]] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(targets.tolist())
+        return (outputs**2).mean()
+
+    data = TensorRecords(inputs=torch.zeros(num_records, 1), targets=torch.arange(num_records))
+    update(Point(1.0), data, LocalTraining(learning_rate=0.1, loss=loss, **settings))
+    return seen
+
+
+@pytest.mark.parametrize(("num_records", "batch_size"), [(10, 3), (9, 3), (2, 5), (1, 1)])
+def test_batches_cover_all_records_once_an_epoch(num_records: int, batch_size: int) -> None:
+    seen = _batches(num_records, batch_size=batch_size, num_local_epochs=4)
+    an_epoch = math.ceil(num_records / batch_size)
+    assert len(seen) == 4 * an_epoch
+    for epoch in range(4):
+        batches = seen[epoch * an_epoch : (epoch + 1) * an_epoch]
+        assert sorted(sum(batches, [])) == list(range(num_records))
+        assert all(len(batch) == batch_size for batch in batches[:-1])
+    if num_records == 10:
+        assert seen[:an_epoch] != seen[an_epoch : 2 * an_epoch]  # shuffled anew
+
+
+def test_steps_instead_of_epochs() -> None:
+    seen = _batches(10, batch_size=4, num_local_steps=7, num_local_epochs=100)
+    assert [len(batch) for batch in seen] == [4, 4, 2, 4, 4, 2, 4]
+    assert sorted(sum(seen[3:6], [])) == list(range(10))
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def _classes(num_records: int, seed: int) -> TensorRecords:
+    rng = torch.Generator().manual_seed(seed)
+    return TensorRecords(
+        inputs=torch.randn(num_records, 4, generator=rng), targets=torch.randint(3, (num_records,), generator=rng)
+    )
+
+
+RECIPE = LocalTraining(
+    learning_rate=0.1, batch_size=3, num_local_epochs=2, momentum=0.5, sam_radius=0.05, weight_decay=0.01, learning_rate_decay=0.1
+)
+
+
+def test_rows_are_the_same_alone_and_together_and_in_any_order() -> None:
+    model = FlatModel(_net())
+    start = model.vector.clone()
+    data = [_classes(size, size) for size in (5, 8, 3)]
+    seeds = [batch_seed(0, 2, f"client-{i}") for i in range(3)]
+    together = list(local_updates(start, data, RECIPE, model=model, server_round=2, seeds=seeds))
+    backwards = list(local_updates(start, data[::-1], RECIPE, model=model, server_round=2, seeds=seeds[::-1]))[::-1]
+    for row, other, records_, seed in zip(together, backwards, data, seeds, strict=True):
+        (alone,) = local_updates(start, [records_], RECIPE, model=FlatModel(_net()), server_round=2, seeds=[seed])
+        assert torch.equal(row, alone)
+        assert torch.equal(row, other)
+        assert row.abs().max() > 0
+
+
+def test_rows_do_not_depend_on_other_clients_data() -> None:
+    model = FlatModel(_net())
+    start = model.vector.clone()
+    wild = TensorRecords(inputs=torch.full((4, 4), float("nan")), targets=torch.zeros(4, dtype=torch.int64))
+    _, after_wild = local_updates(start, [wild, _classes(5, 1)], RECIPE, model=model, server_round=1, seeds=[0, 1])
+    _, after_tame = local_updates(start, [_classes(9, 2), _classes(5, 1)], RECIPE, model=model, server_round=1, seeds=[0, 1])
+    assert torch.equal(after_wild, after_tame)
+    assert torch.isfinite(after_wild).all()
+
+
+class Counting(nn.Module):
+    """Keeps what it has seen in a buffer, as spectral normalisation or a codebook does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += inputs.mean(0)
+        return self.linear(inputs + self.seen)
+
+
+@pytest.mark.xfail(strict=True, reason="buffers that training changes carry one client's data into the next one's update")
+def test_buffers_do_not_carry_data_from_client_to_client() -> None:
+    model = FlatModel(Counting())
+    start = model.vector.clone()
+    rows = [
+        list(local_updates(start, [_classes(5, seed), _classes(5, 1)], RECIPE, model=model, server_round=1, seeds=[0, 1]))[1]
+        for seed in (7, 8)
+    ]
+    assert torch.equal(*rows)
+
+
+def test_agrees_with_torch_optim() -> None:
+    module, data = _net(), _classes(8, 4)
+    reference = copy.deepcopy(module)
+    training = LocalTraining(learning_rate=0.1, batch_size=8, num_local_epochs=5, momentum=0.5, weight_decay=0.01)
+    row = update(module, data, training)
+    before = nn.utils.parameters_to_vector(reference.parameters()).detach().clone()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(reference(data.inputs), data.targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    after = nn.utils.parameters_to_vector(reference.parameters()).detach()
+    np.testing.assert_allclose(row, (after - before).numpy(), atol=1e-6)
+
+
+def test_losses_are_handed_out() -> None:
+    losses: list[Tensor] = []
+    model = FlatModel(Point(2.0))
+    training = LocalTraining(learning_rate=0.5, num_local_steps=2, loss=quadratic([1.0]))
+    list(local_updates(model.vector.clone(), [records([0.0])], training, model=model, server_round=1, seeds=[0], losses=losses))
+    assert [float(loss) for loss in losses] == [(2.0 + 0.5) / 2]  # x = 2, then 1
+
+
+def test_nothing_touches_the_global_generators() -> None:
+    module, data = _net(), _classes(8, 4)
+    torch.manual_seed(9)
+    np.random.seed(9)  # noqa: NPY002
+    states = torch.get_rng_state(), np.random.get_state(legacy=False)  # noqa: NPY002
+    first = update(module, data, RECIPE)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    np.testing.assert_equal(np.random.get_state(legacy=False), states[1])  # noqa: NPY002
+    torch.manual_seed(10)
+    np.testing.assert_array_equal(update(_net(), data, RECIPE), first)
+
+
+def test_the_order_of_records_follows_the_seed() -> None:
+    rows = [update(_net(), _classes(8, 4), RECIPE, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert rows[0] == rows[1] != rows[2]
+    seeds = {batch_seed(seed, number, name) for seed in (0, 1) for number in (1, 2) for name in ("a", "b")}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+def test_batch_statistics_are_refused_naming_layer_and_replacement(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match=rf"layer '0\.1' \({type(layer).__name__}\).*GroupNorm\(num_groups, 4\)"):
+        FlatModel(nn.Sequential(nn.Sequential(nn.Linear(4, 4), layer)))
+
+
+def test_a_batch_norm_that_keeps_no_statistics_still_mixes_records_and_is_refused() -> None:
+    with pytest.raises(ValueError, match="GroupNorm"):
+        FlatModel(nn.BatchNorm2d(3, track_running_stats=False))
+    FlatModel(nn.Sequential(nn.GroupNorm(1, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4, affine=True)))
+
+
+def test_frozen_parameters_are_left_out_and_stay() -> None:
+    module = _net()
+    frozen = module.get_submodule("0")
+    frozen.requires_grad_(False)
+    before = frozen.weight.clone()
+    model = FlatModel(module)
+    assert model.layout.names == ("1.weight", "1.bias", "3.weight", "3.bias")
+    (row,) = local_updates(model.vector.clone(), [_classes(5, 1)], RECIPE, model=model, server_round=1, seeds=[0])
+    assert row.shape == (6 + 6 + 18 + 3,)
+    assert torch.equal(frozen.weight, before)
+    assert list(model_arrays(module)) == list(model.layout.names)
+
+
+def test_parameters_are_views_of_the_vector() -> None:
+    module = _net()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    model = FlatModel(module)
+    assert torch.equal(model.vector, torch.cat([parameter.ravel() for parameter in before]))
+    model.vector.zero_()
+    assert all(not parameter.any() for parameter in module.parameters())
+
+
+def test_parameters_without_influence_get_zero_gradients() -> None:
+    class Idle(Point):
+        def __init__(self) -> None:
+            super().__init__(1.0)
+            self.idle = nn.Parameter(torch.tensor([5.0]))
+
+    np.testing.assert_allclose(
+        update(Idle(), records([0.0]), LocalTraining(learning_rate=0.1, loss=quadratic([1.0]))), [-0.1, 0], rtol=1e-6
+    )
+
+
+def test_shared_records_are_picked_and_transformed() -> None:
+    data = TensorRecords(
+        inputs=torch.tensor([[0], [100], [200]], dtype=torch.uint8),
+        targets=torch.tensor([0, 1, 2]),
+        indices=torch.tensor([2, 1]),
+        transform=lambda raw: raw.float() / 100,
+    )
+    assert len(data) == 2
+    inputs, targets = data.batch(torch.tensor([1, 0]), torch.device("cpu"))
+    assert (inputs.tolist(), targets.tolist()) == ([[1.0], [2.0]], [1, 2])
+
+
+def test_a_client_without_records_is_refused() -> None:
+    with pytest.raises(ValueError, match="a client without records can't train"):
+        update(Point(1.0), TensorRecords(inputs=torch.zeros(0, 1), targets=torch.zeros(0)), LocalTraining(learning_rate=0.1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", 0),
+        ("learning_rate", math.nan),
+        ("batch_size", 0),
+        ("batch_size", 2.5),
+        ("num_local_epochs", 0),
+        ("num_local_steps", 0),
+        ("momentum", 1.0),
+        ("momentum", -0.1),
+        ("weight_decay", -1),
+        ("learning_rate_decay", 1.0),
+        ("sam_radius", -0.1),
+        ("sam_radius", math.inf),
+    ],
+)
+def test_nonsense_recipes_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field}="):
+        LocalTraining(**{"learning_rate": 0.1, field: value})

@@ -1,0 +1,134 @@
+"""Layout: named arrays to one flat float32 vector and back."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_dp.vectors import Layout
+
+KINDS = {"numpy": np.asarray, "torch": lambda values: torch.from_numpy(np.array(values))}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return KINDS[request.param]
+
+
+def _arrays(kind: Any) -> dict[str, Any]:
+    return {
+        "weight": kind(np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "scale": kind(np.float32(7.0)),
+        "none": kind(np.zeros((0, 4), np.float32)),
+        "half": kind(np.array([0.5, -2.0], np.float16)),
+        "wide": kind(np.array([1e-3], np.float64)),
+    }
+
+
+def test_flat_vector_has_every_entry_in_order(kind: Any) -> None:
+    arrays = _arrays(kind)
+    layout = Layout.of(arrays)
+    vector = layout.flatten(arrays)
+    assert layout.sizes == (6, 1, 0, 2, 1)
+    assert layout.size == 10
+    assert str(vector.dtype).endswith("float32")
+    assert np.array_equal(np.asarray(vector), np.array([0, 1, 2, 3, 4, 5, 7, 0.5, -2, 1e-3], np.float32))
+
+
+def test_way_back_restores_shapes_dtypes_and_values(kind: Any) -> None:
+    arrays = _arrays(kind)
+    layout = Layout.of(arrays)
+    back = layout.unflatten(layout.flatten(arrays))
+    assert list(back) == list(arrays)
+    for name, array in arrays.items():
+        assert back[name].shape == array.shape
+        assert back[name].dtype == array.dtype
+        np.testing.assert_array_equal(np.asarray(back[name]), np.asarray(array).astype(np.float32).astype(np.asarray(array).dtype))
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_round_trip_of_any_shapes(shapes: list[list[int]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = {f"p{i}": rng.standard_normal(shape, dtype=np.float32) for i, shape in enumerate(shapes)}
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    layout = Layout.of(arrays)
+    vector = layout.flatten(arrays)
+    assert vector.shape == (sum(int(np.prod(shape)) for shape in shapes),)
+    for name, array in layout.unflatten(vector).items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_a_layout_of_torch_tensors_takes_numpy_arrays_and_the_other_way_round() -> None:
+    arrays = _arrays(KINDS["numpy"])
+    tensors = _arrays(KINDS["torch"])
+    assert Layout.of(arrays) == Layout.of(tensors)
+    assert isinstance(Layout.of(tensors).flatten(arrays), np.ndarray)
+    assert isinstance(Layout.of(arrays).unflatten(torch.zeros(10))["weight"], torch.Tensor)
+
+
+def test_nothing_returned_shares_memory_with_what_was_given(kind: Any) -> None:
+    arrays = {"a": kind(np.ones(3, np.float32))}
+    layout = Layout.of(arrays)
+    vector = layout.flatten(arrays)
+    back = layout.unflatten(vector)["a"]
+    vector += 5
+    assert np.array_equal(np.asarray(arrays["a"]), np.ones(3))
+    assert np.array_equal(np.asarray(back), np.ones(3))
+
+
+def test_order_is_the_layouts_not_the_mappings() -> None:
+    layout = Layout.of({"a": np.zeros(1, np.float32), "b": np.zeros(1, np.float32)})
+    assert layout.flatten({"b": np.full(1, 2, np.float32), "a": np.full(1, 1, np.float32)}).tolist() == [1, 2]
+
+
+def test_bfloat16_is_a_float() -> None:
+    arrays = {"a": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
+    layout = Layout.of(arrays)
+    assert layout.unflatten(layout.flatten(arrays))["a"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "bool", "complex64"])
+def test_arrays_that_are_not_floats_are_refused_by_name(dtype: str) -> None:
+    with pytest.raises(ValueError, match=rf"'steps' has dtype {dtype}"):
+        Layout.of({"weight": np.zeros(1, np.float32), "steps": np.zeros(2, dtype)})
+
+
+@pytest.mark.parametrize("statistic", ["running_mean", "running_var", "num_batches_tracked"])
+def test_batch_statistics_are_refused_naming_the_layer_and_the_replacement(statistic: str) -> None:
+    with pytest.raises(ValueError, match=r"layer 'net\.1'.*GroupNorm"):
+        Layout.of({f"net.1.{statistic}": np.zeros(2, np.float32)})
+
+
+def test_the_state_of_a_batch_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer '1'.*GroupNorm"):
+        Layout.of(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict())
+
+
+def test_a_model_without_arrays_is_refused() -> None:
+    with pytest.raises(ValueError, match="no arrays"):
+        Layout.of({})
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"a": np.zeros(2, np.float32)}, "missing \\['b'\\]"),
+        ({"a": np.zeros(2, np.float32), "b": np.zeros(1, np.float32), "c": np.zeros(1, np.float32)}, "unknown \\['c'\\]"),
+        ({"a": np.zeros((2, 1), np.float32), "b": np.zeros(1, np.float32)}, r"'a' has shape \(2, 1\)"),
+        ({"a": np.zeros(3, np.float32), "b": np.zeros(0, np.float32)}, r"'a' has shape \(3,\)"),
+    ],
+)
+def test_other_names_and_shapes_are_refused(arrays: dict[str, np.ndarray], words: str) -> None:
+    layout = Layout.of({"a": np.zeros(2, np.float32), "b": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match=words):
+        layout.flatten(arrays)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), ()])
+def test_vectors_of_another_length_are_refused(shape: tuple[int, ...]) -> None:
+    layout = Layout.of({"a": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match="the model's is"):
+        layout.unflatten(np.zeros(shape, np.float32))
