@@ -15,7 +15,12 @@ class LocalGrid(Grid):
     """Nodes 1 to n, each with its own context; `tamper` may change, drop or multiply a node's replies."""
 
     def __init__(
-        self, app: ClientApp, num_nodes: int, *, tamper: Callable[[int, Message], Iterable[Message]] | None = None, **run_config: Any
+        self,
+        app: ClientApp,
+        num_nodes: int,
+        *,
+        tamper: Callable[[int, Message], Iterable[Message]] | None = None,
+        **run_config: Any,
     ) -> None:
         self.app = app
         self.contexts = {

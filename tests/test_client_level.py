@@ -176,15 +176,18 @@ def test_central_top_k_keeps_the_largest_of_the_noised_mean():
     smallest = np.array([np.abs(step[step != 0]).min() for step in steps])
     assert np.allclose(smallest, stats.norm.ppf(0.95) * std, rtol=0.06)
     assert strategy.statement.epsilon == pytest.approx(
-        accounting.epsilon(
-            SelfComposedDpEvent(GaussianDpEvent(0.8), 5), delta=1e-3, relation="add-or-remove-one"
-        ).epsilon
+        accounting.epsilon(SelfComposedDpEvent(GaussianDpEvent(0.8), 5), delta=1e-3, relation="add-or-remove-one").epsilon
     )
 
 
 def test_distributed_top_k_sends_small_payloads_and_claims_only_what_each_share_proves():
     strategy = DPFedSAM(
-        clip_norm=0.5, noise_multiplier=0.8, sampling=PoissonSampling(sampling_rate=0.5), num_clients=8, delta=1e-3, keep_ratio=0.1
+        clip_norm=0.5,
+        noise_multiplier=0.8,
+        sampling=PoissonSampling(sampling_rate=0.5),
+        num_clients=8,
+        delta=1e-3,
+        keep_ratio=0.1,
     )
     grid = LocalGrid(still_app(8), 8)
     strategy.start(grid, model_arrays(still_model()), num_rounds=4)
@@ -244,9 +247,7 @@ def test_every_round_is_charged_as_its_release(strategy_class, sampling, relatio
 
 
 def test_fixed_size_sampling_is_accounted_as_such_with_twice_the_sensitivity():
-    strategy = DPFedAvg(
-        clip_norm=1.0, noise_multiplier=4.0, sampling=FixedSizeSampling(cohort_size=3), num_clients=6, delta=1e-3
-    )
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=4.0, sampling=FixedSizeSampling(cohort_size=3), num_clients=6, delta=1e-3)
     strategy.start(LocalGrid(still_app(6), 2), model_arrays(still_model()), num_rounds=4)
     statement = strategy.statement
     assert statement.relation == "replace-one"
@@ -312,9 +313,7 @@ def test_fixed_noise_on_the_server_or_on_a_client_makes_a_run_not_private():
 
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
-        return DPClient(
-            model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3
-        )
+        return DPClient(model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3)
 
     client = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=1, delta=1e-3)
     client.start(LocalGrid(client_app(client_fn), 1), model_arrays(still_model()), num_rounds=1)

@@ -349,10 +349,12 @@ def test_laplace_statement_is_pure_and_lists_the_clients():
     start(strategy, grid_of(recipe, FOUR), 4)
     statement = strategy.statement
     assert (statement.unit, statement.relation, statement.delta, statement.accountant) == ("record", "replace-one", 0.0, "pure")
-    assert statement.epsilon == pytest.approx(10.0) and statement.epsilon <= 10.0
+    assert statement.epsilon == pytest.approx(10.0)
+    assert statement.epsilon <= 10.0
     assert statement.clients.each == pytest.approx(budgets)
     assert (statement.clients.worst, statement.clients.median) == ("c1", pytest.approx(2.5))
-    assert statement.paper.epsilon == pytest.approx(10.0) and statement.paper.valid
+    assert statement.paper.epsilon == pytest.approx(10.0)
+    assert statement.paper.valid
     assert "(10.0000, 0)-differential privacy for each record" in str(statement)
     assert "median 2.5000" in str(statement)
     assert statement.to_dict()["clients"]["minimum"] == pytest.approx(1.0)

@@ -21,9 +21,7 @@ from flower_dp.strategies import DPFedAvg
 
 
 def run(train, *, num_clients=4, clip_norm=1.0, num_examples=lambda node: 1, tamper=None, record=None, num_rounds=1):
-    strategy = DPFedAvg(
-        clip_norm=clip_norm, noise_multiplier=0, sampling=FullSampling(), num_clients=num_clients, delta=1e-3
-    )
+    strategy = DPFedAvg(clip_norm=clip_norm, noise_multiplier=0, sampling=FullSampling(), num_clients=num_clients, delta=1e-3)
     grid = LocalGrid(stock_app(train, num_examples=num_examples), num_clients, tamper=tamper)
     start = record or arrays(w=np.zeros(4, np.float32))
     result = strategy.start(grid, start, num_rounds=num_rounds)
@@ -69,7 +67,9 @@ def test_clipped_float32_norms_never_exceed_the_bound(clip_norm):
         assert np.linalg.norm(clip_l2(rows, clip_norm).astype(np.float64), axis=1).max() <= clip_norm
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)]
+)
 def test_batch_statistics_are_refused_on_both_sides(norm):
     model = nn.Sequential(nn.Linear(4, 4), norm)
     if any("running" in name for name in model.state_dict()):

@@ -147,7 +147,7 @@ class FedSGDDPC(LocalLevelStrategy):
             checks.number("learning_rate", learning_rate, above=0)
             if strong_convexity is not None or smoothness is not None:
                 raise ValueError(
-                    f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which give the step size"
+                    f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
                 )
             return
         mu = checks.number("strong_convexity", strong_convexity, above=0)

@@ -75,8 +75,8 @@ def _client_costs(costs: dict[str, float]) -> ClientCosts | None:
 
 def _assumptions(strategy: "LocalLevelStrategy") -> list[str]:
     lines = [
-        "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, and "
-        "can't be told from an honest one",
+        "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
+        "and can't be told from an honest one",
         "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
     ]
     if strategy.seeded_noise:

@@ -34,7 +34,7 @@ class NbAFL(LocalLevelStrategy):
     at least as large against any client's part in it as in a full round of equal clients.
 
     Two adversaries are told apart in the statement: who sees a client's messages, and who sees the broadcasts only. The ledgers
-    rest on what clipping proves, a sensitivity of 2 C for all of a client's records together; the paper's 2 C / m is an assumption.
+    rest on what clipping proves, a sensitivity of 2 C for all of a client's records together; the paper's 2 C / m is assumed.
 
     Args:
         num_clients: number of clients (paper: N).

@@ -3,6 +3,9 @@
 import math
 from typing import TYPE_CHECKING
 
+from dp_accounting import GaussianDpEvent
+
+from flower_dp import accounting
 from flower_dp.accounting import Cost
 from flower_dp.sampling import FullSampling
 from flower_dp.statement import Adversary, PaperEpsilon, PrivacyStatement
@@ -79,6 +82,11 @@ def _paper(strategy: "NbAFL", *, exposures: int, limit: int, what: str) -> Paper
         "unit: one record; leans on an assumption that is not proved for any training here: that one record moves the weights by "
         "at most 2 C / m"
     )
+    if what == "uplink" and exposures:
+        multiplier = strategy.min_records * strategy.uplink_noise_std / strategy.clip_norm
+        event = accounting.repeated(GaussianDpEvent(multiplier), exposures)
+        exact = accounting.epsilon(event, delta=strategy.delta, relation=strategy.relation).epsilon
+        assumption += f"; exact composition under it gives {exact:.4f} for the {exposures} exposures that there were"
     return PaperEpsilon(
         epsilon=strategy.paper_epsilon,
         formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
