@@ -63,7 +63,7 @@ class LocalGrid(Grid):
             try:
                 reply = self.app(message, self.contexts[node])
             except Exception as error:
-                reply = Message(Error(code=1, reason=str(error)), reply_to=message)
+                reply = Message(Error(code=2, reason=str(error)), reply_to=message)
             train = message.metadata.message_type == "train"
             out = list(self.tamper(node, reply)) if self.tamper and train else [reply]
             if train:

@@ -50,6 +50,31 @@ def test_a_stock_numpy_client_works():
     assert np.allclose(result.arrays["w"].numpy(), 2.0)
 
 
+def test_a_stock_app_with_a_query_of_its_own_works():
+    app = stock_app(shifted(lambda node: float(node)))
+
+    @app.query()
+    def query(message, context):
+        return Message(RecordDict({"answer": ConfigRecord({"temperature": 21.0})}), reply_to=message)
+
+    result = start(fedavg(3), LocalGrid(app, 3))
+    assert np.allclose(result.arrays["w"].numpy(), 2.0)
+
+
+def test_a_node_that_does_not_answer_does_not_decide_what_the_app_is():
+    class Deaf(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            silent = [m for m in messages if m.metadata.dst_node_id == 1 and m.metadata.message_type == "query"]
+            if silent and not getattr(self, "woke", False):
+                self.woke = True
+                messages = [m for m in messages if m not in silent]
+            return super().send_and_receive(messages, timeout=timeout)
+
+    strategy = fedavg(12, clip_norm=0.1)
+    start(strategy, Deaf(client_app(hosted(12)), 2), model_arrays(make_model()))
+    assert strategy.rounds[0].replies == 12
+
+
 def make_model():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))

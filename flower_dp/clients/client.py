@@ -155,10 +155,11 @@ class DPClient(NodeClient):
 
     def _released(self, clipped: Tensor, instruction: Instruction) -> Tensor:
         """Return a clipped update as it leaves its client: with its noise, then compressed."""
-        if not instruction.noise_std:
-            return clipped
-        noised: Tensor = clipped + _GAUSSIAN.noise(clipped, instruction.noise_std, self._noise)
-        if instruction.keep_ratio == 1:
+        noised: Tensor = clipped
+        if instruction.noise_std:
+            noised = clipped + _GAUSSIAN.noise(clipped, instruction.noise_std, self._noise)
+        # Coordinates are chosen after noise, or in a run that claims no privacy at all.
+        if instruction.keep_ratio == 1 or (instruction.noise_multiplier and not instruction.noise_std):
             return noised
         sparse = compression.decode(compression.top_k(noised, instruction.keep_ratio), noised.numel())
         return torch.from_numpy(sparse).to(noised.device)

@@ -170,7 +170,7 @@ class ClientLevelStrategy(RoundStrategy):
         events, delta, relation = self.charged.events, self.delta, self._relation
         self._curve = accounting.curve(events, num_rounds=num_rounds, delta=delta, relation=relation)
         self._affordable = num_rounds
-        if self.target_epsilon is not None:
+        if self.target_epsilon is not None and self._curve[-1] > self.target_epsilon:
             self._affordable = accounting.affordable(
                 events, epsilon=self.target_epsilon, delta=delta, relation=relation, limit=num_rounds
             )

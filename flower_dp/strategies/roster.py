@@ -9,7 +9,6 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,8 @@ log = logging.getLogger("flwr")
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 600.0
+# Codes of error replies in which the app itself refused the message: unknown, and an exception in the ClientApp.
+_APP_RAISED = (0, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +81,17 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
 def _kind(grid: Grid, nodes: list[int]) -> tuple[bool, Dialect | None]:
     """Find out what the run's ClientApp speaks from the first node that answers at all."""
     for node in nodes:
-        if _send(grid, [_hosts_query(node)]):
-            return True, MESSAGE_API
-        properties = _send(grid, [_properties_query(node)])
-        if properties:
-            return _names(properties[0]) is not None, NUMPY_CLIENT
-        return False, MESSAGE_API
+        for reply in _send(grid, [_hosts_query(node)]):
+            if not reply.has_error():
+                # A stock app may answer queries of its own.
+                return _names(reply) is not None, MESSAGE_API
+            if reply.error.code not in _APP_RAISED:
+                log.warning("node %s: %s", node, reply.error.reason)
+                continue
+            for properties in _send(grid, [_properties_query(node)]):
+                if properties.has_error():
+                    return False, MESSAGE_API
+                return _names(properties) is not None, NUMPY_CLIENT
     return False, None
 
 
@@ -94,16 +100,19 @@ def _ask(grid: Grid, nodes: list[int], dialect: Dialect) -> dict[int, tuple[str,
     query = _hosts_query if dialect is MESSAGE_API else _properties_query
     hosted = {}
     for reply in _send(grid, [query(node) for node in nodes]):
+        node = reply.metadata.src_node_id
+        if reply.has_error():
+            log.warning("node %s: %s", node, reply.error.reason)
+            continue
         names = _names(reply)
         if names is None:
-            raise ValueError(f"node {reply.metadata.src_node_id} does not say which clients it hosts")
-        hosted[reply.metadata.src_node_id] = names
+            raise ValueError(f"node {node} does not say which clients it hosts")
+        hosted[node] = names
     return hosted
 
 
 def _send(grid: Grid, messages: list[Message]) -> list[Message]:
-    replies: Iterable[Message] = grid.send_and_receive(messages, timeout=_ANSWER_SECONDS)
-    return [reply for reply in replies if not reply.has_error()]
+    return list(grid.send_and_receive(messages, timeout=_ANSWER_SECONDS))
 
 
 def _hosts_query(node: int) -> Message:
@@ -120,7 +129,8 @@ def _names(reply: Message) -> tuple[str, ...] | None:
         text = record.get(wire.KEY)
         if isinstance(text, str):
             data = json.loads(text)
-            if "error" in data:
-                raise ValueError(f"node {reply.metadata.src_node_id} has no clients: {data['error']}")
+            if not isinstance(data, dict) or "error" in data or not isinstance(data.get("clients"), list):
+                reason = data.get("error", "a malformed answer") if isinstance(data, dict) else "a malformed answer"
+                raise ValueError(f"node {reply.metadata.src_node_id} has no clients: {reason}")
             return tuple(str(name) for name in data["clients"])
     return None
