@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from flwr.app import Context
 
+from apps.methods import client_of
 from apps.settings import Settings
 from apps.tasks import load_task
 from apps.tasks.models import make
 from apps.tasks.partitions import partition
-from flower_dp.clients import DPClient, TensorRecords, client_app
+from flower_dp.clients import TensorRecords, client_app
+from flower_dp.clients.client import NodeClient
 
 
 def standardize(images: torch.Tensor) -> torch.Tensor:
@@ -18,7 +20,7 @@ def standardize(images: torch.Tensor) -> torch.Tensor:
     return (images.to(torch.float32) - 255 * 0.1307) / (255 * 0.3081)
 
 
-def client_fn(context: Context) -> DPClient:
+def client_fn(context: Context) -> NodeClient:
     """Return the node's clients; made once a process, and kept between messages."""
     config = tuple(sorted(context.run_config.items()))
     part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
@@ -26,20 +28,19 @@ def client_fn(context: Context) -> DPClient:
 
 
 @lru_cache(maxsize=8)
-def _client(config: tuple[tuple[str, Any], ...], part: int, parts: int) -> DPClient:
+def _client(config: tuple[tuple[str, Any], ...], part: int, parts: int) -> NodeClient:
     settings = Settings.of(dict(config))
-    names, clients = _all_records(config)
-    return DPClient(
-        model=make(settings.model, seed=settings.seed),
-        clients={name: clients[name] for name in names[part::parts]},
-        training=settings.training(),
-        policy=settings.policy(),
-        seed=settings.seed,
+    names, clients = all_records(config)
+    return client_of(
+        settings,
+        make(settings.model, bias=settings.model_bias, seed=settings.seed),
+        {name: clients[name] for name in names[part::parts]},
+        lambda: {name: len(records) for name, records in clients.items()},
     )
 
 
 @lru_cache(maxsize=2)
-def _all_records(config: tuple[tuple[str, Any], ...]) -> tuple[list[str], dict[str, TensorRecords]]:
+def all_records(config: tuple[tuple[str, Any], ...]) -> tuple[list[str], dict[str, TensorRecords]]:
     """Deal the task's records to all clients, the same way on every node."""
     settings = Settings.of(dict(config))
     task = load_task(settings.task, settings.data_dir)

@@ -1,7 +1,7 @@
 """The Flower ServerApp: runs the strategy, tests every model on the public test set, and writes the run's folder."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,13 +10,14 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from apps.client_app import standardize
+from apps.client_app import all_records, standardize
+from apps.methods import strategy_of, training_of
 from apps.settings import Settings
 from apps.tasks import Task, load_task
 from apps.tasks.models import make
 from flower_dp.clients import model_arrays
 from flower_dp.runs import RunFolder
-from flower_dp.strategies.client_level import ClientLevelStrategy
+from flower_dp.strategies.rounds import RoundStrategy
 from flower_dp.wire import numpy_arrays
 
 app = ServerApp()
@@ -26,11 +27,11 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the settings of the run-config."""
     settings = Settings.of(context.run_config)
-    strategy = settings.strategy()
-    settings.training()
+    training_of(settings)
+    strategy = strategy_of(settings, lambda: _public_sizes(context.run_config))
     folder = RunFolder.create(settings.output_path(), dict(context.run_config), settings.run_name)
     task = load_task(settings.task, settings.data_dir)
-    model = make(settings.model, seed=settings.seed)
+    model = make(settings.model, bias=settings.model_bias, seed=settings.seed)
     result = strategy.start(
         grid,
         model_arrays(model),
@@ -42,8 +43,14 @@ def main(grid: Grid, context: Context) -> None:
     folder.finish(statement.to_dict(), str(statement), numpy_arrays(result.arrays, limit=2**40))
 
 
+def _public_sizes(run_config: Mapping[str, Any]) -> dict[str, int]:
+    """Return every client's number of records, dealt as the clients deal them."""
+    _, clients = all_records(tuple(sorted(run_config.items())))
+    return {name: len(records) for name, records in clients.items()}
+
+
 def _recorder(
-    folder: RunFolder, settings: Settings, strategy: ClientLevelStrategy, model: nn.Module, task: Task
+    folder: RunFolder, settings: Settings, strategy: RoundStrategy, model: nn.Module, task: Task
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
     """Return an evaluate_fn that tests the model and writes the round's line of metrics."""
     images, labels = standardize(torch.from_numpy(task.test_images)), torch.from_numpy(task.test_labels)

@@ -1,4 +1,4 @@
-"""The run-config, read once: strings and numbers become parts here and nowhere else.
+"""The run-config, read and checked once; `apps.methods` makes parts of it.
 
 Every key has a documented default in `[tool.flwr.app.config]` of pyproject.toml; TOML knows no null, so 0 and "" mean "not set"
 where it says so there.
@@ -13,12 +13,10 @@ from apps.tasks import TASKS
 from apps.tasks.models import MODELS
 from apps.tasks.partitions import PARTITIONS
 from flower_dp import checks
-from flower_dp.clients import ClientPolicy, LocalTraining
-from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
-from flower_dp.strategies import DPFedAvg, DPFedSAM
-from flower_dp.strategies.client_level import ClientLevelStrategy
+from flower_dp.strategies.local_level import AGGREGATIONS
+from flower_dp.terms import MECHANISMS
 
-METHODS = ("dp-fedavg", "dp-fedsam")
+METHODS = ("dp-fedavg", "dp-fedsam", "fedsgd-dpc", "nbafl")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 
 
@@ -29,6 +27,7 @@ class Settings:
     task: str
     method: str
     model: str
+    model_bias: bool
     data_dir: str
     num_clients: int
     partition: str
@@ -47,6 +46,16 @@ class Settings:
     placement: str
     trusted_server: bool
     keep_ratio: float
+    epsilon: float
+    client_epsilons: str
+    mechanism: str
+    record_sampling_rate: float
+    num_replies: int
+    aggregation: str
+    strong_convexity: float
+    smoothness: float
+    noise_constant: float
+    uplink_exposures: int
     local_epochs: int
     batch_size: int
     learning_rate: float
@@ -54,6 +63,7 @@ class Settings:
     momentum: float
     weight_decay: float
     sam_radius: float
+    proximal: float
     report_client_metrics: bool
     evaluate_every: int
     round_timeout: float
@@ -79,10 +89,14 @@ class Settings:
         checks.one_of("model", settings.model, MODELS)
         checks.one_of("partition", settings.partition, PARTITIONS)
         checks.one_of("sampling", settings.sampling, SAMPLINGS)
+        checks.one_of("mechanism", settings.mechanism, MECHANISMS)
+        checks.one_of("aggregation", settings.aggregation, AGGREGATIONS)
         checks.integer("num-clients", settings.num_clients, at_least=1)
         checks.integer("num-rounds", settings.num_rounds, at_least=0)
         checks.integer("evaluate-every", settings.evaluate_every, at_least=0)
         checks.integer("seed", settings.seed, at_least=0)
+        checks.integer("num-replies", settings.num_replies, at_least=0)
+        checks.integer("uplink-exposures", settings.uplink_exposures, at_least=0)
         checks.number("target-epsilon", settings.target_epsilon, at_least=0)
         checks.number("delta", settings.delta, at_least=0, below=1)
         checks.number("round-timeout", settings.round_timeout, above=0)
@@ -95,56 +109,30 @@ class Settings:
 
     @property
     def effective_delta(self) -> float:
-        """The delta: as set, or num_clients^-1.1."""
+        """The delta of client-level methods: as set, or num_clients^-1.1."""
         return self.delta or float(self.num_clients**-1.1)
+
+    def budgets(self) -> dict[str, float]:
+        """Every client's epsilon by name, from `client-epsilons` or else `epsilon`; infinite for no noise.
+
+        Raises:
+            ValueError: if a value is no number, or their count isn't the number of clients.
+        """
+        names = self.client_names()
+        if not self.client_epsilons:
+            return dict.fromkeys(names, self.epsilon)
+        try:
+            values = [float(text) for text in self.client_epsilons.split(",")]
+        except ValueError:
+            raise ValueError(f"client-epsilons={self.client_epsilons!r}: must be numbers with commas between them") from None
+        if len(values) != len(names):
+            raise ValueError(f"client-epsilons: has {len(values)} numbers; num-clients={len(names)} needs one for each")
+        return dict(zip(names, values, strict=True))
 
     def client_names(self) -> list[str]:
         """The names of all clients, the same in every run."""
         width = len(str(self.num_clients - 1))
         return [f"client-{index:0{width}d}" for index in range(self.num_clients)]
-
-    def sampler(self) -> Sampler:
-        """Who takes part in a round."""
-        if self.sampling == "full":
-            return FullSampling()
-        if self.sampling == "poisson":
-            return PoissonSampling(sampling_rate=self.sampling_rate)
-        size = checks.integer("cohort-size", self.cohort_size, at_least=1, at_most=self.num_clients)
-        return FixedSizeSampling(cohort_size=size) if self.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
-
-    def strategy(self) -> ClientLevelStrategy:
-        """The server's side of the method."""
-        common: dict[str, Any] = {
-            "clip_norm": self.clip_norm,
-            "noise_multiplier": self.noise_multiplier,
-            "sampling": self.sampler(),
-            "num_clients": self.num_clients,
-            "delta": self.effective_delta,
-            "target_epsilon": self.target_epsilon or None,
-            "relation": self.relation or None,
-            "report_client_metrics": self.report_client_metrics,
-        }
-        if self.method == "dp-fedavg":
-            return DPFedAvg(**common)
-        return DPFedSAM(**common, placement=self.placement, keep_ratio=self.keep_ratio, trusted_server=self.trusted_server)
-
-    def training(self) -> LocalTraining:
-        """The client's side of the method."""
-        return LocalTraining(
-            learning_rate=self.learning_rate,
-            batch_size=self.batch_size,
-            num_local_epochs=self.local_epochs,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            learning_rate_decay=self.learning_rate_decay,
-            sam_radius=self.sam_radius if self.method == "dp-fedsam" else 0.0,
-        )
-
-    def policy(self) -> ClientPolicy:
-        """A simulated client accepts what its own run-config says, and nothing weaker."""
-        return ClientPolicy(
-            max_clip_norm=self.clip_norm, min_noise_multiplier=self.noise_multiplier, allow_metrics=self.report_client_metrics
-        )
 
     def output_path(self) -> Path | None:
         """The run's folder; None for a new one in the default place."""

@@ -27,6 +27,8 @@ RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
 # A finer grid than this changes no epsilon in its first four digits; a coarser one is still an upper bound.
 _GRID = 1e-4
 _SEARCH_GRID = 1e-3
+# Beyond this exp(grid) is near the end of float64's range; an epsilon that needs it is some millions, and others bound it.
+_LARGEST_GRID = 100.0
 # Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
 _SMALLEST_PLD_DELTA = 1e-10
 # Leaves are (event, how many times).
@@ -141,7 +143,7 @@ def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta
 
 
 def curve(
-    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 200
+    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 100
 ) -> np.ndarray:
     """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
 
@@ -254,6 +256,8 @@ def _pld(leaves: _Leaves, delta: float, relation: Relation, grid: float, rough: 
     # Some 10^5 points are enough where losses are huge; a coarser grid is still an upper bound. A rough bound may itself be far
     # too large: then its answer tells the right grid.
     coarse = max(grid, 1e-5 * size) if math.isfinite(size) else grid
+    if coarse > _LARGEST_GRID:
+        return math.nan
     value = _pld_on(leaves, delta, relation, coarse)
     return _pld_on(leaves, delta, relation, max(grid, 1e-5 * value)) if coarse > max(grid, 2e-5 * value) else value
 

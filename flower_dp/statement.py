@@ -121,7 +121,7 @@ class PrivacyStatement:
             f"Sampling: {self.sampling}",
         ]
         lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
-        if self.paper is not None:
+        if self.paper is not None and not self.adversaries:
             lines.append(_told(self.paper))
         for adversary in self.adversaries:
             lines.append(

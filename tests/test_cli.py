@@ -166,6 +166,16 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["run", "--workers", "0"], "--workers"),
         (["run", "--workers", "many"], "--workers"),
         (["run", "--gpus-per-worker", "-1"], "--gpus-per-worker"),
+        (["compare"], "RUN"),
+        (["compare", "nowhere"], "nowhere: is not the folder of a run"),
+        (["compare", "nowhere", "--metric", "speed"], "--metric"),
+        (["plan"], "METHOD"),
+        (["plan", "nbafll", "--problem", "p.toml"], "method='nbafll': has no planner; did you mean nbafl?"),
+        (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),
+        (["plan", "nbafl"], "problem: missing"),
+        (["plan", "nbafl", "--problem", "nowhere.toml"], "problem='nowhere.toml': can't be read"),
+        (["plan", "nbafl", "--problem", "p.toml", "--l2", "0.1"], "--l2=0.1: belongs to --estimate-from"),
+        (["plan", "nbafl", "--problem", "p.toml", "--set", "seed=1"], "--set=seed=1: belongs to --estimate-from"),
     ],
 )
 def test_bad_options_get_status_2_and_one_line(call, arguments, named):
@@ -181,8 +191,76 @@ def test_help_is_fast_and_loads_nothing_heavy():
     code = f"import sys\nfrom flower_dp import cli\ntry: cli.main(['--help'])\nfinally: print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment())
     assert done.stdout.endswith("set()\n")
-    for command in ("run", "presets", "epsilon", "calibrate"):
+    for command in ("run", "presets", "compare", "epsilon", "calibrate", "plan"):
         assert command in done.stdout
+
+
+# plan; its --estimate-from is in test_pilot
+
+
+LAPLACE = """
+mechanism = "laplace"
+num_clients = 10
+num_records = 6000
+dimension = 7840
+clip_norm = 300.0
+epsilon = 20.0
+strong_convexity = 0.5
+smoothness = 1.5
+gradient_bound = 3.0
+heterogeneity = 0.4
+initial_distance = 30.0
+"""
+
+
+@pytest.fixture
+def problem(tmp_path):
+    def written(text):
+        (tmp_path / "problem.toml").write_text(text)
+        return ["--problem", str(tmp_path / "problem.toml")]
+
+    return written
+
+
+def test_a_plan(answer, call, problem, tmp_path):
+    got = answer("plan", "fedsgd-dpc", *problem(LAPLACE), "--plot", str(tmp_path / "bound.png"))
+    # Of whole numbers the least of U(T, b) = (C1/b + C2 b T^2 + C3) / (T + gamma), written out again.
+    spread, noise = 8 * 9 / 0.25, 32 * 7840 * 300**2 / (10 * 60000**2 * 0.25) * 10 / 20**2
+    fixed = 6 * 30 + 4 / 0.25 * (2 * 1.5 * 0.4 - 2 * 9 / 9)
+    bounds = {(t, b): (spread * 10 / 9 / b + noise * b * t**2 + fixed) / (t + 6) for t in range(300) for b in range(1, 11)}
+    best = min(bounds, key=bounds.__getitem__)
+    assert (got["num_rounds"], got["cohort_size"]) == best == (82, 1)
+    assert got["bound"] == pytest.approx(bounds[best])
+    assert "warning" not in got
+    assert (tmp_path / "bound.png").read_bytes().startswith(b"\x89PNG")
+    status, out, _ = call("plan", "fedsgd-dpc", *problem(LAPLACE))
+    assert status == 0
+    assert "  num_rounds   82\n" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (LAPLACE.replace("epsilon = 20.0", ""), "epsilon: missing"),
+        (LAPLACE.replace("epsilon = 20.0", "epsilon = 0.0"), "epsilon=0.0: must be"),
+        (LAPLACE + "epsilom = 1\n", "epsilom: unknown key for fedsgd-dpc; did you mean epsilon?"),
+        ("= 1", "is not a TOML file"),
+    ],
+)
+def test_a_plan_names_the_key_at_fault(call, problem, text, named):
+    status, out, err = call("plan", "fedsgd-dpc", *problem(text))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert named in err
+
+
+def test_a_plan_with_nothing_feasible_gives_its_reasons_and_status_2(call, problem):
+    noise = "num_clients=50\ncohort_size=20\nnum_rounds=25\nuplink_exposures=1\nepsilon=60\ndelta=0.01\nclip_norm=20\n"
+    bound = "min_records=100\nsmoothness=1\nlipschitz=0.5\npl_constant=0.8\nproximal=1\ndissimilarity=1\ninitial_gap=2\nmax_rounds=9\n"
+    status, out, err = call("plan", "nbafl", *problem(noise + bound), "--json")
+    assert (status, err.count("\n")) == (2, 1)
+    assert json.loads(out)["best_num_rounds"] is None
+    assert err.startswith("error: nothing is feasible: num_rounds: P = 1.8 is outside")  # 1 + 1.6 (-1 + 1 + 0.5)
 
 
 # targets

@@ -302,9 +302,7 @@ def test_without_noise_top_k_still_keeps_only_its_part():
         records = TensorRecords(inputs=torch.rand(8, 50), targets=torch.randint(0, 4, (8,)))
         return DPClient(model=nn.Linear(50, 4), clients={"c": records}, training=LocalTraining(learning_rate=0.1))
 
-    strategy = DPFedSAM(
-        clip_norm=9, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3, keep_ratio=0.1
-    )
+    strategy = DPFedSAM(clip_norm=9, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3, keep_ratio=0.1)
     steps = increments(strategy, LocalGrid(client_app(client_fn), 1), model_arrays(nn.Linear(50, 4)), 2)
     # 204 parameters; a tenth, rounded up.
     assert [(step != 0).sum() for step in steps] == [21, 21]

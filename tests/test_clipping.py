@@ -1,5 +1,6 @@
 """Clipping: the norm bound that every sensitivity rests on, checked in exact arithmetic."""
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -75,6 +76,15 @@ def test_long_vectors_keep_the_bound_and_almost_reach_it(size: int, dtype: str) 
     assert 0.3 * (1 - 1e-6) < norm <= 0.3
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_norms_of_long_rows_count_every_entry_once(library: Any) -> None:
+    rows = np.zeros((3, 2**15 * 2 + 5), np.float32)
+    rows[0, [0, 2**15 - 1, 2**15, 2**16, -1]] = [1, 2, 4, 8, 16]
+    rows[1, -1] = 3e-30
+    assert np.asarray(l2_norms(library(rows))).tolist() == pytest.approx([math.sqrt(341), float(np.float32(3e-30)), 0], rel=1e-14)
+    assert np.asarray(l1_norms(library(rows))).tolist() == pytest.approx([31, float(np.float32(3e-30)), 0], rel=1e-14)
+
+
 @pytest.mark.parametrize("norm", CLIPS)
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 def test_direction_is_kept(norm: str, library: Any) -> None:
@@ -95,7 +105,9 @@ def test_vectors_below_the_bound_are_unchanged_bit_for_bit(norm: str, seed: int,
 
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 def test_rows_are_clipped_one_by_one_and_short_ones_are_unchanged_bit_for_bit(library: Any) -> None:
-    rows = np.random.default_rng(3).standard_normal((4, 9), dtype=np.float32) * np.float32([[1e-3], [1e3], [0.01], [1.0]])
+    rows = np.random.default_rng(3).standard_normal((4, 9), dtype=np.float32) * np.array(
+        [[1e-3], [1e3], [0.01], [1.0]], np.float32
+    )
     clipped = np.asarray(clip_l2(library(rows), 0.5))
     assert clipped[0].tobytes() == rows[0].tobytes()
     assert clipped[2].tobytes() == rows[2].tobytes()
@@ -186,7 +198,7 @@ def test_hugely_long_vectors_are_shrunk_to_the_bound(size: float) -> None:
 @pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), "1", None, True])
 @pytest.mark.parametrize("norm", CLIPS)
 def test_nonsense_bounds_are_refused_by_name(norm: str, clip_norm: Any) -> None:
-    with pytest.raises(ValueError, match="clip_norm=.*finite number > 0"):
+    with pytest.raises(ValueError, match=r"clip_norm=.*finite number > 0"):
         CLIPS[norm](np.ones(2, np.float32), clip_norm)
 
 

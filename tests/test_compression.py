@@ -113,7 +113,7 @@ def test_num_kept_rounds_up_by_hand(ratio: float, length: int, kept: int) -> Non
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.01, math.nan, math.inf, "0.5", None, True])
 def test_nonsense_keep_ratios_are_refused(ratio: Any) -> None:
-    with pytest.raises(ValueError, match="keep_ratio=.*> 0 and <= 1"):
+    with pytest.raises(ValueError, match=r"keep_ratio=.*> 0 and <= 1"):
         top_k(_vector(4), ratio)
 
 

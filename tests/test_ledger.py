@@ -78,14 +78,14 @@ def test_nothing_is_written_when_an_event_is_refused(event: Any) -> None:
     ledger = _ledger()
     ledger.charge(STRONG)
     before = (ledger.lines(), ledger.num_charges, ledger.cost(1e-4))
-    with pytest.raises(ValueError, match="event|noise_multiplier|sampling_probability"):
+    with pytest.raises(ValueError, match=r"event|noise_multiplier|sampling_probability"):
         ledger.charge(event)
-    with pytest.raises(ValueError, match="event|noise_multiplier|sampling_probability"):
+    with pytest.raises(ValueError, match=r"event|noise_multiplier|sampling_probability"):
         ledger.amend(STRONG, event)
     assert (ledger.lines(), ledger.num_charges, ledger.cost(1e-4)) == before
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="composed events can't be dictionary keys: TypeError after the count has grown")
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="composed events can't be dictionary keys: TypeError")
 def test_composed_events_are_charged_like_others() -> None:
     ledger = _ledger()
     ledger.charge(ComposedDpEvent([STRONG, WEAK]))

@@ -292,16 +292,19 @@ def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
     assert told == pytest.approx(exact, abs=0.06)
 
 
-def test_huge_tight_epsilon_is_printed_and_the_paper_flagged():
-    strategy, recipe = pair(epsilon=50.0)
+@pytest.mark.parametrize("claimed", [50.0, 1e4])
+def test_huge_tight_epsilon_is_printed_and_the_paper_flagged(claimed):
+    strategy, recipe = pair(epsilon=claimed)
     start(strategy, grid_of(recipe, FOUR), 4)
     statement = strategy.statement
     assert statement.private
-    assert statement.epsilon > 500
+    multiplier = uplink_noise_std(uplink_exposures=4, epsilon=claimed, delta=0.01, clip_norm=1.5, min_records=8) / 3.0
+    # (1/2) (D/s)^2 plus a few D/s, D the distance of four replies.
+    assert statement.epsilon == pytest.approx(2 / multiplier**2, abs=10 / multiplier)
     uplink = statement.adversaries[0].paper
-    assert uplink.epsilon == 50.0
+    assert uplink.epsilon == claimed
     assert not uplink.valid
-    assert "epsilon < 1 for an exposure, which is 12.5 here" in uplink.reason
+    assert f"epsilon < 1 for an exposure, which is {claimed / 4:.4g} here" in uplink.reason
     assert "2 C / m" in uplink.reason
 
 

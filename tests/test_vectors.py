@@ -46,7 +46,9 @@ def test_way_back_restores_shapes_dtypes_and_values(kind: Any) -> None:
     for name, array in arrays.items():
         assert back[name].shape == array.shape
         assert back[name].dtype == array.dtype
-        np.testing.assert_array_equal(np.asarray(back[name]), np.asarray(array).astype(np.float32).astype(np.asarray(array).dtype))
+        np.testing.assert_array_equal(
+            np.asarray(back[name]), np.asarray(array).astype(np.float32).astype(np.asarray(array).dtype)
+        )
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=5), st.integers(0, 2**32 - 1))

@@ -43,6 +43,7 @@ def state_nbafl(strategy: "NbAFL") -> PrivacyStatement:
     who = "all clients" if isinstance(strategy.sampling, FullSampling) else f"{strategy.cohort_size} at random"
     return state(
         strategy,
+        paper=adversaries[0].paper,
         noise={
             "clip_norm": strategy.clip_norm,
             "uplink_noise_std": strategy.uplink_noise_std,
@@ -71,7 +72,7 @@ def _paper(strategy: "NbAFL", *, exposures: int, limit: int, what: str) -> Paper
     faults = []
     if exposures > limit:
         faults.append(f"{exposures} exposures, and the noise is made for {limit}")
-    each = strategy.paper_epsilon / strategy.uplink_exposures
+    each = strategy.paper_epsilon / max(1, limit)
     if each >= 1:
         faults.append(f"the classical Gaussian formula needs epsilon < 1 for an exposure, which is {each:.4g} here")
     if what == "downlink" and not isinstance(strategy.sampling, FullSampling):

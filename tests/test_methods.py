@@ -1,0 +1,114 @@
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from apps.methods import client_of, strategy_of
+from apps.settings import METHODS, Settings
+from apps.tasks.models import make
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.strategies import FedSGDDPC, NbAFL
+
+ROOT = Path(__file__).parent.parent
+DEFAULTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+PRESETS = {path.stem: tomllib.loads(path.read_text()) for path in (ROOT / "apps" / "presets").glob("*.toml")}
+LAPLACE = PRESETS["mnist-fedsgd-dpc-laplace"]
+NBAFL = PRESETS["mnist-nbafl"]
+
+
+def settings_of(preset):
+    return Settings.of({**DEFAULTS, **preset})
+
+
+def sizes_of(settings, size=80):
+    return lambda: dict.fromkeys(settings.client_names(), size)
+
+
+def data(size=80):
+    return TensorRecords(inputs=torch.zeros(size, 1, 28, 28), targets=torch.zeros(size, dtype=torch.int64))
+
+
+def client(settings, size=80):
+    names = settings.client_names()[:2]
+    model = make(settings.model, bias=settings.model_bias, seed=0)
+    return client_of(settings, model, {name: data(size) for name in names}, sizes_of(settings, size))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
+    settings = settings_of(PRESETS[name])
+    strategy = strategy_of(settings, sizes_of(settings))
+    node = client(settings)
+    assert isinstance(node, LocalDPClient if settings.method in ("fedsgd-dpc", "nbafl") else DPClient)
+    assert strategy.num_clients == settings.num_clients
+    if isinstance(node, LocalDPClient):
+        # The server's terms for a client, and the client's own.
+        strategy._plan(settings.num_rounds)
+        strategy._open(tuple(settings.client_names()))
+        first = settings.client_names()[0]
+        assert strategy.terms[first].text == node.recipe.terms(first, node.clients[first]).text
+
+
+def test_presets_of_both_methods_are_there_in_both_sizes():
+    stems = {"mnist-fedsgd-dpc-laplace", "mnist-fedsgd-dpc-gaussian", "mnist-nbafl", "mnist-nbafl-k-of-n"}
+    assert stems | {f"{stem}-full" for stem in stems} <= set(PRESETS)
+    for stem in stems:
+        assert "data-dir" in (ROOT / "apps" / "presets" / f"{stem}-full.toml").read_text().splitlines()[0]
+    assert set(METHODS) == {preset["method"] for preset in PRESETS.values()} | {"dp-fedsam"}
+
+
+def test_fedsgd_dpc_words_reach_strategy_and_recipe():
+    budgets = ",".join(str(value) for value in range(1, 11))
+    settings = settings_of({**LAPLACE, "client-epsilons": budgets, "aggregation": "uniform", "cohort-size": 3})
+    strategy = strategy_of(settings, sizes_of(settings))
+    assert isinstance(strategy, FedSGDDPC)
+    assert strategy.aggregation == "uniform"
+    recipe = client(settings).recipe
+    assert isinstance(recipe, FedSGDDPCRecipe)
+    assert recipe.epsilon["client-9"] == 10.0
+    # ceil(3 x 40 / 10)
+    assert recipe.num_replies == 12
+
+
+def test_theory_schedule_takes_the_place_of_the_learning_rate():
+    settings = settings_of({**LAPLACE, "strong-convexity": 0.5, "smoothness": 4.0})
+    assert strategy_of(settings, sizes_of(settings)).step_size(1) == 0.25
+
+
+def test_nbafl_words_reach_strategy_and_recipe():
+    settings = settings_of({**PRESETS["mnist-nbafl-k-of-n"], "uplink-exposures": 0, "num-replies": 0})
+    strategy = strategy_of(settings, sizes_of(settings))
+    assert isinstance(strategy, NbAFL)
+    assert (strategy.cohort_size, strategy.uplink_exposures) == (20, 25)
+    recipe = client(settings).recipe
+    assert isinstance(recipe, NbAFLRecipe)
+    assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, 80, 25)
+
+
+def test_an_infinite_epsilon_is_no_noise():
+    settings = settings_of({**LAPLACE, "epsilon": math.inf})
+    assert client(settings).recipe.terms("client-0", data()).release.noise_scale == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({**LAPLACE, "sampling": "poisson"}, "sampling='poisson': must be one of round-robin"),
+        ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
+        ({**LAPLACE, "client-epsilons": "1,two"}, "must be numbers with commas"),
+        ({**LAPLACE, "cohort-size": 11}, "cohort-size=11"),
+        ({**LAPLACE, "mechanism": "none"}, "mechanism='none'"),
+        ({**LAPLACE, "num-replies": -1}, "num-replies=-1"),
+        ({**LAPLACE, "delta": 1e-5}, "delta=1e-05"),
+        ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
+        ({**NBAFL, "sampling": "poisson"}, "sampling='poisson': must be one of full, fixed-size"),
+        ({**NBAFL, "relation": "add-or-remove-one"}, "relation='add-or-remove-one'"),
+        ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1'"),
+        ({**NBAFL, "delta": 0.0}, "delta=0.0"),
+    ],
+)
+def test_nonsense_is_refused_naming_the_key(words, message):
+    with pytest.raises(ValueError, match=message):
+        strategy_of(settings_of(words), sizes_of(settings_of(words)))

@@ -1,0 +1,234 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apps import pilot as pilots
+from apps.pilot import pilot
+from apps.tasks import load_task
+from apps.tasks.partitions import partition
+from flower_dp import cli, targets
+from flower_dp.planning import fedsgd_dpc, nbafl
+from flower_dp.planning.constants import NOT_PRIVATE, estimate
+
+CHECKOUT = Path(__file__).parents[1]
+# Clients that draw from the pool: dealing them takes no time.
+SMALL = {"num-clients": 4, "partition": "sample", "records-per-client": 25, "seed": 3, "model-bias": False}
+FEDSGD = SMALL | {
+    "method": "fedsgd-dpc",
+    "sampling": "round-robin",
+    "cohort-size": 2,
+    "num-rounds": 30,
+    "epsilon": 5.0,
+    "clip-norm": 300.0,
+}
+NBAFL = SMALL | {
+    "method": "nbafl",
+    "sampling": "full",
+    "num-rounds": 20,
+    "epsilon": 50.0,
+    "delta": 0.01,
+    "clip-norm": 20.0,
+    "uplink-exposures": 2,
+}
+
+
+def config(settings):
+    app = targets.read_app(CHECKOUT)
+    assert app is not None
+    return {**app.defaults, **settings}
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """The constants from a deal of our own: what each client draws, standardised as MNIST is."""
+    task = load_task("mnist")
+    dealt = partition(
+        "sample",
+        task.train_labels,
+        num_clients=4,
+        seed=3,
+        dirichlet_alpha=0.3,
+        classes_per_client=2,
+        records_per_client=25,
+    )
+    pixels = (task.train_images.reshape(-1, 784) / 255 - 0.1307) / 0.3081
+    return estimate([(pixels[rows], task.train_labels[rows]) for rows in dealt], l2=0.1, num_classes=10)
+
+
+def same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        # The app standardises in float32.
+        assert got[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float | list) else value), key
+
+
+# what the values are
+
+
+def test_a_fedsgd_dpc_preset_gives_a_whole_laplace_problem(by_hand):
+    found = pilot("fedsgd-dpc", config(FEDSGD))
+    own = {"mechanism": "laplace", "epsilon": 5.0, "clip_norm": 300.0, "num_records": 25}
+    same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | own)
+    assert found.values["dimension"] == 7840
+    plan = fedsgd_dpc.plan(found.values)  # rounds and cohort are what it looks for: the preset's do not fix them
+    assert plan.problem.num_rounds is plan.problem.cohort_size is None
+
+
+def test_a_nbafl_preset_gives_a_whole_problem(by_hand):
+    found = pilot("nbafl", config(NBAFL))
+    rho, b = by_hand.smoothness, by_hand.dissimilarity
+    own = {"num_rounds": 20, "cohort_size": 4, "uplink_exposures": 2, "epsilon": 50.0, "delta": 0.01, "clip_norm": 20.0}
+    same(dict(found.values), by_hand.nbafl() | own | {"max_rounds": 200, "proximal": rho * (b**2 + 2 * b)})
+    plan = nbafl.plan(found.values)
+    assert plan.best_num_rounds is not None
+    assert plan.best_num_rounds.feasible
+
+
+def test_gaussian_noise_needs_more(by_hand):
+    gaussian = FEDSGD | {"mechanism": "gaussian", "delta": 1e-5, "record-sampling-rate": 0.2, "noise-constant": 1.5}
+    found = pilot("fedsgd-dpc", config(gaussian))
+    more = {"mechanism": "gaussian", "delta": 1e-5, "sampling_rate": 0.2, "noise_constant": 1.5, "max_rounds": 30}
+    same(
+        dict(found.values),
+        by_hand.fedsgd_dpc(mechanism="gaussian", optima="joint") | more | {"epsilon": 5.0, "clip_norm": 300.0, "num_records": 25},
+    )
+    assert fedsgd_dpc.plan(found.values).best.num_rounds in {0, 30}
+    assert "max_rounds=30 is the preset's num-rounds" in found.notes
+
+
+def test_budgets_of_each_client():
+    found = pilot("fedsgd-dpc", config(FEDSGD | {"client-epsilons": "1,2,4,8"}))
+    assert found.values["epsilon"] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_preset_of_another_method_gives_its_data_only(by_hand):
+    found = pilot("fedsgd-dpc", config(SMALL))
+    same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | {"num_records": 25})
+    assert "the preset's method is dp-fedsam: of its settings only those of the data were taken" in found.notes
+    assert {"epsilon", "clip_norm", "delta", "num_rounds", "max_rounds"}.isdisjoint(pilot("nbafl", config(SMALL)).values)
+
+
+# what is given already
+
+
+@pytest.mark.parametrize(
+    ("preset", "proximal"),
+    [(0.0, 3.0), (1.5, 3.0), (2.0, 2.0)],  # P = 1 + 2l (-1/mu + 1.5/mu^2) for rho = B = 1: below 1 from mu = 1.5, least at 3
+)
+def test_the_proximal_coefficient_is_the_presets_where_the_bound_holds(preset, proximal):
+    given = {"smoothness": 1.0, "dissimilarity": 1.0}
+    assert pilot("nbafl", config(NBAFL | {"proximal": preset}), given=given).values["proximal"] == proximal
+
+
+def test_what_follows_from_given_keys_follows_from_them():
+    values = pilot("nbafl", config(NBAFL | {"uplink-exposures": 0}), given={"num_rounds": 7, "proximal": 1.0}).values
+    assert (values["uplink_exposures"], values["max_rounds"], "proximal" in values) == (7, 70, False)
+    gaussian = {"mechanism": "gaussian", "num_rounds": 7}
+    values = pilot("fedsgd-dpc", config(FEDSGD), given=gaussian).values
+    assert "max_rounds" not in values  # it would forbid more rounds than the preset has
+    assert "gradient_variance" in values
+
+
+@pytest.mark.parametrize(("decay", "asked", "used"), [(0.0, None, 0.1), (0.5, None, 0.5), (0.5, 2.0, 2.0)])
+def test_the_l2_coefficient(decay, asked, used):
+    values = pilot("fedsgd-dpc", config(FEDSGD | {"weight-decay": decay}), l2=asked).values
+    assert values["strong_convexity"] == used
+
+
+def test_the_model_of_the_preset():
+    found = pilot("fedsgd-dpc", config(FEDSGD | {"model": "mlp", "model-bias": True}))
+    assert found.values["dimension"] == 784 * 256 + 256 + 256 * 10 + 10
+    assert any("model=mlp; the bounds prove nothing for that" in note for note in found.notes)
+    assert any("softmax regression with bias" in note for note in found.notes)
+
+
+# large tasks
+
+
+def test_large_tasks_are_thinned(monkeypatch):
+    monkeypatch.setattr(pilots, "MOST_CLIENTS", 3)
+    monkeypatch.setattr(pilots, "MOST_RECORDS", 30)
+    seen = []
+    monkeypatch.setattr(pilots, "estimate", lambda clients, **rest: seen.append(clients) or estimate(clients, **rest))
+    found = pilot("fedsgd-dpc", config(FEDSGD | {"mechanism": "gaussian"}))
+    assert [features.shape for features, _ in seen[0]] == [(10, 784)] * 3
+    assert (found.values["num_clients"], found.values["num_records"]) == (4, 25)
+    assert isinstance(found.values["gradient_variance"], float)  # for all four
+    assert "30 records of 3 clients" in found.notes[0]
+    assert "100 records of 4 clients" in found.notes[0]
+    assert pilot("fedsgd-dpc", config(FEDSGD | {"mechanism": "gaussian"})).values == found.values
+    assert all(np.isin(labels, np.arange(10)).all() for _, labels in seen[0])
+
+
+# the command
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    monkeypatch.chdir(CHECKOUT)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def settings(values):
+    text = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
+    return [word for key, value in text.items() for word in ("--set", f"{key}={value}")]
+
+
+def test_plan_from_a_preset(call, tmp_path):
+    (tmp_path / "p.toml").write_text("epsilon = 7\ncohort_size = 3\n")
+    arguments = ["plan", "fedsgd-dpc", "--estimate-from", "mnist-dp-fedavg", *settings(FEDSGD)]
+    status, out, err = call(*arguments, "--problem", str(tmp_path / "p.toml"), "--json")
+    assert (status, err) == (0, "")
+    got = json.loads(out)
+    assert got["warning"] == NOT_PRIVATE
+    assert got["cohort_size"] == 3
+    assert got["inputs_from"] == "mnist-dp-fedavg"
+    assert (got["inputs"]["num_clients"], got["inputs"]["clip_norm"]) == (4, 300.0)
+    assert "epsilon" not in got["inputs"]  # the file's won
+    direct = fedsgd_dpc.plan({**got["inputs"], "epsilon": 7, "cohort_size": 3})
+    assert (got["num_rounds"], got["bound"]) == (direct.best.num_rounds, direct.best.bound)
+
+
+def test_plan_from_a_preset_in_words(call):
+    status, out, _ = call("plan", "nbafl", "--estimate-from", "mnist-dp-fedavg", *settings(NBAFL))
+    assert status == 0
+    assert f"Warning: {NOT_PRIVATE}\n" in out
+    assert "Inputs from mnist-dp-fedavg: its settings, and estimates from its clients' data\n" in out
+    assert "\n  min_records       25\n" in out
+
+
+PRESET = ["--estimate-from", "mnist-dp-fedavg"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--estimate-from", "mnist-dp-fedaverage"], "mnist-dp-fedaverage: is neither a folder of a Flower app nor a preset"),
+        (["--estimate-from", "tests/apps/tiny"], "--estimate-from=tests/apps/tiny: is an app of its own"),
+        ([*PRESET, "--l2", "0"], "--l2=0.0: must be"),
+        ([*PRESET, "--l2", "nan"], "--l2=nan: must be"),
+        ([*PRESET, "--set", "num-client=3"], "num-client: unknown setting"),
+        ([*PRESET, "--set", "partition=odd"], "partition='odd': must be one of"),
+        ([*PRESET, "--set", "num-clients=999999"], "num-clients=999999"),
+        ([*PRESET, "--set", "data-dir=/nowhere"], "data-dir"),
+        ([*PRESET, "--problem", "/nowhere.toml"], "problem='/nowhere.toml': can't be read"),
+        ([*PRESET, *settings(SMALL)], "mechanism: missing"),
+        ([*PRESET, *settings(FEDSGD | {"epsilon": "inf"})], "epsilon=inf: must be"),
+        ([*PRESET, *settings(FEDSGD | {"mechanism": "gaussian"})], "delta: missing"),
+        ([*PRESET, *settings(FEDSGD | {"client-epsilons": "1,2"})], "client-epsilons: has 2 numbers"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(call, arguments, named):
+    status, out, err = call("plan", "fedsgd-dpc", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert named in err
