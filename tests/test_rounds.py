@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def start(strategy, grid, record=None, num_rounds=1, **words):
 
 
 def test_a_stock_message_api_client_works_and_its_example_count_weighs_nothing():
-    app = stock_app(shifted(lambda node: float(node)), num_examples=lambda node: 10**6 if node == 1 else 1)
+    app = stock_app(shifted(float), num_examples=lambda node: 10**6 if node == 1 else 1)
     result = start(fedavg(4), LocalGrid(app, 4))
     assert np.allclose(result.arrays["w"].numpy(), (1 + 2 + 3 + 4) / 4)
 
@@ -51,7 +52,7 @@ def test_a_stock_numpy_client_works():
 
 
 def test_a_stock_app_with_a_query_of_its_own_works():
-    app = stock_app(shifted(lambda node: float(node)))
+    app = stock_app(shifted(float))
 
     @app.query()
     def query(message, context):
@@ -185,7 +186,7 @@ def test_a_node_that_cannot_make_its_clients_says_why():
 def test_distributed_noise_with_stock_clients_is_refused_before_any_client_trains():
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
     strategy = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=3, delta=1e-3)
-    with pytest.raises(ValueError, match="placement='distributed': stock clients add no noise"):
+    with pytest.raises(ValueError, match=r"placement='distributed': stock clients add no noise"):
         start(strategy, grid)
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
@@ -327,9 +328,8 @@ NONSENSE = [
 @pytest.mark.parametrize(("words", "named"), NONSENSE, ids=[named for _, named in NONSENSE])
 def test_nonsense_is_refused_by_name(words, named):
     good = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 10, "delta": 1e-5}
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=re.escape(named)):
         DPFedAvg(**(good | words))
-    assert named in str(refusal.value)
 
 
 @pytest.mark.parametrize(("words", "named"), [({"keep_ratio": 0}, "keep_ratio=0"), ({"placement": "edge"}, "placement='edge'")])
@@ -339,7 +339,7 @@ def test_nonsense_of_dp_fedsam_is_refused_by_name(words, named):
 
 
 def test_poisson_rates_beyond_one_are_refused():
-    with pytest.raises(ValueError, match="sampling_rate=1.5"):
+    with pytest.raises(ValueError, match=r"sampling_rate=1\.5"):
         PoissonSampling(sampling_rate=1.5)
 
 
