@@ -545,17 +545,19 @@ def test_extremes_are_quick_and_finite(event: dp.DpEvent, delta: float, relation
     assert 0 < _quickly(event, delta, relation) < math.inf
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ArithmeticError, reason="overflow inside dp_accounting's PLD, and of the squared multiplier"
+_OVERFLOWS = pytest.mark.xfail(
+    strict=True, raises=ArithmeticError, reason="overflow of a privacy loss or of the squared multiplier"
 )
+
+
 @pytest.mark.parametrize(
     "event",
     [
         Gaussian(1e-6),
         Repeat(Poisson(0.1, Gaussian(1e-4)), 100),
-        Poisson(0.1, Laplace(1e-3)),
-        Gaussian(1e-200),
-        Gaussian(1e200),
+        pytest.param(Poisson(0.1, Laplace(1e-3)), marks=_OVERFLOWS),
+        pytest.param(Gaussian(1e-200), marks=_OVERFLOWS),
+        pytest.param(Gaussian(1e200), marks=_OVERFLOWS),
     ],
 )
 def test_absurd_multipliers_have_a_cost_too(event: dp.DpEvent) -> None:

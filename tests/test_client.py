@@ -175,7 +175,13 @@ def test_top_k_is_chosen_after_the_noise() -> None:
     assert np.abs(np.delete(dense, kept)).max() <= np.abs(total[kept]).min()
 
 
-def test_nothing_is_chosen_by_size_without_noise() -> None:
+def test_a_run_without_privacy_may_choose_by_size() -> None:
+    client = _client({"a": _records([0.5, 0.1, 0.2, 0.3])})
+    total, _ = _fit(client, ("a",), keep_ratio=0.25, noise_multiplier=0.0)
+    np.testing.assert_allclose(total, [0.5, 0, 0, 0], rtol=1e-6)
+
+
+def test_nothing_is_chosen_by_size_before_the_servers_noise() -> None:
     total, _ = _fit(_client({"a": _records([0.5, 0.1, 0.2, 0.3])}), ("a",), keep_ratio=0.25)
     np.testing.assert_allclose(total, [0.5, 0.1, 0.2, 0.3], rtol=1e-6)
 

@@ -374,6 +374,15 @@ def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
     assert not paper.valid
 
 
+def test_a_small_budget_over_many_replies_is_stated_within_it():
+    words = GAUSSIAN | {"epsilon": 0.05, "sampling_rate": 0.01}
+    strategy, _ = pair(1, server={"num_replies": 1000}, **words)
+    strategy._open(("c0", "c1", "c2", "c3"))
+    for _ in range(1000):
+        strategy.ledgers["c0"].charge(strategy.terms["c0"].event)
+    assert 0.99 * 0.05 < strategy.cost(strategy.ledgers["c0"]).epsilon <= 0.05
+
+
 def test_without_noise_nothing_is_claimed():
     strategy, recipe = pair(2, **LAPLACE | {"epsilon": math.inf})
     start(strategy, grid_of(recipe, FOUR), 2)

@@ -188,8 +188,8 @@ class LocalLevelStrategy(RoundStrategy):
 
     # Cost
 
-    def cost(self, ledger: Ledger, *, grid: float = 1e-4) -> Cost:
-        """Return the cost of a ledger; equal ledgers are accounted once."""
+    def cost(self, ledger: Ledger, *, grid: float = 1e-5) -> Cost:
+        """Return the cost of a ledger; equal ledgers are accounted once. A coarser grid would show more than a small budget."""
         key = (grid, (ledger.relation, *ledger.lines()))
         if key not in self._costs:
             self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=grid)
@@ -198,7 +198,7 @@ class LocalLevelStrategy(RoundStrategy):
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all replies so far to the client who paid most; the statement has the tight value."""
-        return max((self.cost(ledger, grid=1e-3).epsilon for ledger in self.ledgers.values()), default=0.0)
+        return max((self.cost(ledger, grid=1e-4).epsilon for ledger in self.ledgers.values()), default=0.0)
 
     @property
     def statement(self) -> PrivacyStatement:

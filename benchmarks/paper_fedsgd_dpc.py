@@ -1,0 +1,144 @@
+"""Does the planned (b, T) of FedSGD-DPC with Laplace noise beat b in {1, 5, 10} with T five times too small or too large?
+
+Everything was fixed before the first run. From the paper: N = 10, equal sizes, two digits a client, logistic regression without
+bias, L1 clip norm 300, learning rate 0.05, decaying (the preset: by 1 % a round), epsilon 5 and 10. Not from the paper: 1,000
+records a client, not 6,000, because b = 10 with 1,220 rounds over 6,000 would take hours.
+
+The plan is the planner's own answer, twice: from constants estimated on the clients' data (what the paper says to do), and from
+the constants that fit the paper's Table I for MNIST, with noise for the records there are (C2 goes with 1 / n^2).
+"""
+
+import math
+from typing import Any
+
+from points import Measured, Point, Row, config_of, difference, spread, table
+from scipy.optimize import least_squares
+
+from apps.pilot import pilot
+from flower_dp.planning.fedsgd_dpc import Plan, num_replies, plan
+from flower_dp.statement import PrivacyStatement
+from flower_dp.strategies import FedSGDDPC
+from flower_dp.strategies.rounds import RoundStrategy
+
+PRESET = "mnist-fedsgd-dpc-laplace-full"
+EPSILONS = (5.0, 10.0)
+COHORTS = (1, 5, 10)
+NUM_CLIENTS, PAPERS_RECORDS = 10, 6000
+
+# Table I, MNIST: T* by b, at epsilon 1, 5, 10.
+_TABLE = {1: (22, 121, 244), 5: (5, 32, 67), 10: (2, 20, 42)}
+_TABLE_EPSILONS = (1.0, 5.0, 10.0)
+
+
+def constants_of_table() -> tuple[float, float, float]:
+    """Return gamma, C1/C2 and C3/C2 (at epsilon 1) by least squares on the nine T* of the paper's Table I."""
+
+    def errors(constants: tuple[float, float, float]) -> list[float]:
+        found = []
+        for cohort, row in _TABLE.items():
+            for epsilon, rounds in zip(_TABLE_EPSILONS, row, strict=True):
+                answer = plan(table_problem(constants, epsilon, PAPERS_RECORDS) | {"cohort_size": cohort})
+                found.append((answer.candidates[0].continuous_num_rounds or 0.0) - rounds)
+        return found
+
+    # smoothness >= strong_convexity puts gamma at 2 or more.
+    fit = least_squares(errors, [4.0, 300.0, 100.0], bounds=([2.0, 1.0, 0.0], [100.0, 1e5, 1e5]), x_scale=[4.0, 300.0, 100.0])
+    gamma, first, third = (float(value) for value in fit.x)
+    return gamma, first, third
+
+
+def table_problem(constants: tuple[float, float, float], epsilon: float, num_records: int) -> dict[str, Any]:
+    """Return a problem with these constants, in which C2 = (6,000 / n_i)^2 / epsilon^2; mu = 2, Gamma = 0."""
+    gamma, first, third = constants
+    return {
+        "mechanism": "laplace",
+        "num_clients": NUM_CLIENTS,
+        "num_records": num_records,
+        "dimension": 1,
+        "clip_norm": PAPERS_RECORDS * 10 / math.sqrt(8),  # C2 = 8 clip^2 / (100 n_i^2 epsilon^2)
+        "epsilon": epsilon,
+        "strong_convexity": 2.0,
+        "smoothness": gamma,
+        "gradient_bound": math.sqrt(9 * first / 20),
+        "heterogeneity": 0.0,
+        "initial_distance": (third + first / 10) / gamma,
+    }
+
+
+def plans_of_data(num_records: int, data_dir: str) -> dict[float, Plan]:
+    """Return the plan from the constants of the clients' data (seed 0), with the noise of a dimension-7,840 model."""
+    config = config_of(PRESET, {"records-per-client": num_records, "data-dir": data_dir})
+    values = pilot("fedsgd-dpc", config).values
+    return {epsilon: plan({**values, "epsilon": epsilon}) for epsilon in EPSILONS}
+
+
+def points(
+    num_records: int, most_replies: int, plans: dict[float, Plan], estimated: dict[float, Plan]
+) -> tuple[list[Point], list[str]]:
+    """Return the points, each epsilon's plan first, and what was left out for its number of replies."""
+    chosen, left_out = [], []
+    for epsilon in EPSILONS:
+        best = plans[epsilon].best
+        pairs = [(best.cohort_size, best.num_rounds)]
+        pairs += [(b, t) for t in (max(1, round(best.num_rounds / 5)), 5 * best.num_rounds) for b in COHORTS]
+        pairs.append((estimated[epsilon].best.cohort_size, estimated[epsilon].best.num_rounds))
+        plan_of = {0: "Table I", len(pairs) - 1: "data"}
+        for index, (cohort, rounds) in enumerate(pairs):
+            words = {"epsilon": f"{epsilon:g}", "b": cohort, "T": rounds, "plan": plan_of.get(index, "")}
+            settings = {"records-per-client": num_records, "epsilon": epsilon, "cohort-size": cohort, "num-rounds": rounds}
+            if cohort * rounds > most_replies:
+                left_out.append(f"epsilon={epsilon:g} b={cohort} T={rounds}")
+            else:
+                chosen.append(Point(preset=PRESET, settings=settings, words=words, numbers=_numbers))
+    return chosen, left_out
+
+
+def _numbers(strategy: RoundStrategy, statement: PrivacyStatement) -> Row:
+    if not isinstance(strategy, FedSGDDPC):
+        raise TypeError("the preset is not of FedSGD-DPC")
+    if not strategy.num_rounds:
+        return {"replies": 0, "noise scale": 0.0, "tight": 0.0, "paper": 0.0}
+    if statement.paper is None:
+        raise TypeError("the preset has no noise")
+    replies = num_replies(strategy.num_clients, strategy.cohort_size, strategy.num_rounds)
+    scale = statement.noise["largest_noise_scale_of_a_mean_gradient"]
+    return {"replies": replies, "noise scale": scale, "tight": statement.epsilon, "paper": statement.paper.epsilon}
+
+
+def report(results: list[Measured]) -> str:
+    """Return the table, with every loss against that of the plan of the same epsilon, seed by seed."""
+    rows = []
+    for result in results:
+        planned = next(r for r in results if r.words["epsilon"] == result.words["epsilon"])
+        own = result is planned
+        rows.append(
+            {
+                "planned from": result.words["plan"],
+                "ε": result.words["epsilon"],
+                "b": result.words["b"],
+                "T": result.words["T"],
+                "replies a client": result.numbers["replies"],
+                "noise scale": result.numbers["noise scale"],
+                "loss": spread(result.losses),
+                "accuracy": spread(result.accuracies),
+                "loss - planned": "" if own else difference(result, planned),
+                "tight ε": f"{result.numbers['tight']:.4f}",
+                "paper's ε": f"{result.numbers['paper']:.4f}",
+            }
+        )
+    return table(rows)
+
+
+def verdicts(results: list[Measured]) -> list[str]:
+    """Say for each epsilon whether the plan has the least mean loss."""
+    lines = []
+    for epsilon in dict.fromkeys(result.words["epsilon"] for result in results):
+        own = [result for result in results if result.words["epsilon"] == epsilon]
+        planned, others = own[0], [result for result in own[1:] if result.words["plan"] != "data"]
+        best = min(own, key=lambda result: result.loss)
+        beaten = sum(planned.loss < other.loss for other in others)
+        lines.append(
+            f"epsilon={epsilon}: planned b={planned.words['b']}, T={planned.words['T']} beats {beaten} of {len(others)} others; "
+            f"least loss of all: b={best.words['b']}, T={best.words['T']}"
+        )
+    return lines

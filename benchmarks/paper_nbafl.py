@@ -1,0 +1,107 @@
+"""Does NbAFL's final loss fall with epsilon and with N, and is there an interior best T?
+
+Everything was fixed before the first run. From the paper: MLP 784-256-10, N = 50, T = 25, 100 records a client (as many as the
+embedded digits allow without a folder of the full set), C = 20, delta 0.01, epsilon 50, 60, 100. From the preset: L = 1,
+mu = 0.1, 2 local epochs in batches of 10, learning rate 0.02 (the paper has 0.002 and gives no number of local steps).
+"""
+
+import math
+from itertools import pairwise
+
+from points import Measured, Point, Row, difference, spread, table
+
+from flower_dp.statement import PrivacyStatement
+from flower_dp.strategies import NbAFL
+from flower_dp.strategies.rounds import RoundStrategy
+
+PRESET = "mnist-nbafl"
+BASE = {"epsilon": 50.0, "N": 50, "T": 25}
+EPSILONS = (50.0, 60.0, 100.0, math.inf)
+CLIENTS = (20, 50, 100)
+ROUNDS = (2, 5, 10, 25, 50)
+
+
+def points(num_records: int, scale: float) -> list[Point]:
+    """Return the points of the three sweeps; the base is in all of them. `scale` < 1 shortens them for a trial."""
+    chosen = [BASE]
+    chosen += [BASE | {"epsilon": epsilon} for epsilon in EPSILONS]
+    chosen += [BASE | {"N": clients} for clients in CLIENTS]
+    chosen += [BASE | {"T": rounds} for rounds in ROUNDS]
+    unique = list({tuple(words.values()): words for words in chosen}.values())
+    return [
+        Point(
+            preset=PRESET,
+            settings={
+                "epsilon": words["epsilon"],
+                "num-clients": words["N"],
+                "num-rounds": (rounds := max(1, round(scale * words["T"]))),
+                "num-replies": rounds,
+                "records-per-client": num_records,
+            },
+            words=words,
+            numbers=_numbers,
+        )
+        for words in unique
+    ]
+
+
+def _numbers(strategy: RoundStrategy, statement: PrivacyStatement) -> Row:
+    if not isinstance(strategy, NbAFL):
+        raise TypeError("the preset is not of NbAFL")
+    # A run without noise has no adversaries in its statement: it is not private against any.
+    tight = {adversary.name: adversary.epsilon for adversary in statement.adversaries}
+    return {
+        "uplink std": strategy.uplink_noise_std,
+        "downlink std": strategy.downlink_noise_std,
+        "uplink": tight.get("uplink", statement.epsilon),
+        "downlink": tight.get("downlink", statement.epsilon),
+        "paper valid": None if statement.paper is None else statement.paper.valid,
+    }
+
+
+def sweep(results: list[Measured], key: str) -> list[Measured]:
+    """Return the results that differ from the base in one word only, in its order."""
+    others = {name: value for name, value in BASE.items() if name != key}
+    found = [r for r in results if all(r.words[name] == value for name, value in others.items())]
+    return sorted(found, key=lambda result: float(result.words[key]))
+
+
+def report(results: list[Measured]) -> str:
+    """Return the table of the three sweeps."""
+    rows = []
+    for key in BASE:
+        for result in sweep(results, key):
+            numbers = result.numbers
+            rows.append(
+                {
+                    "sweep": key.replace("epsilon", "ε"),
+                    "paper's ε": f"{result.words['epsilon']:g}" + (" (not valid)" if numbers["paper valid"] is False else ""),
+                    "N": result.words["N"],
+                    "T": result.words["T"],
+                    "uplink std": numbers["uplink std"],
+                    "downlink std": numbers["downlink std"],
+                    "loss": spread(result.losses),
+                    "accuracy": spread(result.accuracies),
+                    "tight ε, uplink": numbers["uplink"],
+                    "tight ε, downlink": numbers["downlink"],
+                }
+            )
+    return table(rows)
+
+
+def verdicts(results: list[Measured]) -> list[str]:
+    """Say for each sweep how the loss goes, seed by seed."""
+    lines = []
+    for key in ("epsilon", "N"):
+        row = sweep(results, key)
+        falls = all(before.loss > after.loss for before, after in pairwise(row))
+        steps = ", ".join(
+            f"{before.words[key]:g} less {after.words[key]:g}: {difference(before, after)}" for before, after in pairwise(row)
+        )
+        lines.append(f"loss falls with {key}: {'yes' if falls else 'no'} ({steps})")
+    row = sweep(results, "T")
+    best = min(row, key=lambda result: result.loss)
+    inside = best not in (row[0], row[-1])
+    against = ", ".join(f"T={other.words['T']}: {difference(other, best)}" for other in row if other is not best)
+    lines.append(f"an interior best T: {'yes' if inside else 'no'}, T={best.words['T']} (loss more than there: {against})")
+    return lines
