@@ -96,7 +96,12 @@ def gaussian_share(noise_std: float, num_shares: int) -> float:
 
 
 def _is_numpy(rng: Generator) -> bool:
-    return isinstance(rng, np.random.Generator)
+    """Tell NumPy's generator from torch's; None would make torch draw from its global generator, which anybody may seed."""
+    if isinstance(rng, np.random.Generator):
+        return True
+    if not hasattr(rng, "manual_seed"):
+        raise ValueError(f"rng={rng!r}: must be a numpy.random.Generator or a torch.Generator")
+    return False
 
 
 def _to(like: Array, values: np.ndarray) -> Array:

@@ -6,9 +6,9 @@ string; a reply without that string is a stock client's model. Nothing here trus
 memory is taken, and every refusal is a ValueError that says why.
 """
 
-import io
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -25,6 +25,13 @@ from flower_dp.vectors import Layout
 KEY = "flower-dp"
 PROTOCOL = 1
 _NPY_HEADER_BYTES = 1024
+# The one form in which NumPy writes an array of numbers (format 1.0). Nothing else is parsed: a general parser of headers can be
+# made to fail in many ways by a forged one.
+_NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00(?P<length>..)\{'descr': '(?P<dtype>[<>|][fiub][0-9]{1,2})', 'fortran_order': (?P<fortran>True|False), "
+    rb"'shape': \((?P<shape>(?:[0-9]{1,18}, ?)*(?:[0-9]{1,18})?)\), \} *\n",
+    re.DOTALL,
+)
 _SMALL_STRING_BYTES = 16 * 2**20
 
 
@@ -87,7 +94,7 @@ class Instruction:
 
     def to_json(self) -> str:
         """Return the instruction as one string."""
-        return json.dumps({"protocol": PROTOCOL, **asdict(self)}, separators=(",", ":"))
+        return json.dumps({"protocol": PROTOCOL, **asdict(self)}, separators=(",", ":"), default=_scalar)
 
     @classmethod
     def from_json(cls, text: str) -> "Instruction":
@@ -125,12 +132,14 @@ class Answer:
         _check_names(self.clients)
         if not isinstance(self.refused, dict) or not isinstance(self.payload, dict) or not isinstance(self.metrics, dict):
             raise ValueError("answer: refused, payload and metrics must be tables")
+        if not isinstance(self.seeded_noise, bool) or not all(isinstance(reason, str) for reason in self.refused.values()):
+            raise ValueError("answer: seeded_noise must be true or false, and reasons text")
         for name, value in self.metrics.items():
             checks.number(f"metric {name}", value)
 
     def to_json(self) -> str:
         """Return the answer as one string."""
-        return json.dumps({"protocol": PROTOCOL, **asdict(self)}, separators=(",", ":"))
+        return json.dumps({"protocol": PROTOCOL, **asdict(self)}, separators=(",", ":"), default=_scalar)
 
     @classmethod
     def from_json(cls, text: str) -> "Answer":
@@ -236,16 +245,14 @@ def content_bytes(content: RecordDict) -> int:
 def _numpy(name: str, array: FlowerArray, limit: int) -> np.ndarray:
     if array.stype != "numpy.ndarray" or len(array.data) > limit + _NPY_HEADER_BYTES:
         raise ValueError(f"array {name!r} has {len(array.data)} bytes of {array.stype!r}: at most {limit} of numpy.ndarray")
-    stream = io.BytesIO(array.data)
-    try:
-        version = np.lib.format.read_magic(stream)
-        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = reader(stream)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"array {name!r} is not a .npy array: {error}") from None
-    start = stream.tell()
+    header = _NPY_HEADER.match(array.data[: _NPY_HEADER_BYTES + 10])
+    if header is None:
+        raise ValueError(f"array {name!r} is not a .npy array (format 1.0) of float, integer or bool dtype")
+    dtype, fortran = np.dtype(header["dtype"].decode()), header["fortran"] == b"True"
+    shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
+    start = header.end()
     # Checked before any memory is taken: a forged header may claim any shape.
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(array.data) - start:
+    if 10 + int.from_bytes(header["length"], "little") != start or math.prod(shape) * dtype.itemsize != len(array.data) - start:
         raise ValueError(f"array {name!r} says {dtype} of shape {shape}, and has {len(array.data) - start} bytes")
     values = np.frombuffer(array.data, dtype=dtype, offset=start)
     return values.reshape(shape, order="F" if fortran else "C")
@@ -269,3 +276,8 @@ def _load(text: str, names: set[str]) -> dict[str, Any]:
 def _check_names(names: tuple[str, ...]) -> None:
     if not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
         raise ValueError("clients: must be names that are not empty and not twice in the list")
+
+
+def _scalar(value: Any) -> Any:
+    """A NumPy scalar as the Python number that JSON knows."""
+    return value.item()

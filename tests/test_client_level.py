@@ -120,7 +120,12 @@ def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
     num_rounds = 2 if drop == 4 else 10
     steps = increments(strategy, grid, model_arrays(still_model()), num_rounds)
-    assert_std(steps, 0.8 * 0.5 / 4)
+    if drop < 4:
+        assert_std(steps, 0.8 * 0.5 / 4)
+    else:  # two rounds are too few numbers to tell 5 %
+        assert std_is(steps, 0.1)
+        assert not std_is(steps, 0.115)
+        assert not std_is(steps, 0.085)
     assert strategy.statement.epsilon == pytest.approx(
         accounting.epsilon(
             SelfComposedDpEvent(GaussianDpEvent(0.8), num_rounds), delta=1e-3, relation="add-or-remove-one"
@@ -338,3 +343,10 @@ def test_two_runs_with_the_same_settings_have_different_noise():
         return strategy.start(LocalGrid(stock_app(shifted(lambda node: 0.0)), 2), arrays(**ZEROS), num_rounds=1).arrays["w"]
 
     assert not np.allclose(run().numpy(), run().numpy())
+
+
+def test_round_robin_with_an_untrusted_server_and_distributed_noise_is_refused():
+    words = {"clip_norm": 1, "noise_multiplier": 1, "sampling": RoundRobinSampling(cohort_size=2), "num_clients": 6, "delta": 1e-3}
+    with pytest.raises(ValueError, match="trusted_server=False: round-robin"):
+        DPFedSAM(**words, trusted_server=False)
+    DPFedSAM(**words, trusted_server=False, placement="central")

@@ -292,22 +292,24 @@ def test_hosted_clients_have_accounts_of_their_own():
 
 
 def test_the_charge_is_on_the_state_before_records_are_touched():
-    state = RecordDict()
+    state, seen = RecordDict(), []
 
     class Broken:
         def __len__(self):
             return 8
 
         def batch(self, positions, device):
-            assert Account(state).replies("c0") == 1
+            seen.append(Account(state).replies("c0"))
             raise RuntimeError("disk gone")
 
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
     recipe = FedSGDDPCRecipe(**WORDS, num_replies=2)
     broken = LocalDPClient(model=linear(), clients={"c0": Broken()}, recipe=recipe, state=state, device="cpu")
-    with pytest.raises(RuntimeError, match="disk gone"):
-        broken.fit(parameters, {wire.KEY: instruction().to_json()})
+    _, _, config = broken.fit(parameters, {wire.KEY: instruction().to_json()})
+    assert seen == [1]
     assert Account(state).replies("c0") == 1
+    # The server learns the kind of failure, not what the error said.
+    assert wire.Answer.from_json(config[wire.KEY]).refused == {"c0": "training failed: RuntimeError"}
 
 
 def test_a_policy_is_asked_first():

@@ -149,7 +149,6 @@ def test_noise_does_not_touch_or_follow_the_global_generators(name: str, source:
     np.testing.assert_array_equal(np.asarray(MECHANISMS[name].noise(again, 1.0, rng)), noise)
 
 
-@pytest.mark.xfail(strict=True, reason="rng=None draws from torch's global generator, which a user's manual_seed fixes")
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_missing_generator_is_refused(name: str) -> None:
     with pytest.raises((ValueError, TypeError)):

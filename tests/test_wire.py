@@ -152,22 +152,17 @@ def test_answers_that_make_no_sense_are_refused(field: str, value: Any) -> None:
         Answer.from_json(json.dumps(data))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=OverflowError, reason="float(10**400) raises OverflowError: a forged reply ends the server's run"
-)
 def test_numbers_beyond_float_are_refused() -> None:
     with pytest.raises(ValueError, match="metric loss"):
         Answer.from_json(json.dumps({**json.loads(ANSWER.to_json()), "metrics": {"loss": 10**400}}))
 
 
-@pytest.mark.xfail(strict=True, reason="the type of seeded_noise is not checked")
 @pytest.mark.parametrize("value", [None, "no", 0, [], {}])
 def test_seeded_noise_must_be_true_or_false(value: Any) -> None:
     with pytest.raises(ValueError, match="seeded_noise"):
         Answer.from_json(json.dumps({**json.loads(ANSWER.to_json()), "seeded_noise": value}))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="NumPy's own scalars pass the checks, then can't be written as JSON")
 def test_numpy_scalars_are_numbers() -> None:
     clip_norm: Any = np.float32(0.5)
     instruction = Instruction(server_round=1, clients=("a",), clip_norm=clip_norm, noise_multiplier=1.0)
@@ -276,10 +271,12 @@ def test_honest_arrays_come_through_read_only(dtype: str, shape: tuple[int, ...]
     assert not out.flags.writeable
 
 
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_all_versions_of_the_format_are_read(version: tuple[int, int]) -> None:
-    data = _npy(_header() + "\n", np.array([1, 2], "<f4").tobytes(), version)
-    assert wire.numpy_arrays(_record(data), limit=8)["x"].tolist() == [1, 2]
+@pytest.mark.parametrize("version", [(2, 0), (3, 0)])
+def test_only_the_version_in_which_numpy_writes_numbers_is_read(version: tuple[int, int]) -> None:
+    body = np.array([1, 2], "<f4").tobytes()
+    assert wire.numpy_arrays(_record(_npy(_header() + "\n", body, (1, 0))), limit=8)["x"].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="format 1"):
+        wire.numpy_arrays(_record(_npy(_header() + "\n", body, version)), limit=8)
 
 
 BODY = np.ones(2, "<f4").tobytes()
@@ -340,11 +337,6 @@ BEYOND = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="NumPy's header parser also raises TokenError, MemoryError, SyntaxError, TypeError, or warns: a forged reply then "
-    "ends the server's run",
-)
 @pytest.mark.parametrize("data", BEYOND.values(), ids=BEYOND.keys())
 def test_forged_headers_raise_nothing_but_value_errors(data: bytes) -> None:
     with pytest.raises(ValueError, match="'x'"):

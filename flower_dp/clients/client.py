@@ -1,6 +1,7 @@
 """The client: trains, clips, adds its noise, compresses; one client on a device, many on a simulation worker."""
 
 import json
+import logging
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,8 +18,10 @@ from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining, batch_seed, local_updates
 from flower_dp.clipping import clip_l2
-from flower_dp.mechanisms import Gaussian
+from flower_dp.mechanisms import Gaussian, noise_generator
 from flower_dp.wire import Answer, Instruction
+
+log = logging.getLogger("flwr")
 
 # How much of a clip norm the noise is, is in the instruction; the mechanism itself only draws.
 _GAUSSIAN = Gaussian(noise_multiplier=1.0)
@@ -58,8 +61,7 @@ class NodeClient(NumPyClient):
         self.seed = seed
         self.state: RecordDict | None = None
         self.seeded_noise = noise_seed is not None
-        self._noise = torch.Generator(chosen)
-        self._noise.manual_seed(secrets.randbits(63) if noise_seed is None else noise_seed)
+        self._noise = _noise_generator(chosen, noise_seed)
 
     def attach(self, state: RecordDict) -> None:
         """Take the node's Flower state, for clients that keep an account there; called before `fit`."""
@@ -86,7 +88,7 @@ class NodeClient(NumPyClient):
         payload = compression.smallest(total)
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and answered:
-            metrics["loss"] = float(torch.stack(losses).nan_to_num().sum())
+            metrics["loss"] = float(torch.stack(losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
         answer = Answer(
             clients=tuple(answered), refused=refused, payload=payload.header, seeded_noise=self.seeded_noise, metrics=metrics
         )
@@ -134,16 +136,22 @@ class DPClient(NodeClient):
         answered: list[str] = []
         losses: list[Tensor] = []
         total = torch.zeros_like(vector)
-        rows = local_updates(
-            vector,
-            [self.clients[name] for name in hosted],
-            self.training,
-            model=self.model,
-            server_round=instruction.server_round,
-            seeds=[batch_seed(self.seed, instruction.server_round, name) for name in hosted],
-            losses=losses,
-        )
-        for name, row in zip(hosted, rows, strict=True):
+        for name in hosted:
+            # One by one: what goes wrong with one client must not touch what its neighbours on the node send.
+            try:
+                rows = local_updates(
+                    vector,
+                    [self.clients[name]],
+                    self.training,
+                    model=self.model,
+                    server_round=instruction.server_round,
+                    seeds=[batch_seed(self.seed, instruction.server_round, name)],
+                    losses=losses,
+                )
+                row = next(rows)
+            except Exception as error:
+                refused[name] = failure(name, error)
+                continue
             try:
                 clipped = clip_l2(row, instruction.clip_norm)
             except ValueError as error:
@@ -163,3 +171,19 @@ class DPClient(NodeClient):
             return noised
         sparse = compression.decode(compression.top_k(noised, instruction.keep_ratio), noised.numel())
         return torch.from_numpy(sparse).to(noised.device)
+
+
+def failure(name: str, error: Exception) -> str:
+    """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
+    log.warning("client %s: %s: %s", name, type(error).__name__, error)
+    return f"training failed: {type(error).__name__}"
+
+
+def _noise_generator(device: torch.device, seed: int | None) -> Any:
+    """Return a generator of noise for tensors on a device, seeded by the operating system unless a test names a seed."""
+    if device.type == "cpu":
+        # torch's own generator for the CPU keeps 32 bits of a seed, which can be guessed.
+        return noise_generator(seed)
+    generator = torch.Generator(device)
+    generator.manual_seed(secrets.randbits(64) if seed is None else seed)
+    return generator

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from flower_dp.accounting import Relation
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel
 from flower_dp.clipping import clip_l1, clip_l2
+from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_in
 
@@ -80,7 +82,7 @@ class FedSGDDPCRecipe:
         model: FlatModel,
         server_round: int,
         seed: int,
-        rng: torch.Generator,
+        rng: Generator,
     ) -> tuple[Tensor, Tensor]:
         """Return minus the noised mean gradient [d] and the mean loss of the batch."""
         model.vector.copy_(vector)
@@ -101,10 +103,12 @@ class FedSGDDPCRecipe:
             relation=self.relation,
         )
 
-    def _batch(self, num_records: int, rng: torch.Generator) -> Tensor:
+    def _batch(self, num_records: int, rng: Generator) -> Tensor:
         """Draw the positions of a batch; all of them at sampling rate 1."""
         if self.sampling_rate == 1:
             return torch.arange(num_records)
+        if isinstance(rng, np.random.Generator):
+            return torch.from_numpy(np.flatnonzero(rng.random(num_records) < self.sampling_rate))
         drawn = torch.rand(num_records, generator=rng, device=rng.device, dtype=torch.float64) < self.sampling_rate
         return drawn.nonzero().flatten().cpu()
 

@@ -8,10 +8,11 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from flower_dp.clients.account import Account
-from flower_dp.clients.client import NodeClient
+from flower_dp.clients.client import NodeClient, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, batch_seed
+from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import Terms
 from flower_dp.wire import Instruction
@@ -32,7 +33,7 @@ class LocalRecipe(Protocol):
         model: FlatModel,
         server_round: int,
         seed: int,
-        rng: torch.Generator,
+        rng: Generator,
     ) -> tuple[Tensor, Tensor]:
         """Return the noised row [d] that leaves, and the training loss, a 0-d tensor that stays.
 
@@ -84,20 +85,24 @@ class LocalDPClient(NodeClient):
         weights = dict(zip(instruction.clients, instruction.weights or (1.0,) * len(instruction.clients), strict=True))
         agreed, refused = self._agreed(instruction)
         refused |= Account(self.state).charge(agreed)
-        answered = [name for name in agreed if name not in refused]
-        losses = []
+        answered, losses = [], []
         total = torch.zeros_like(vector, dtype=torch.float64)
-        for name in answered:
-            row, loss = self.recipe.reply(
-                vector,
-                self.clients[name],
-                agreed[name].release,
-                model=self.model,
-                server_round=instruction.server_round,
-                seed=batch_seed(self.seed, instruction.server_round, name),
-                rng=self._noise,
-            )
+        for name in [name for name in agreed if name not in refused]:
+            try:
+                row, loss = self.recipe.reply(
+                    vector,
+                    self.clients[name],
+                    agreed[name].release,
+                    model=self.model,
+                    server_round=instruction.server_round,
+                    seed=batch_seed(self.seed, instruction.server_round, name),
+                    rng=self._noise,
+                )
+            except Exception as error:
+                refused[name] = failure(name, error)
+                continue
             total += weights[name] * row.to(torch.float64)
+            answered.append(name)
             losses.append(loss)
         return total.to(torch.float32), answered, refused, losses
 

@@ -10,6 +10,7 @@ from flower_dp import checks
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.clipping import clip_l2
+from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import Terms, value_of, values_in, weights_terms
 
@@ -66,7 +67,7 @@ class NbAFLRecipe:
         model: FlatModel,
         server_round: int,
         seed: int,
-        rng: torch.Generator,
+        rng: Generator,
     ) -> tuple[Tensor, Tensor]:
         """Return the clipped and noised weights [d], and the training loss."""
         model.vector.copy_(vector)

@@ -11,7 +11,7 @@ from flower_dp.accounting import Relation
 from flower_dp.ledger import Ledger
 from flower_dp.mechanisms import Gaussian, gaussian_share
 from flower_dp.release import Release
-from flower_dp.sampling import FixedSizeSampling, Sampler
+from flower_dp.sampling import FixedSizeSampling, RoundRobinSampling, Sampler
 from flower_dp.statement import PrivacyStatement
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.roster import Roster
@@ -92,6 +92,11 @@ class ClientLevelStrategy(RoundStrategy):
             sampler=sampling,
             num_clients=num_clients,
         )
+        if isinstance(sampling, RoundRobinSampling) and self.placement == "distributed" and not trusted_server:
+            raise ValueError(
+                "trusted_server=False: round-robin sampling charges the busiest client alone, and can't charge missing noise to others; "
+                "use another sampler, or trusted_server=True"
+            )
         if self.target_epsilon is not None and noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
 

@@ -60,7 +60,7 @@ def collect(
                 raise ValueError(f"error reply: {reply.error.reason}")
             collected.num_bytes += wire.content_bytes(reply.content)
             _add(collected, reply, names, vector, layout, clip_norm)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # whatever a forged reply may raise, it must not end the run
             log.warning("node %s: reply refused: %s", node, error)
             collected.refused |= dict.fromkeys(names, str(error))
     for node, names in open_nodes.items():
