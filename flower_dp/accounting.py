@@ -24,13 +24,24 @@ from flower_dp import checks
 Relation = Literal["add-or-remove-one", "replace-one"]
 RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
 
-# A finer grid than this changes no epsilon in its first four digits; a coarser one is still an upper bound.
+# A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
 _GRID = 1e-4
+# Smaller epsilons are computed on a finer one, down to this part of it.
+_FINEST = 0.1
 _SEARCH_GRID = 1e-3
 # Beyond this exp(grid) is near the end of float64's range; an epsilon that needs it is some millions, and others bound it.
 _LARGEST_GRID = 100.0
 # Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
-_SMALLEST_PLD_DELTA = 1e-10
+_SMALLEST_PLD_DELTA = 1e-9
+# Kept aside for that rounding, which may be to the wrong side.
+_ROUNDING = 1e-12
+# Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
+_LONG_RUN = 1_000_000
+_STAGE = 10_000
+# How often a grid is refined at most.
+_REFINEMENTS = 5
+# Noise multipliers beyond this overflow when squared; less noise than this, or its inverse, is a valid (absurd) bound.
+_LARGEST_MULTIPLIER = 1e50
 # Leaves are (event, how many times).
 _Leaves = list[tuple[dp.DpEvent, int]]
 _Plain = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
@@ -110,9 +121,12 @@ def calibrate(
     """
     target = checks.number("epsilon", epsilon, above=0)
 
-    def excess(log_multiplier: float, grid: float = min(_SEARCH_GRID, target * _SEARCH_GRID)) -> float:
-        cost = _epsilon(make_event(math.exp(log_multiplier)), delta=delta, relation=relation, grid=max(grid, 1e-6))
-        return min(cost.epsilon, 1e6) - target
+    # The root finder needs finite costs, and few steps where they are huge.
+    cap = max(1e6, min(10 * target, 1e308))
+
+    def excess(log_multiplier: float, grid: float = min(_SEARCH_GRID, max(target * _SEARCH_GRID, _GRID * _FINEST))) -> float:
+        cost = _epsilon(make_event(math.exp(log_multiplier)), delta=delta, relation=relation, grid=grid)
+        return min(cost.epsilon, cap) - target
 
     low, high = math.log(0.5), math.log(1.0)
     while excess(high) > 0:
@@ -121,11 +135,14 @@ def calibrate(
             raise ValueError(f"epsilon={target:g}: no noise multiplier up to 1e6 reaches it at delta={delta:g}")
     while excess(low) <= 0:
         low, high = low - 1.0, low
-        if low < math.log(1e-4):
+        if low < math.log(1e-4) and target <= 1e6:
+            return math.exp(high)
+        if low < math.log(1 / _LARGEST_MULTIPLIER):
             return math.exp(high)
     root = optimize.brentq(excess, low, high, xtol=rtol / 2)
     step = rtol / 4
-    while excess(root) > 0:
+    # The answer is the one that `epsilon` gives when asked for the same event.
+    while excess(root, _GRID) > 0:
         root, step = root + step, 2 * step
     return math.exp(root)
 
@@ -170,14 +187,17 @@ _epsilon = epsilon
 
 def _bounds(leaves: _Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
     """Yield every bound that holds, NaN where an accountant has none."""
-    yield "pure", _pure(leaves, relation)
+    pure = _pure(leaves, relation)
+    yield "pure", pure
     if delta == 0:
         return
-    yield "gaussian-exact", _gaussian_exact(leaves, delta, relation)
+    gaussian = _gaussian_exact(leaves, delta, relation)
+    yield "gaussian-exact", gaussian
     renyi = _rdp(leaves, delta, relation)
     yield "rdp", math.nan if renyi is None else renyi
     if delta >= _SMALLEST_PLD_DELTA:
-        yield "pld", _pld(leaves, delta, relation, grid, rough=renyi)
+        finite = [one for one in (pure, gaussian, renyi) if one is not None and math.isfinite(one)]
+        yield "pld", _pld(leaves, delta, relation, grid, rough=min(finite, default=None))
 
 
 def _pure(leaves: _Leaves, relation: Relation) -> float:
@@ -209,14 +229,14 @@ def _amplified(pure: float, rate: float) -> float:
 
 def _gaussian_exact(leaves: _Leaves, delta: float, relation: Relation) -> float:
     """Exact for Gaussian releases without sampling; an upper bound when sampling is ignored, which never adds cost."""
-    precision = 0.0
+    norms = []
     for leaf, count in leaves:
         inner, _ = _inner(leaf)
         without = isinstance(leaf, dp.SampledWithoutReplacementDpEvent)
         if not isinstance(inner, dp.GaussianDpEvent) or (without and relation != "replace-one"):
             return math.nan
-        precision += count / inner.noise_multiplier**2
-    multiplier = _effective(1 / math.sqrt(precision), relation)
+        norms.append(math.sqrt(count) / inner.noise_multiplier)
+    multiplier = _effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
     return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
 
@@ -226,7 +246,7 @@ def _rdp(leaves: _Leaves, delta: float, relation: Relation) -> float | None:
     if any(one is None for one in curves):
         return None
     total = sum(count * one for (_, count), one in zip(leaves, curves, strict=True) if one is not None)
-    with np.errstate(all="ignore"):
+    with _quiet():
         return float(compute_epsilon(DEFAULT_RDP_ORDERS, total, delta)[0])
 
 
@@ -252,14 +272,24 @@ def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
 
 
 def _pld(leaves: _Leaves, delta: float, relation: Relation, grid: float, rough: float | None) -> float:
+    # Some 10^5 points are enough where losses are huge, and small losses need finer ones; a coarser grid is still an upper
+    # bound. A rough bound may itself be far too large: then the answers on ever finer grids tell the right one.
     size = rough if rough is not None and math.isfinite(rough) else _gaussian_exact(leaves, delta, relation)
-    # Some 10^5 points are enough where losses are huge; a coarser grid is still an upper bound. A rough bound may itself be far
-    # too large: then its answer tells the right grid.
     coarse = max(grid, 1e-5 * size) if math.isfinite(size) else grid
     if coarse > _LARGEST_GRID:
         return math.nan
-    value = _pld_on(leaves, delta, relation, coarse)
-    return _pld_on(leaves, delta, relation, max(grid, 1e-5 * value)) if coarse > max(grid, 2e-5 * value) else value
+    best = math.nan
+    for _ in range(_REFINEMENTS):
+        try:
+            value = _pld_on(leaves, delta, relation, coarse)
+        except ArithmeticError:  # a loss that no float holds
+            return best
+        best = value if math.isnan(best) else min(best, value)
+        fine = max(1e-5 * best, min(grid, max(1e-3 * best, _FINEST * grid)))
+        if not coarse > 2 * fine:
+            break
+        coarse = fine
+    return best
 
 
 def _pld_on(leaves: _Leaves, delta: float, relation: Relation, grid: float) -> float:
@@ -274,9 +304,17 @@ def _pld_on(leaves: _Leaves, delta: float, relation: Relation, grid: float) -> f
         )
         if one is None:
             return math.nan
-        one = one.self_compose(count) if count > 1 else one
+        one = _self_composed(one, count)
         total = one if total is None else total.compose(one)
-    return math.nan if total is None else float(total.get_epsilon_for_delta(delta))
+    return math.nan if total is None else float(total.get_epsilon_for_delta(delta - _ROUNDING))
+
+
+def _self_composed(one: Any, count: int) -> Any:
+    if count < _LONG_RUN:
+        return one.self_compose(count) if count > 1 else one
+    stages, rest = divmod(count, _STAGE)
+    total = one.self_compose(_STAGE).self_compose(stages)
+    return total.compose(_self_composed(one, rest)) if rest else total
 
 
 @lru_cache(maxsize=16)
@@ -330,6 +368,7 @@ def _leaves(event: dp.DpEvent, count: int = 1) -> _Leaves:
                 visit(child, times)
         elif times and not isinstance(node, dp.NoOpDpEvent):
             _validate(node)
+            node = _tamed(node)
             merged[node] = merged.get(node, 0) + times
 
     visit(event, count)
@@ -349,6 +388,23 @@ def _validate(leaf: dp.DpEvent) -> None:
     if not isinstance(inner, _Plain):
         raise UnsupportedEventError(f"event {leaf}: only (sampled) Gaussian and Laplace releases can be accounted")
     checks.number("noise_multiplier", inner.noise_multiplier, above=0)
+
+
+def _tamed(leaf: dp.DpEvent) -> dp.DpEvent:
+    """The event, or one without privacy or with less noise in its place where its multiplier is not of this world."""
+    if isinstance(leaf, dp.NonPrivateDpEvent):
+        return leaf
+    inner, _ = _inner(leaf)
+    if 1 / _LARGEST_MULTIPLIER <= inner.noise_multiplier <= _LARGEST_MULTIPLIER:
+        return leaf
+    if inner.noise_multiplier < 1:
+        return dp.NonPrivateDpEvent()
+    less = type(inner)(_LARGEST_MULTIPLIER)
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        return dp.PoissonSampledDpEvent(leaf.sampling_probability, less)
+    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, less)
+    return less
 
 
 @contextmanager

@@ -13,7 +13,7 @@ def number(
     below: float | None = None,
     at_most: float | None = None,
 ) -> float:
-    """Return `value` as a float if it is a finite real number within the bounds.
+    """Return `value` as a plain Python float if it is a finite real number within the bounds.
 
     Raises:
         ValueError: naming the field, the value and the valid range. Booleans are not numbers here.
@@ -25,8 +25,11 @@ def number(
     ]
     wanted = "a finite number" + (" " + " and ".join(words) if words else "")
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={value!r}: must be {wanted}")
-    result = float(value)
+        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
+    try:
+        result = float(value)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}={_told(value)}: must be {wanted}") from error
     within = (
         math.isfinite(result)
         and (above is None or result > above)
@@ -35,7 +38,7 @@ def number(
         and (at_most is None or result <= at_most)
     )
     if not within:
-        raise ValueError(f"{name}={value!r}: must be {wanted}")
+        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
     return result
 
 
@@ -48,10 +51,10 @@ def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int 
     words = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
     wanted = "a whole number" + (" " + " and ".join(words) if words else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r}: must be {wanted}")
+        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
     result = int(value)
     if (at_least is not None and result < at_least) or (at_most is not None and result > at_most):
-        raise ValueError(f"{name}={value!r}: must be {wanted}")
+        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
     return result
 
 
@@ -64,3 +67,12 @@ def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
     if value not in valid:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(valid)}")
     return str(value)
+
+
+def _told(value: Any) -> str:
+    """The value as it is written, cut where it is long."""
+    try:
+        words = repr(value)
+    except ValueError:  # Python refuses to write out integers of some thousands of digits
+        return f"{type(value).__name__} of some thousands of digits"
+    return words if len(words) <= 100 else f"{words[:40]}...{words[-40:]}"

@@ -7,6 +7,7 @@ Vectors [d] are clipped whole, matrices [clients x d] row by row; NumPy arrays a
 
 from collections.abc import Callable
 
+import numpy as np
 from array_api_compat import array_namespace
 
 from flower_dp import checks
@@ -20,6 +21,10 @@ _SAFE = 1e-100
 _BLOCK = 2**15
 # Smaller factors lose precision as float32 numbers.
 _SMALLEST_FACTOR = 1e-30
+# Below this the rounding of subnormal float32 entries could exceed the margin.
+_SMALLEST_BOUND = 1e-30
+# What comes back is float32: a bound beyond its range is as good as this one.
+_LARGEST_BOUND = 2.0**127
 
 
 def l2_norms(rows: Array) -> Array:
@@ -27,8 +32,9 @@ def l2_norms(rows: Array) -> Array:
     xp = array_namespace(rows)
     # Block by block: float64 copies that stay in the cache.
     starts = range(0, max(1, rows.shape[-1]), _BLOCK)
-    blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
-    norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
+    with np.errstate(over="ignore"):  # what overflows is done again below; torch never warns
+        blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
+        norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
     if bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
         return norms
     wide = xp.astype(rows, xp.float64)
@@ -49,18 +55,18 @@ def clip_l2(rows: Array, clip_norm: float) -> Array:
     """Return float32 rows scaled down, where needed, to an L2 norm of at most `clip_norm`.
 
     Raises:
-        ValueError: if `clip_norm` is not a finite number > 0, or an entry is NaN or infinite.
+        ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
     """
-    return _clip(rows, clip_norm, l2_norms)
+    return _clip(rows, _bound(clip_norm), l2_norms)
 
 
 def clip_l1(rows: Array, clip_norm: float) -> Array:
     """Return float32 rows scaled down, where needed, to an L1 norm of at most `clip_norm`.
 
     Raises:
-        ValueError: if `clip_norm` is not a finite number > 0, or an entry is NaN or infinite.
+        ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
     """
-    return _clip(rows, clip_norm, l1_norms)
+    return _clip(rows, _bound(clip_norm), l1_norms)
 
 
 def clip_per_layer(rows: Array, clip_norm: float, layout: Layout) -> Array:
@@ -75,15 +81,20 @@ def clip_per_layer(rows: Array, clip_norm: float, layout: Layout) -> Array:
     if rows.shape[-1] != layout.size:
         raise ValueError(f"rows have length {rows.shape[-1]}: the layout's is {layout.size}")
     xp = array_namespace(rows)
+    bound = _bound(clip_norm) / len(layout.sizes) ** 0.5
     parts, start = [], 0
     for size in layout.sizes:
-        parts.append(clip_l2(rows[..., start : start + size], clip_norm / len(layout.sizes) ** 0.5))
+        parts.append(_clip(rows[..., start : start + size], bound, l2_norms))
         start += size
     return xp.concat(parts, axis=-1)
 
 
-def _clip(rows: Array, clip_norm: float, norms_of: Callable[[Array], Array]) -> Array:
-    bound = checks.number("clip_norm", clip_norm, above=0) * (1 - _MARGIN)
+def _bound(clip_norm: float) -> float:
+    """The checked clip norm, less the margin."""
+    return min(checks.number("clip_norm", clip_norm, above=0, at_least=_SMALLEST_BOUND), _LARGEST_BOUND) * (1 - _MARGIN)
+
+
+def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Array:
     xp = array_namespace(rows)
     norms = norms_of(rows)
     if not bool(xp.all(xp.isfinite(norms))):

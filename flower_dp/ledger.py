@@ -21,6 +21,7 @@ class Ledger:
         Raises:
             ValueError: if the event can't be accounted; nothing is written then and nothing may be released.
         """
+        event = _frozen(event)
         if event not in self._counts:
             accounting.epsilon(event, delta=1e-5, relation=self.relation, grid=1e-2)
         self.num_charges += 1
@@ -33,6 +34,7 @@ class Ledger:
         Raises:
             ValueError: if `charged` is not in the ledger, or `actual` can't be accounted; the ledger stays as it was then.
         """
+        charged = _frozen(charged)
         if not self._counts.get(charged):
             raise ValueError(f"event {charged}: was not charged to {self.owner}")
         self.charge(actual)
@@ -53,3 +55,16 @@ class Ledger:
     def lines(self) -> list[str]:
         """Return the charged events in words, one a line, with their counts."""
         return [f"{count} x {event}" for event, count in self._counts.items()]
+
+
+def _frozen(event: DpEvent) -> DpEvent:
+    """The event with tuples in the place of lists: lists can't be keys, and whoever holds them could change the ledger."""
+    if isinstance(event, ComposedDpEvent):
+        return ComposedDpEvent(tuple(map(_frozen, event.events)))
+    if isinstance(event, SelfComposedDpEvent):
+        return SelfComposedDpEvent(_frozen(event.event), event.count)
+    try:
+        hash(event)
+    except TypeError as error:
+        raise ValueError(f"event {event}: must be a (sampled) release whose parameters are numbers, or a composition") from error
+    return event

@@ -6,6 +6,7 @@ flag that says whether its assumptions held.
 
 import math
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
 from flower_dp.accounting import Relation
@@ -109,7 +110,7 @@ class PrivacyStatement:
     def __str__(self) -> str:
         if self.private:
             promise = (
-                f"({_up(self.epsilon)}, {self.delta:.3g})-differential privacy for each {self.unit} ({self.relation}; "
+                f"({_up(self.epsilon)}, {_delta(self.delta)})-differential privacy for each {self.unit} ({self.relation}; "
                 f"tight, accountant {self.accountant}), over {self.num_rounds} rounds."
             )
         else:
@@ -163,6 +164,12 @@ def _told(paper: PaperEpsilon) -> str:
 
 def _shown(epsilon: float) -> str:
     return _up(epsilon) if math.isfinite(epsilon) else "infinite"
+
+
+def _delta(delta: float) -> str:
+    """Three significant digits, rounded up: a printed delta is never smaller than the one that was computed with."""
+    # From the float's shortest decimal: 0.001 is shown as it was given, though as a float it is a little above 1/1000.
+    return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(repr(float(delta))))):.3g}"
 
 
 def _up(epsilon: float) -> str:

@@ -373,21 +373,16 @@ def test_calibrated_pure_noise_by_hand() -> None:
     assert 4.0 <= found < 4.0 * 1.0002
 
 
-_FINE_GRID = pytest.mark.xfail(
-    strict=True, reason="calibrate searches small targets on a finer grid than epsilon answers on: its noise then looks too small"
-)
-
-
-@_FINE_GRID
-@pytest.mark.parametrize("target", [0.05])
+@pytest.mark.parametrize("target", [0.003, 0.02, 0.05, 0.1])
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_calibration_of_small_targets_agrees_with_epsilon(target: float, relation: Relation) -> None:
     found = calibrate(lambda z: Repeat(Poisson(0.01, Gaussian(z)), 1000), epsilon=target, delta=1e-5, relation=relation)
     event = Repeat(Poisson(0.01, Gaussian(found)), 1000)
     assert epsilon(event, delta=1e-5, relation=relation).epsilon <= target
+    less = Repeat(Poisson(0.01, Gaussian(0.99 * found)), 1000)
+    assert epsilon(less, delta=1e-5, relation=relation).epsilon > target
 
 
-@pytest.mark.xfail(strict=True, reason="calibrate caps costs at 1e6, so that any noise seems to meet a larger target")
 def test_calibration_of_huge_targets_is_not_too_little() -> None:
     found = calibrate(Gaussian, epsilon=2e6, delta=1e-5, relation=ADD)
     assert epsilon(Gaussian(found), delta=1e-5, relation=ADD).epsilon <= 2e6
@@ -545,26 +540,20 @@ def test_extremes_are_quick_and_finite(event: dp.DpEvent, delta: float, relation
     assert 0 < _quickly(event, delta, relation) < math.inf
 
 
-_OVERFLOWS = pytest.mark.xfail(
-    strict=True, raises=ArithmeticError, reason="overflow of a privacy loss or of the squared multiplier"
-)
-
-
 @pytest.mark.parametrize(
     "event",
     [
         Gaussian(1e-6),
         Repeat(Poisson(0.1, Gaussian(1e-4)), 100),
-        pytest.param(Poisson(0.1, Laplace(1e-3)), marks=_OVERFLOWS),
-        pytest.param(Gaussian(1e-200), marks=_OVERFLOWS),
-        pytest.param(Gaussian(1e200), marks=_OVERFLOWS),
+        Poisson(0.1, Laplace(1e-3)),
+        Gaussian(1e-200),
+        Gaussian(1e200),
     ],
 )
 def test_absurd_multipliers_have_a_cost_too(event: dp.DpEvent) -> None:
     assert epsilon(event, delta=1e-5, relation=ADD).epsilon >= 0
 
 
-@pytest.mark.xfail(strict=True, reason="PLD under replace-one: the grid is refined once only, from a bound that ignores sampling")
 def test_long_runs_are_bounded_tightly_under_replace_one() -> None:
     """By the central limit theorem the losses of many sparse rounds are those of one Gaussian release."""
     multiplier, rate, rounds = 1.0, 0.001, 100_000
@@ -572,7 +561,6 @@ def test_long_runs_are_bounded_tightly_under_replace_one() -> None:
     assert got <= 1.02 * accounting._pld_on([(Poisson(rate, Gaussian(multiplier)), rounds)], 1e-5, REPLACE, 1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="rounding in the Fourier transforms is not far below delta = 1e-10")
 @pytest.mark.parametrize(("scale", "rounds"), [(5, 1000), (2, 1000), (5, 200)])
 def test_pld_stays_above_the_closed_form_at_the_smallest_delta(scale: float, rounds: int) -> None:
     multiplier = math.sqrt(rounds) / scale

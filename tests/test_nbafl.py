@@ -274,7 +274,7 @@ def test_downlink_charges_what_was_there_when_clients_are_missing():
 
 
 @pytest.mark.parametrize(("claimed", "exact"), [(50.0, 166.0), (60.0, 230.0), (100.0, 592.0)])
-def test_one_exposure_costs_what_the_sheet_says_under_the_papers_assumption(claimed, exact):
+def test_one_exposure_costs_what_exact_accounting_says_under_the_papers_assumption(claimed, exact):
     """sigma_U for one exposure at delta 0.01 is exactly 166/230/592 at sensitivity 2C/m; clipping proves only 2C."""
     std = uplink_noise_std(uplink_exposures=1, epsilon=claimed, delta=0.01, clip_norm=20.0, min_records=100)
     assert exact_epsilon(std / (2 * 20.0 / 100), 0.01) == pytest.approx(exact, rel=0.01)
@@ -282,7 +282,7 @@ def test_one_exposure_costs_what_the_sheet_says_under_the_papers_assumption(clai
 
 @pytest.mark.parametrize(("claimed", "exact"), [(50.0, 11.9), (60.0, 15.7), (100.0, 34.8)])
 def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
-    """The sheet's numbers for L = 25 exposures."""
+    """Exact composition of L = 25 exposures."""
     recipe = NbAFLRecipe(training=TRAINING, clip_norm=20.0, epsilon=claimed, delta=0.01, uplink_exposures=25, min_records=100)
     data = {"c0": records("c0", 100)}
     words = {"clip_norm": 20.0, "epsilon": claimed, "delta": 0.01, "uplink_exposures": 25}

@@ -112,7 +112,6 @@ def test_the_papers_epsilon_is_rounded_up_too() -> None:
     assert "8.5001" in str(dataclasses.replace(STATEMENT, paper=paper))
 
 
-@pytest.mark.xfail(strict=True, reason="delta is printed rounded to nearest: 1000^-1.1 shows as 0.000501, less than was proved")
 @pytest.mark.parametrize("delta", [1000**-1.1, 1.0004e-5])
 def test_printed_delta_is_not_smaller_than_the_proved_one(delta: float) -> None:
     _, shown = _shown(str(dataclasses.replace(STATEMENT, delta=delta)))

@@ -97,7 +97,6 @@ def test_sam_at_tiny_and_huge_gradients_makes_no_nan(gradient: float) -> None:
     np.testing.assert_allclose(update(Point(1.0, 1.0), ORIGIN, training), -0.1 * gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sam_radius / norm overflows float32 at subnormal gradients")
 def test_sam_at_a_subnormal_gradient() -> None:
     training = LocalTraining(learning_rate=0.1, sam_radius=0.05, loss=lambda outputs, targets: outputs.mean() * 1e-40)
     assert update(Point(1.0), records([0.0]), training).tolist() == [0.0]
@@ -126,7 +125,6 @@ def test_weight_decay_by_hand() -> None:
     np.testing.assert_allclose(update(Point(3.0), records([1.0]), training), [-0.55], rtol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="weight decay is added in place to gradients that autograd may share between parameters")
 def test_weight_decay_of_parameters_that_are_added_up() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -140,7 +138,6 @@ def test_weight_decay_of_parameters_that_are_added_up() -> None:
     np.testing.assert_allclose(update(Sum(), records([0.0]), training), [-0.1, -1.0], rtol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="weight decay is added in place to gradients that may be expanded")
 def test_weight_decay_where_the_loss_is_a_sum_of_weights() -> None:
     class Weights(Point):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -275,7 +272,6 @@ class Scaled(nn.Sequential):
         return super().forward(inputs / 100)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@pytest.mark.xfail(strict=True, reason="LinearStack takes a subclass of Sequential with a forward of its own for a plain stack")
 def test_a_forward_of_ones_own_is_used() -> None:
     rows = []
     for loss in (nn.functional.cross_entropy, _autograd):
@@ -284,7 +280,6 @@ def test_a_forward_of_ones_own_is_used() -> None:
     np.testing.assert_allclose(rows[0], rows[1], atol=2e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="LinearStack has a gradient for each layer's weight, also where two layers share one")
 def test_layers_that_share_a_weight() -> None:
     rows = []
     for loss in (nn.functional.cross_entropy, _autograd):
@@ -295,7 +290,6 @@ def test_layers_that_share_a_weight() -> None:
     np.testing.assert_allclose(rows[0], rows[1], atol=2e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="LinearStack's loss does not know cross_entropy's class probabilities and ignored targets")
 @pytest.mark.parametrize(
     "targets", [torch.full((8, 3), 1 / 3), torch.tensor([0, 1, 2, -100, 0, 1, 2, -100])], ids=["soft", "ignored"]
 )
@@ -324,7 +318,6 @@ class Counting(nn.Module):
         return outputs
 
 
-@pytest.mark.xfail(strict=True, reason="buffers that training changes carry one client's data into the next one's update")
 def test_buffers_do_not_carry_data_from_client_to_client() -> None:
     model = FlatModel(Counting())
     start = model.vector.clone()

@@ -22,17 +22,24 @@ class LinearStack:
     @classmethod
     def of(cls, module: nn.Module) -> "LinearStack | None":
         """Return the stack that a module is, or None if it is anything else or has frozen parameters."""
-        parts = list(module) if isinstance(module, nn.Sequential) else [module]
+        parts = list(module) if type(module) is nn.Sequential else [module]
         if parts and type(parts[0]) is nn.Flatten and (parts[0].start_dim, parts[0].end_dim) == (1, -1):
             parts = parts[1:]
         alternates = all(type(part) is (nn.ReLU if index % 2 else nn.Linear) for index, part in enumerate(parts))
         layers = [part for part in parts if isinstance(part, nn.Linear)]
-        trainable = all(parameter.requires_grad for layer in layers for parameter in layer.parameters())
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        trainable = all(parameter.requires_grad for parameter in parameters)
+        shared = len(set(map(id, parameters))) != len(parameters)
         fits = all(first.out_features == second.in_features for first, second in pairwise(layers))
         hooked = any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in (module, *parts))
-        if not (alternates and len(parts) % 2 and trainable and fits) or hooked or len(set(map(id, layers))) != len(layers):
+        if not (alternates and len(parts) % 2 and trainable and fits) or hooked or shared:
             return None
         return cls(layers)
+
+    @staticmethod
+    def takes(targets: Tensor) -> bool:
+        """Whether targets are class indices [batch], none of them one to ignore: the only ones whose loss is known here."""
+        return targets.dtype == torch.int64 and targets.ndim == 1 and bool((targets >= 0).all())
 
     @torch.no_grad()
     def gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -20,6 +20,7 @@ from flower_dp.vectors import Layout
 
 # Records that are fetched from a client's data set at a time.
 _FETCHED_RECORDS = 512
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class FlatModel:
@@ -41,6 +42,17 @@ class FlatModel:
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self._share(self.vector, self.parameters)
         self.stack = LinearStack.of(self.module)
+        self._buffers = [
+            (owner, name, buffer.detach().clone())
+            for owner in self.module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def reset_buffers(self) -> None:
+        """Put the buffers back to what they were at first: what training left in them is made of one client's data."""
+        for owner, name, buffer in self._buffers:
+            owner._buffers[name] = buffer.clone()
 
     def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
         """Make the tensors views of consecutive parts of the vector."""
@@ -103,28 +115,33 @@ class LocalTraining:
         velocity = [torch.zeros_like(parameter) for parameter in model.parameters] if self.momentum else []
         start = [parameter.detach().clone() for parameter in model.parameters] if self.proximal else []
         losses = []
-        for inputs, targets in self._batches(model, records, rng):
-            if stack is not None and plain:
-                losses.append(stack.descend(inputs, targets, step_size))
+        for inputs, targets, classes in self._batches(model, records, rng):
+            shortcut = stack if classes else None
+            if shortcut is not None and plain:
+                losses.append(shortcut.descend(inputs, targets, step_size))
                 continue
-            loss, gradients = self._gradients(model, inputs, targets)
+            loss, gradients = self._gradients(model, shortcut, inputs, targets)
             if self.sam_radius:
-                gradients = self._sam_gradients(model, inputs, targets, gradients)
+                gradients = self._sam_gradients(model, shortcut, inputs, targets, gradients)
             losses.append(loss)
             with torch.no_grad():
-                if self.weight_decay:
-                    torch._foreach_add_(gradients, [p.detach() for p in model.parameters], alpha=self.weight_decay)
+                # Not in place: autograd may return one tensor for two parameters, or an expanded one.
+                pull = self.weight_decay + self.proximal
+                if pull:
+                    gradients = torch._foreach_add(gradients, [p.detach() for p in model.parameters], alpha=pull)
                 if self.proximal:
-                    torch._foreach_add_(gradients, [p.detach() for p in model.parameters], alpha=self.proximal)
-                    torch._foreach_add_(gradients, start, alpha=-self.proximal)
+                    gradients = torch._foreach_add(gradients, start, alpha=-self.proximal)
                 if self.momentum:
                     torch._foreach_mul_(velocity, self.momentum)
                     torch._foreach_add_(velocity, gradients)
                 torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
         return torch.stack(losses).mean()
 
-    def _batches(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield shuffled minibatches for the given number of epochs or steps, fetched many at a time."""
+    def _batches(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield shuffled minibatches for the given number of epochs or steps, fetched many at a time.
+
+        The third item says whether a `LinearStack` takes the targets.
+        """
         if len(records) == 0:
             raise ValueError("records: a client without records can't train")
         steps_an_epoch = -(-len(records) // self.batch_size)
@@ -134,24 +151,31 @@ class LocalTraining:
             order = torch.randperm(len(records), generator=rng)[: steps_left * self.batch_size]
             for positions in torch.split(order, fetched):
                 inputs, targets = records.batch(positions, model.device)
-                yield from zip(torch.split(inputs, self.batch_size), torch.split(targets, self.batch_size), strict=True)
+                classes = LinearStack.takes(targets)
+                batches = zip(torch.split(inputs, self.batch_size), torch.split(targets, self.batch_size), strict=True)
+                yield from ((*batch, classes) for batch in batches)
             steps_left -= steps_an_epoch
 
-    def _gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        if model.stack is not None and self.loss is nn.functional.cross_entropy:
-            return model.stack.gradients(inputs, targets)
+    def _gradients(
+        self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        if stack is not None:
+            return stack.gradients(inputs, targets)
         loss = self.loss(model.module(inputs), targets)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
-    def _sam_gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+    def _sam_gradients(
+        self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor, gradients: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         """Return the gradients at the point `sam_radius` uphill; at a zero gradient there is no uphill, and no step."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
-        if norm == 0:
+        # A norm that float32 holds with few digits or none has no direction either, and the step to take may overflow.
+        if norm < _FLOAT32.tiny or self.sam_radius >= norm * _FLOAT32.max:
             return gradients
         here = model.vector.clone()
         with torch.no_grad():
             torch._foreach_add_(model.parameters, gradients, alpha=self.sam_radius / norm)
-        _, uphill = self._gradients(model, inputs, targets)
+        _, uphill = self._gradients(model, stack, inputs, targets)
         model.vector.copy_(here)
         return uphill
 
@@ -172,13 +196,14 @@ def local_updates(
         vector: the global model [d], float32, on the model's device.
         clients: each client's records.
         training: the recipe.
-        model: where to train; its weights are overwritten.
+        model: where to train; its weights are overwritten, its buffers put back before every client.
         server_round: 1, 2, ...
         seeds: one seed a client, for the order of its records.
         losses: receives every client's mean training loss.
     """
     for records, seed in zip(clients, seeds, strict=True):
         model.vector.copy_(vector)
+        model.reset_buffers()
         loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
         if losses is not None:
             losses.append(loss)
