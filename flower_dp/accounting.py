@@ -29,8 +29,10 @@ _GRID = 1e-4
 # Smaller epsilons are computed on a finer one, down to this part of it.
 _FINEST = 0.1
 _SEARCH_GRID = 1e-3
-# Beyond this exp(grid) is near the end of float64's range; an epsilon that needs it is some millions, and others bound it.
+# Beyond this exp(grid) is near the end of float64's range.
 _LARGEST_GRID = 100.0
+# Beyond this even that grid has too many points, and other accountants bound what is nonsense anyway.
+_LARGEST_SIZE = 1e8
 # Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
 _SMALLEST_PLD_DELTA = 1e-9
 # Kept aside for that rounding, which may be to the wrong side.
@@ -39,7 +41,7 @@ _ROUNDING = 1e-12
 _LONG_RUN = 1_000_000
 _STAGE = 10_000
 # How often a grid is refined at most.
-_REFINEMENTS = 5
+_REFINEMENTS = 8
 # Noise multipliers beyond this overflow when squared; less noise than this, or its inverse, is a valid (absurd) bound.
 _LARGEST_MULTIPLIER = 1e50
 # Leaves are (event, how many times).
@@ -135,9 +137,7 @@ def calibrate(
             raise ValueError(f"epsilon={target:g}: no noise multiplier up to 1e6 reaches it at delta={delta:g}")
     while excess(low) <= 0:
         low, high = low - 1.0, low
-        if low < math.log(1e-4) and target <= 1e6:
-            return math.exp(high)
-        if low < math.log(1 / _LARGEST_MULTIPLIER):
+        if low < math.log(1e-4 if target <= 1e6 else 1 / _LARGEST_MULTIPLIER):
             return math.exp(high)
     root = optimize.brentq(excess, low, high, xtol=rtol / 2)
     step = rtol / 4
@@ -238,7 +238,8 @@ def _gaussian_exact(leaves: _Leaves, delta: float, relation: Relation) -> float:
         norms.append(math.sqrt(count) / inner.noise_multiplier)
     multiplier = _effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
-    return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
+    with _quiet():
+        return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
 
 
 def _rdp(leaves: _Leaves, delta: float, relation: Relation) -> float | None:
@@ -275,9 +276,9 @@ def _pld(leaves: _Leaves, delta: float, relation: Relation, grid: float, rough: 
     # Some 10^5 points are enough where losses are huge, and small losses need finer ones; a coarser grid is still an upper
     # bound. A rough bound may itself be far too large: then the answers on ever finer grids tell the right one.
     size = rough if rough is not None and math.isfinite(rough) else _gaussian_exact(leaves, delta, relation)
-    coarse = max(grid, 1e-5 * size) if math.isfinite(size) else grid
-    if coarse > _LARGEST_GRID:
+    if size > _LARGEST_SIZE:
         return math.nan
+    coarse = min(max(grid, 1e-5 * size), _LARGEST_GRID) if math.isfinite(size) else grid
     best = math.nan
     for _ in range(_REFINEMENTS):
         try:

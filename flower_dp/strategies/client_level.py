@@ -50,6 +50,8 @@ class ClientLevelStrategy(RoundStrategy):
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
     """
 
+    paper_formula = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
+
     def __init__(
         self,
         *,

@@ -37,6 +37,8 @@ class DPFedSAM(ClientLevelStrategy):
         ValueError: for a value that makes no sense, naming field and value.
     """
 
+    paper_formula = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
+
     def __init__(
         self,
         *,

@@ -10,8 +10,6 @@ from flower_dp.statement import PaperEpsilon, PrivacyStatement
 if TYPE_CHECKING:
     from flower_dp.strategies.client_level import ClientLevelStrategy
 
-PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
-
 
 def state(strategy: "ClientLevelStrategy") -> PrivacyStatement:
     """Return the statement of what a strategy's ledger holds."""
@@ -66,7 +64,7 @@ def _paper(strategy: "ClientLevelStrategy") -> PaperEpsilon | None:
     if strategy.seeded_noise:
         faults.append("noise came from a fixed seed")
     return PaperEpsilon(
-        epsilon=epsilon, formula=PAPER_FORMULA, valid=not faults, reason="; ".join(faults) or "its assumptions hold"
+        epsilon=epsilon, formula=strategy.paper_formula, valid=not faults, reason="; ".join(faults) or "its assumptions hold"
     )
 
 
