@@ -26,7 +26,7 @@ RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
 
 # A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
 _GRID = 1e-4
-# Smaller epsilons are computed on a finer one, down to this part of it.
+# Smaller epsilons are computed on a finer one, down to this part of it; not where a coarser one is asked for.
 _FINEST = 0.1
 _SEARCH_GRID = 1e-3
 # Beyond this exp(grid) is near the end of float64's range.
@@ -38,8 +38,8 @@ _SMALLEST_PLD_DELTA = 1e-9
 # Kept aside for that rounding, which may be to the wrong side.
 _ROUNDING = 1e-12
 # Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
-_LONG_RUN = 1_000_000
-_STAGE = 10_000
+_LONG_RUN = 200_000
+_STAGE = 1_000
 # How often a grid is refined at most.
 _REFINEMENTS = 8
 # Noise multipliers beyond this overflow when squared; less noise than this, or its inverse, is a valid (absurd) bound.
@@ -286,7 +286,8 @@ def _pld(leaves: _Leaves, delta: float, relation: Relation, grid: float, rough: 
         except ArithmeticError:  # a loss that no float holds
             return best
         best = value if math.isnan(best) else min(best, value)
-        fine = max(1e-5 * best, min(grid, max(1e-3 * best, _FINEST * grid)))
+        small = grid if grid > _GRID else min(grid, max(1e-3 * best, _FINEST * _GRID))
+        fine = max(1e-5 * best, small)
         if not coarse > 2 * fine:
             break
         coarse = fine

@@ -576,3 +576,27 @@ def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds
     got = accounting._pld([(Gaussian(multiplier), rounds)], delta, ADD, accounting._GRID, None)
     second = optimize.brentq(lambda eps: gaussian_delta(1 / scale, eps) - delta, 0, 500, xtol=1e-13)
     assert second <= got <= 1.001 * second
+
+
+@pytest.mark.parametrize("rounds", [10**5, 10**6, 10**7])
+@pytest.mark.parametrize("delta", [1e-9, 1e-5])
+def test_pld_of_long_runs_is_an_upper_bound_of_the_closed_form(rounds: int, delta: float) -> None:
+    """Runs this long are composed in stages."""
+    got = accounting._pld([(Gaussian(math.sqrt(rounds) / 2), rounds)], delta, ADD, accounting._GRID, None)
+    assert gaussian_epsilon(1 / 2, delta) <= got <= 1.01 * gaussian_epsilon(1 / 2, delta)
+
+
+@pytest.mark.parametrize(
+    "event", [Repeat(Poisson(0.1, Laplace(0.01)), 10), Repeat(Poisson(0.001, Laplace(1)), 10**7)], ids=["huge losses", "long run"]
+)
+def test_hard_events_do_not_take_long(event: dp.DpEvent) -> None:
+    start = time.perf_counter()
+    assert math.isfinite(epsilon(event, delta=1e-5, relation=ADD).epsilon)
+    assert time.perf_counter() - start < 5
+
+
+def test_long_sparse_runs_under_replace_one_stay_below_twice_as_far_apart() -> None:
+    """A tiny rate's replacement costs about two changes in opposite directions: far less than without sampling."""
+    event = Repeat(Poisson(0.001, Gaussian(1.0)), 10**7)
+    one = epsilon(event, delta=1e-5, relation=ADD).epsilon
+    assert one < epsilon(event, delta=1e-5, relation=REPLACE).epsilon < 3 * one

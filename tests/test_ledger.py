@@ -91,6 +91,23 @@ def test_composed_events_are_charged_like_others() -> None:
     assert ledger.cost(1e-4) == accounting.epsilon(ComposedDpEvent([STRONG, WEAK]), delta=1e-4, relation="add-or-remove-one")
 
 
+def test_composed_events_are_amended_and_copied() -> None:
+    ledger, events = _ledger(), [STRONG, WEAK]
+    ledger.charge(ComposedDpEvent(events))
+    events.clear()
+    assert ledger.cost(1e-4).epsilon > 0
+    ledger.amend(ComposedDpEvent([STRONG, WEAK]), STRONG)
+    assert ledger.cost(1e-4) == accounting.epsilon(STRONG, delta=1e-4, relation="add-or-remove-one")
+
+
+def test_what_can_not_be_a_ledgers_entry_is_refused_and_not_written() -> None:
+    ledger = _ledger()
+    with pytest.raises(ValueError, match="must be a"):
+        ledger.charge(PoissonSampledDpEvent(0.1, ComposedDpEvent([STRONG])))
+    assert ledger.num_charges == 0
+    assert ledger.lines() == []
+
+
 def test_one_release_without_noise_makes_all_of_it_not_private() -> None:
     ledger = _ledger()
     ledger.charge(STRONG)

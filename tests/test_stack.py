@@ -74,3 +74,31 @@ def test_training_is_the_same_with_and_without_the_shortcut(words):
     shortcut, autograd = rows(functional.cross_entropy), rows(functional.cross_entropy)
     assert shortcut.abs().max() > 1e-2
     assert torch.allclose(shortcut, autograd, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "taken"),
+    [
+        (torch.tensor([0, 2]), True),
+        (torch.tensor([0, -100]), False),
+        (torch.tensor([[0, 2]]), False),
+        (torch.tensor([0, 2], dtype=torch.int32), False),
+        (torch.tensor([[0.5, 0.5]]), False),
+    ],
+    ids=["classes", "ignored", "rank 2", "int32", "soft"],
+)
+def test_only_plain_class_indices_are_taken(targets, taken):
+    assert LinearStack.takes(targets) is taken
+
+
+def test_subclasses_and_shared_weights_are_left_to_autograd():
+    class Own(nn.Linear):
+        pass
+
+    class Chain(nn.Sequential):
+        pass
+
+    shared = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    shared[2].weight = shared[0].weight
+    for module in (Own(4, 4), Chain(nn.Linear(4, 4)), shared):
+        assert LinearStack.of(module) is None

@@ -42,8 +42,10 @@ class FlatModel:
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self._share(self.vector, self.parameters)
         self.stack = LinearStack.of(self.module)
+        # One copy of a buffer that two layers share.
+        saved = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}
         self._buffers = [
-            (owner, name, buffer.detach().clone())
+            (owner, name, saved[id(buffer)])
             for owner in self.module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
@@ -51,8 +53,9 @@ class FlatModel:
 
     def reset_buffers(self) -> None:
         """Put the buffers back to what they were at first: what training left in them is made of one client's data."""
-        for owner, name, buffer in self._buffers:
-            owner._buffers[name] = buffer.clone()
+        fresh = {id(saved): saved.clone() for _, _, saved in self._buffers}
+        for owner, name, saved in self._buffers:
+            owner._buffers[name] = fresh[id(saved)]
 
     def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
         """Make the tensors views of consecutive parts of the vector."""
@@ -128,9 +131,9 @@ class LocalTraining:
                 # Not in place: autograd may return one tensor for two parameters, or an expanded one.
                 pull = self.weight_decay + self.proximal
                 if pull:
-                    gradients = torch._foreach_add(gradients, [p.detach() for p in model.parameters], alpha=pull)
+                    gradients = list(torch._foreach_add(gradients, [p.detach() for p in model.parameters], alpha=pull))
                 if self.proximal:
-                    gradients = torch._foreach_add(gradients, start, alpha=-self.proximal)
+                    gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
                 if self.momentum:
                     torch._foreach_mul_(velocity, self.momentum)
                     torch._foreach_add_(velocity, gradients)
@@ -158,15 +161,15 @@ class LocalTraining:
 
     def _gradients(
         self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         if stack is not None:
             return stack.gradients(inputs, targets)
         loss = self.loss(model.module(inputs), targets)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(
-        self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor, gradients: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+        self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor, gradients: list[Tensor]
+    ) -> list[Tensor]:
         """Return the gradients at the point `sam_radius` uphill; at a zero gradient there is no uphill, and no step."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
         # A norm that float32 holds with few digits or none has no direction either, and the step to take may overflow.
@@ -207,7 +210,9 @@ def local_updates(
         loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
         if losses is not None:
             losses.append(loss)
-        yield model.vector - vector
+        row = model.vector - vector
+        model.reset_buffers()  # what is left must not be told by an evaluation of the model either
+        yield row
 
 
 def batch_seed(seed: int, server_round: int, client: str) -> int:

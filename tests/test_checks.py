@@ -1,0 +1,33 @@
+"""Refusals of configuration values: always a ValueError that names the field and what would be valid."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flower_dp import checks
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, -(10**400), 10**5000, np.ones(3), 1j, None, True, "1", float("nan")],
+    ids=["huge", "negative", "unwritable", "array", "complex", "none", "bool", "text", "nan"],
+)
+def test_what_is_not_a_finite_number_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^field=.*: must be a finite number > 0$") as caught:
+        checks.number("field", value, above=0)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), 0.5])
+def test_numbers_come_back_as_plain_floats(value: Any) -> None:
+    number = checks.number("field", value, above=0)
+    assert type(number) is float
+    assert json.dumps(number) == "0.5"
+
+
+@pytest.mark.parametrize("value", [10**5000, 0, 1.5, None], ids=["huge", "zero", "fraction", "none"])
+def test_integers_out_of_range_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^field=.*: must be a whole number >= 1 and <= 9$"):
+        checks.integer("field", value, at_least=1, at_most=9)
