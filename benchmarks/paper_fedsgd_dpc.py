@@ -79,8 +79,10 @@ def points(
     chosen, left_out = [], []
     for epsilon in EPSILONS:
         best = plans[epsilon].best
-        pairs = [(best.cohort_size, best.num_rounds)]
-        pairs += [(b, t) for t in (max(1, round(best.num_rounds / 5)), 5 * best.num_rounds) for b in COHORTS]
+        own = (best.cohort_size, best.num_rounds)
+        off = [(b, t) for t in (max(1, round(best.num_rounds / 5)), 5 * best.num_rounds) for b in COHORTS]
+        # Off by a factor of five is the plan itself, or nothing, where it has one round or none.
+        pairs = [own, *(pair for pair in off if pair != own and pair[1])]
         pairs.append((estimated[epsilon].best.cohort_size, estimated[epsilon].best.num_rounds))
         plan_of = {0: "Table I", len(pairs) - 1: "data"}
         for index, (cohort, rounds) in enumerate(pairs):

@@ -35,7 +35,7 @@ def l2_norms(rows: Array) -> Array:
     with np.errstate(over="ignore"):  # what overflows is done again below; torch never warns
         blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
         norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
-    if bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
+    if (_SAFE < float(norms) < 1 / _SAFE) if rows.ndim == 1 else bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
         return norms
     wide = xp.astype(rows, xp.float64)
     # Zeros, entries whose squares leave float64's range, NaN and infinity: divide by the largest entry first.
@@ -97,6 +97,13 @@ def _bound(clip_norm: float) -> float:
 def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Array:
     xp = array_namespace(rows)
     norms = norms_of(rows)
+    if (
+        rows.ndim == 1
+        and rows.dtype == xp.float32
+        and bound * _SMALLEST_FACTOR < (norm := float(norms)) < bound / _SMALLEST_FACTOR
+    ):
+        # One vector is the common case, and Python's own numbers are quicker than arrays without dimensions.
+        return xp.astype(rows, xp.float32, copy=True) if norm <= bound else rows * (bound / norm)
     if not bool(xp.all(xp.isfinite(norms))):
         raise ValueError("update has NaN or infinite entries: it can't be clipped")
     if bool(xp.all(norms <= bound)):

@@ -346,7 +346,13 @@ def test_two_runs_with_the_same_settings_have_different_noise():
 
 
 def test_round_robin_with_an_untrusted_server_and_distributed_noise_is_refused():
-    words = {"clip_norm": 1, "noise_multiplier": 1, "sampling": RoundRobinSampling(cohort_size=2), "num_clients": 6, "delta": 1e-3}
+    words = {
+        "clip_norm": 1,
+        "noise_multiplier": 1,
+        "sampling": RoundRobinSampling(cohort_size=2),
+        "num_clients": 6,
+        "delta": 1e-3,
+    }
     with pytest.raises(ValueError, match="trusted_server=False: round-robin"):
         DPFedSAM(**words, trusted_server=False)
     DPFedSAM(**words, trusted_server=False, placement="central")
