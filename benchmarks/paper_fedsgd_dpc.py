@@ -1,8 +1,9 @@
 """Does the planned (b, T) of FedSGD-DPC with Laplace noise beat b in {1, 5, 10} with T five times too small or too large?
 
-Everything was fixed before the first run. From the paper: N = 10, equal sizes, two digits a client, logistic regression without
+All was fixed before the first full run. From the paper: N = 10, equal sizes, two digits a client, logistic regression without
 bias, L1 clip norm 300, learning rate 0.05, decaying (the preset: by 1 % a round), epsilon 5 and 10. Not from the paper: 1,000
-records a client, not 6,000, because b = 10 with 1,220 rounds over 6,000 would take hours.
+records a client, not 6,000, because b = 10 with 1,220 rounds over 6,000 would take hours; with 800 the plan for epsilon 5 is
+b = 10, T = 1, which is not the paper's case. The embedded digits give 400, and that case.
 
 The plan is the planner's own answer, twice: from constants estimated on the clients' data (what the paper says to do), and from
 the constants that fit the paper's Table I for MNIST, with noise for the records there are (C2 goes with 1 / n^2).

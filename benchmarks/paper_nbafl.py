@@ -1,6 +1,6 @@
 """Does NbAFL's final loss fall with epsilon and with N, and is there an interior best T?
 
-Everything was fixed before the first run. From the paper: MLP 784-256-10, N = 50, T = 25, 100 records a client (as many as the
+All was fixed before the first full run. From the paper: MLP 784-256-10, N = 50, T = 25, 100 records a client (as many as the
 embedded digits allow without a folder of the full set), C = 20, delta 0.01, epsilon 50, 60, 100. From the preset: L = 1,
 mu = 0.1, 2 local epochs in batches of 10, learning rate 0.02 (the paper has 0.002 and gives no number of local steps).
 """

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_dp import runs as run_folders
+from flower_dp.statement import delta_in_words
 
 # What makes runs repetitions of one another.
 REPEATED = ("seed", "output-dir")
@@ -135,7 +136,7 @@ def table(curves: Sequence[Curve], metric: str) -> str:
         many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
         final = _final(scale * curve.mean[-1], scale * curve.std[-1], len(curve.runs))
         first, private = curve.runs[0], curve.private
-        delta = f"{first.delta:.3g}" if private and isinstance(first.delta, int | float) else "-"
+        delta = delta_in_words(first.delta) if private and isinstance(first.delta, int | float) else "-"
         cells = (many, final, curve.epsilon_in_words(), delta, first.unit if private else "-", str(curve.rounds[-1]))
         label, *rest = wrapped(curve.label)
         lines += [(label, *cells), *((text, *[""] * len(cells)) for text in rest)]

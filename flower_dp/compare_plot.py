@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flower_dp.compare import Curve, wrapped
 from flower_dp.runs import write_whole
+from flower_dp.statement import delta_in_words
 
 # Okabe and Ito's colours, told apart by the colour-blind, without the yellow that white paper swallows.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -96,7 +97,7 @@ def _spending(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.set_xscale("log")
     guarantees = {(curve.runs[0].delta, curve.runs[0].unit) for curve in private}
     delta, unit = next(iter(guarantees))
-    one = f" (delta {delta:.2g}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
+    one = f" (delta {delta_in_words(delta)}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
     axes.set_xlabel("epsilon spent" + (one if len(guarantees) == 1 else " (for different deltas or units)"))
     if len(private) < len(curves):
         axes.set_title("without the curves that are not private", fontsize="medium")

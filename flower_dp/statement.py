@@ -110,8 +110,8 @@ class PrivacyStatement:
     def __str__(self) -> str:
         if self.private:
             promise = (
-                f"({_up(self.epsilon)}, {_delta(self.delta)})-differential privacy for each {self.unit} ({self.relation}; "
-                f"tight, accountant {self.accountant}), over {self.num_rounds} rounds."
+                f"({_up(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
+                f"({self.relation}; tight, accountant {self.accountant}), over {self.num_rounds} rounds."
             )
         else:
             promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."
@@ -166,7 +166,7 @@ def _shown(epsilon: float) -> str:
     return _up(epsilon) if math.isfinite(epsilon) else "infinite"
 
 
-def _delta(delta: float) -> str:
+def delta_in_words(delta: float) -> str:
     """Three significant digits, rounded up: a printed delta is never smaller than the one that was computed with."""
     # From the float's shortest decimal: 0.001 is shown as it was given, though as a float it is a little above 1/1000.
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(repr(float(delta))))):.3g}"

@@ -82,7 +82,7 @@ def test_one_huge_record_moves_the_mean_by_its_clip_norm_at_most(huge):
 def test_the_gradient_is_the_same_in_small_parts(monkeypatch):
     recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
     whole = reply(recipe, records("c0"))
-    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", 3 * FEATURES * CLASSES)
+    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": 3 * FEATURES * CLASSES})
     torch.testing.assert_close(reply(recipe, records("c0")), whole)
 
 

@@ -16,8 +16,9 @@ from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_in
 
-# Numbers in the matrix of per-record gradients that is in memory at a time.
-_LARGEST_MATRIX = 2**24
+# Numbers in the matrix of per-record gradients that is in memory at a time: what stays in a core's cache, or fills a GPU.
+_LARGEST_MATRIX = {"cpu": 2**19}
+_LARGEST_MATRIX_ELSEWHERE = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,8 @@ class FedSGDDPCRecipe:
         clip = clip_l1 if self.mechanism == "laplace" else clip_l2
         total = torch.zeros_like(model.vector, dtype=torch.float64)
         losses = [torch.zeros(0, device=model.device)]
-        for part in torch.split(positions, max(1, _LARGEST_MATRIX // model.layout.size)):
+        largest = _LARGEST_MATRIX.get(model.device.type, _LARGEST_MATRIX_ELSEWHERE)
+        for part in torch.split(positions, max(1, largest // model.layout.size)):
             if len(part) == 0:
                 continue
             rows, loss = record_gradients(model, *records.batch(part, model.device), loss=self.loss)
