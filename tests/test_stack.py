@@ -67,9 +67,15 @@ def test_training_is_the_same_with_and_without_the_shortcut(words):
         model = FlatModel(module)
         training = LocalTraining(learning_rate=0.2, batch_size=4, num_local_epochs=2, loss=loss, **words)
         start = model.vector.clone()
-        updates = list(local_updates(start, records, training, model=model, server_round=1, seeds=[1, 2, 3]))
+        common = {"model": model, "server_round": 1, "seeds": [1, 2, 3]}
+        updates = torch.stack(list(local_updates(start, records, training, **common)))
+        # The way that leaves the loss out and the one that does not.
+        losses = []
+        measured = torch.stack(list(local_updates(start, records, training, **common, losses=losses)))
+        assert torch.allclose(updates, measured, atol=1e-6)
+        assert torch.isfinite(torch.stack(losses)).all()
         model.vector.copy_(start)
-        return torch.stack(updates)
+        return updates
 
     shortcut, autograd = rows(functional.cross_entropy), rows(functional.cross_entropy)
     assert shortcut.abs().max() > 1e-2

@@ -146,7 +146,7 @@ class DPClient(NodeClient):
                     model=self.model,
                     server_round=instruction.server_round,
                     seeds=[batch_seed(self.seed, instruction.server_round, name)],
-                    losses=losses,
+                    losses=losses if instruction.report_metrics else None,
                 )
                 row = next(rows)
             except Exception as error:

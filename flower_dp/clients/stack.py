@@ -49,40 +49,46 @@ class LinearStack:
             inputs: [batch, ...], flattened here.
             targets: class indices [batch].
         """
-        loss, slopes = self._slopes(inputs, targets)
+        logits, values = self._forward(inputs)
+        log_odds = functional.log_softmax(logits, dim=1)
+        loss = functional.nll_loss(log_odds, targets)
         slots = list(self._gradients)
-        for layer, slope, value in slopes:
+        for layer, slope, value in self._backwards(values, _slope(log_odds.exp_(), targets, 1 / len(targets))):
             if layer.bias is not None:
                 torch.sum(slope, dim=0, out=slots.pop())
             torch.mm(slope.t(), value, out=slots.pop())
         return loss, list(self._gradients)
 
     @torch.no_grad()
-    def descend(self, inputs: Tensor, targets: Tensor, step_size: float) -> Tensor:
-        """Take one plain gradient step in place; return the mean loss before it."""
-        loss, slopes = self._slopes(inputs, targets)
-        for layer, slope, value in slopes:
+    def descend(self, inputs: Tensor, targets: Tensor, step_size: float) -> None:
+        """Take one plain gradient step in place."""
+        logits, values = self._forward(inputs)
+        odds = functional.softmax(logits, dim=1)
+        # The step size goes into the slope, so that nothing else needs to be scaled.
+        for layer, slope, value in self._backwards(values, _slope(odds, targets, step_size / len(targets))):
             if layer.bias is not None:
-                layer.bias.sub_(slope.sum(dim=0), alpha=step_size)
-            layer.weight.addmm_(slope.t(), value, alpha=-step_size)
-        return loss
+                layer.bias.sub_(slope.sum(dim=0))
+            layer.weight.addmm_(slope.t(), value, alpha=-1)
 
-    def _slopes(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Iterator[tuple[nn.Linear, Tensor, Tensor]]]:
-        """Return the loss, and from the last layer to the first: layer, slope of the loss in its output, its input."""
+    def _forward(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits [batch, classes], and every layer's input."""
         values = [inputs.flatten(1)]
-        for layer in self.layers:
-            output = functional.linear(values[-1], layer.weight, layer.bias)
-            values.append(output.relu_() if layer is not self.layers[-1] else output)
-        log_odds = functional.log_softmax(values.pop(), dim=1)
-        loss = functional.nll_loss(log_odds, targets)
-        slope = log_odds.exp_()
-        slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0)).div_(len(targets))
-        return loss, self._backwards(values, slope)
+        for layer in self.layers[:-1]:
+            values.append(functional.linear(values[-1], layer.weight, layer.bias).relu_())
+        last = self.layers[-1]
+        return functional.linear(values[-1], last.weight, last.bias), values
 
     def _backwards(self, values: list[Tensor], slope: Tensor) -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
+        """Yield, from the last layer to the first: layer, slope of the loss in its output, its input."""
         for index in reversed(range(len(self.layers))):
             layer, value = self.layers[index], values[index]
             # Before the layer is handed out: whoever takes it may change its weights.
             below = (slope @ layer.weight).mul_(value > 0) if index else slope
             yield layer, slope, value
             slope = below
+
+
+def _slope(odds: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """Turn probabilities, in place, into `scale` times the slope of the summed cross-entropy in the logits."""
+    odds.scatter_add_(1, targets[:, None], odds.new_full((len(targets), 1), -1.0))
+    return odds.mul_(scale)

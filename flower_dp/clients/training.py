@@ -110,8 +110,13 @@ class LocalTraining:
         """Return the step size of round 1, 2, ..."""
         return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
 
-    def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
-        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor."""
+    def train(
+        self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator, *, measure: bool = True
+    ) -> Tensor:
+        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor.
+
+        Without `measure` the loss may be left out, and is NaN then.
+        """
         step_size = self.step_size(server_round)
         stack = model.stack if self.loss is nn.functional.cross_entropy else None
         plain = not (self.momentum or self.weight_decay or self.sam_radius or self.proximal)
@@ -120,8 +125,8 @@ class LocalTraining:
         losses = []
         for inputs, targets, classes in self._batches(model, records, rng):
             shortcut = stack if classes else None
-            if shortcut is not None and plain:
-                losses.append(shortcut.descend(inputs, targets, step_size))
+            if shortcut is not None and plain and not measure:
+                shortcut.descend(inputs, targets, step_size)
                 continue
             loss, gradients = self._gradients(model, shortcut, inputs, targets)
             if self.sam_radius:
@@ -138,7 +143,7 @@ class LocalTraining:
                     torch._foreach_mul_(velocity, self.momentum)
                     torch._foreach_add_(velocity, gradients)
                 torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
-        return torch.stack(losses).mean()
+        return torch.stack(losses).mean() if losses else torch.tensor(torch.nan)
 
     def _batches(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Yield shuffled minibatches for the given number of epochs or steps, fetched many at a time.
@@ -207,7 +212,8 @@ def local_updates(
     for records, seed in zip(clients, seeds, strict=True):
         model.vector.copy_(vector)
         model.reset_buffers()
-        loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        rng = torch.Generator().manual_seed(seed)
+        loss = training.train(model, records, server_round, rng, measure=losses is not None)
         if losses is not None:
             losses.append(loss)
         row = model.vector - vector
