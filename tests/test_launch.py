@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -86,7 +87,9 @@ def _with_signal(signum, steps, ask):
 
 @pytest.mark.parametrize("ask", [True, False], ids=["asked", "in the last step"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_are_noted_until_asked_for(signum, ask):
+def test_signals_are_noted_until_asked_for(signum, ask, request):
+    # Whoever runs the tests may have started them with nohup.
+    request.addfinalizer(partial(signal.signal, signum, signal.signal(signum, signal.default_int_handler)))
     before, steps = signal.getsignal(signum), []
     with pytest.raises(launch.Interrupted, match=signal.Signals(signum).name) as caught:
         _with_signal(signum, steps, ask)
