@@ -154,6 +154,8 @@ def _environment(room: Path, home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray starts workers at niceness 15: whatever else runs would take the cores from the training.
+        "RAY_worker_niceness": "0",
         "RAY_TMPDIR": str(room),
         "PYTHONUNBUFFERED": "1",
     }
