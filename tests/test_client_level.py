@@ -356,3 +356,14 @@ def test_round_robin_with_an_untrusted_server_and_distributed_noise_is_refused()
     with pytest.raises(ValueError, match="trusted_server=False: round-robin"):
         DPFedSAM(**words, trusted_server=False)
     DPFedSAM(**words, trusted_server=False, placement="central")
+
+
+def test_the_papers_epsilon_is_that_of_the_rounds_that_ran():
+    strategy = DPFedAvg(
+        clip_norm=1.0, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
+    )
+    strategy.start(LocalGrid(still_app(8), 2), model_arrays(still_model()), num_rounds=6)
+    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.25, GaussianDpEvent(1.0)), 6)
+    expected = accounting.rdp_epsilon(event, delta=1e-3, relation="add-or-remove-one")
+    assert strategy.statement.paper.epsilon == pytest.approx(expected)
+    assert strategy.statement.paper.valid
