@@ -8,7 +8,7 @@ Vectors [d] are clipped whole, matrices [clients x d] row by row; NumPy arrays a
 from collections.abc import Callable
 
 import numpy as np
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_torch_array
 
 from flower_dp import checks
 from flower_dp.vectors import Array, Layout
@@ -30,11 +30,14 @@ _LARGEST_BOUND = 2.0**127
 def l2_norms(rows: Array) -> Array:
     """Return the L2 norm of a vector, or of every row of a matrix, in float64, without overflow or underflow."""
     xp = array_namespace(rows)
-    # Block by block: float64 copies that stay in the cache.
-    starts = range(0, max(1, rows.shape[-1]), _BLOCK)
-    with np.errstate(over="ignore"):  # what overflows is done again below; torch never warns
-        blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
-        norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
+    if is_torch_array(rows):
+        norms = xp.linalg.vector_norm(rows, axis=-1, dtype=xp.float64)  # entry by entry, without a copy
+    else:
+        # Block by block: float64 copies that stay in the cache.
+        starts = range(0, max(1, rows.shape[-1]), _BLOCK)
+        with np.errstate(over="ignore"):  # what overflows is done again below
+            blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
+            norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
     if (_SAFE < float(norms) < 1 / _SAFE) if rows.ndim == 1 else bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
         return norms
     wide = xp.astype(rows, xp.float64)

@@ -156,6 +156,8 @@ def _environment(room: Path, home: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray starts workers at niceness 15: whatever else runs would take the cores from the training.
         "RAY_worker_niceness": "0",
+        # Messages of up to 4 MiB go straight to the worker, not by way of Ray's object store.
+        "RAY_max_direct_call_object_size": str(2**22),
         "RAY_TMPDIR": str(room),
         "PYTHONUNBUFFERED": "1",
     }

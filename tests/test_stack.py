@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates
-from flower_dp.clients.stack import LinearStack
+from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates, stack
+from flower_dp.clients.stack import LinearStack, SideBySide
 
 MODELS = {
     "one layer": lambda: nn.Linear(6, 4),
@@ -25,20 +25,97 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_gradients_and_step_are_those_of_autograd(make):
+def test_gradients_are_those_of_autograd(make):
     torch.manual_seed(0)
     model = make()
     inputs, targets = torch.randn(9, 6), torch.randint(0, 4, (9,))
-    stack = LinearStack.of(model)
+    by_hand = LinearStack.of(model)
     loss = functional.cross_entropy(model(inputs), targets)
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    by_hand, gradients = stack.gradients(inputs, targets)
-    assert torch.allclose(by_hand, loss)
+    own_loss, gradients = by_hand.gradients(inputs, targets)
+    assert torch.allclose(own_loss, loss)
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients, expected, strict=True))
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    stack.descend(inputs, targets, 0.3)
-    for old, new, slope in zip(before, model.parameters(), expected, strict=True):
-        assert torch.allclose(new, old - 0.3 * slope, atol=1e-6)
+
+
+def _one_by_one(make, weights, batches, step_size):
+    """Return one client's update and losses by autograd and torch's own SGD."""
+    model = make()
+    nn.utils.vector_to_parameters(weights.clone(), model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=step_size)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return nn.utils.parameters_to_vector(model.parameters()).detach() - weights, losses
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 30])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_clients_side_by_side_train_as_one_by_one(make, batch_size):
+    """11 records: with batches of 1 to 3 the wide first layers take their steps in several stretches."""
+    torch.manual_seed(1)
+    model = make()
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    inputs, targets = torch.randn(3, 11, 6), torch.randint(0, 4, (3, 11))
+    together = SideBySide(LinearStack.of(model), 3, batch_size=batch_size, step_size=0.5)
+    losses = torch.cat([together.descend(inputs, targets), together.descend(inputs.flip(1), targets.flip(1))], dim=1)
+    for client in range(3):
+        x, y = inputs[client], targets[client]
+        batches = [
+            pair
+            for order in [(x, y), (x.flip(0), y.flip(0))]
+            for pair in zip(*(part.split(batch_size) for part in order), strict=True)
+        ]
+        expected, expected_losses = _one_by_one(make, weights, batches, 0.5)
+        assert torch.allclose(together.update(client), expected, atol=1e-5)
+        assert losses[client].tolist() == pytest.approx(expected_losses, abs=1e-5)
+        assert expected.norm() > 0.1
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_large_layers_side_by_side(fast, monkeypatch):
+    """Large enough for oneDNN, and for several stretches; and the same without oneDNN."""
+    if not fast:
+        monkeypatch.setattr("flower_dp.clients.stack._ONEDNN", None)
+    torch.manual_seed(1)
+
+    def make():
+        return nn.Sequential(nn.Linear(300, 140), nn.ReLU(), nn.Linear(140, 5))
+
+    model = make()
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    inputs, targets = torch.randn(2, 300, 300), torch.randint(0, 5, (2, 300))
+    together = SideBySide(LinearStack.of(model), 2, batch_size=30, step_size=0.2)
+    together.descend(inputs, targets)
+    for client in range(2):
+        batches = zip(inputs[client].split(30), targets[client].split(30), strict=True)
+        expected, _ = _one_by_one(make, weights, batches, 0.2)
+        assert (together.update(client) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_torch_still_has_the_fast_product():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    assert stack._ONEDNN is not None
+
+
+def test_what_one_client_has_does_not_reach_another():
+    torch.manual_seed(1)
+    model = MODELS["three layers"]()
+    inputs, targets = torch.randn(3, 11, 6), torch.randint(0, 4, (3, 11))
+    rows = []
+    for wild in (0.0, 1e30, float("nan"), float("inf")):
+        inputs[1] = wild
+        together = SideBySide(LinearStack.of(model), 3, batch_size=2, step_size=0.5)
+        together.descend(inputs, targets)
+        rows.append([together.update(0), together.update(2)])
+    for row in rows[1:]:
+        assert torch.equal(torch.stack(row), torch.stack(rows[0]))
+    assert torch.isfinite(torch.stack(rows[0])).all()
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS.keys())
@@ -55,6 +132,11 @@ def test_frozen_parameters_and_hooks_are_left_to_autograd():
     assert LinearStack.of(hooked) is None
 
 
+def _cross_entropy(outputs, targets):
+    """Not the function that the stack stands for."""
+    return functional.cross_entropy(outputs, targets)
+
+
 @pytest.mark.parametrize(
     "words", [{}, {"momentum": 0.5}, {"sam_radius": 0.1}, {"weight_decay": 0.1}, {"momentum": 0.5, "sam_radius": 0.1}], ids=str
 )
@@ -62,39 +144,39 @@ def test_training_is_the_same_with_and_without_the_shortcut(words):
     torch.manual_seed(2)
     module = MODELS["three layers"]()
     records = [TensorRecords(inputs=torch.randn(11, 6), targets=torch.randint(0, 4, (11,))) for _ in range(3)]
-
-    def rows(loss):
-        model = FlatModel(module)
+    model = FlatModel(module)
+    start = model.vector.clone()
+    trained = []
+    for loss in (functional.cross_entropy, _cross_entropy):
         training = LocalTraining(learning_rate=0.2, batch_size=4, num_local_epochs=2, loss=loss, **words)
-        start = model.vector.clone()
-        common = {"model": model, "server_round": 1, "seeds": [1, 2, 3]}
-        updates = torch.stack(list(local_updates(start, records, training, **common)))
-        # The way that leaves the loss out and the one that does not.
         losses = []
-        measured = torch.stack(list(local_updates(start, records, training, **common, losses=losses)))
-        assert torch.allclose(updates, measured, atol=1e-6)
-        assert torch.isfinite(torch.stack(losses)).all()
-        model.vector.copy_(start)
-        return updates
-
-    shortcut, autograd = rows(functional.cross_entropy), rows(functional.cross_entropy)
-    assert shortcut.abs().max() > 1e-2
-    assert torch.allclose(shortcut, autograd, atol=1e-6)
+        rows = local_updates(start, records, training, model=model, server_round=1, seeds=[1, 2, 3], losses=losses)
+        trained.append((torch.stack(list(rows)), torch.stack(losses)))
+    (rows, losses), (expected_rows, expected_losses) = trained
+    assert rows.abs().max() > 1e-2
+    assert torch.allclose(rows, expected_rows, atol=1e-6)
+    assert torch.allclose(losses, expected_losses, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("targets", "taken"),
+    ("inputs", "targets", "taken"),
     [
-        (torch.tensor([0, 2]), True),
-        (torch.tensor([0, -100]), False),
-        (torch.tensor([[0, 2]]), False),
-        (torch.tensor([0, 2], dtype=torch.int32), False),
-        (torch.tensor([[0.5, 0.5]]), False),
+        (torch.zeros(2, 6), torch.tensor([0, 2]), True),
+        (torch.zeros(2, 2, 3), torch.tensor([0, 2]), True),
+        (torch.zeros(2, 6), torch.tensor([0, 4]), False),
+        (torch.zeros(2, 6), torch.tensor([0, -100]), False),
+        (torch.zeros(2, 6), torch.tensor([[0], [2]]), False),
+        (torch.zeros(2, 6), torch.tensor([0, 2], dtype=torch.int32), False),
+        (torch.zeros(2, 6), torch.tensor([[0.5, 0.5], [0.5, 0.5]]), False),
+        (torch.zeros(2, 5), torch.tensor([0, 2]), False),
+        (torch.zeros(3, 6), torch.tensor([0, 2]), False),
+        (torch.zeros(0, 6), torch.tensor([], dtype=torch.int64), False),
+        (torch.zeros(2, 6, dtype=torch.float64), torch.tensor([0, 2]), False),
     ],
-    ids=["classes", "ignored", "rank 2", "int32", "soft"],
+    ids=["classes", "images", "unknown class", "ignored", "rank 2", "int32", "soft", "narrow", "more inputs", "none", "float64"],
 )
-def test_only_plain_class_indices_are_taken(targets, taken):
-    assert LinearStack.takes(targets) is taken
+def test_only_plain_batches_are_taken(inputs, targets, taken):
+    assert LinearStack.of(nn.Linear(6, 4)).takes(inputs, targets) is taken
 
 
 def test_subclasses_and_shared_weights_are_left_to_autograd():

@@ -40,6 +40,8 @@ def update(module: nn.Module, data: Any, training: LocalTraining, server_round: 
     model = FlatModel(module)
     start = model.vector.clone()
     (row,) = local_updates(start, [data], training, model=model, server_round=server_round, seeds=[seed])
+    if isinstance(row, Exception):
+        raise row
     return row.numpy()
 
 
@@ -230,6 +232,98 @@ def test_rows_do_not_depend_on_other_clients_data() -> None:
     _, after_tame = local_updates(start, [_classes(9, 2), _classes(5, 1)], RECIPE, model=model, server_round=1, seeds=[0, 1])
     assert torch.equal(after_wild, after_tame)
     assert torch.isfinite(after_wild).all()
+
+
+class Broken(TensorRecords):
+    """Records that can't be read."""
+
+    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        raise OSError("the disk is gone")
+
+
+class Lost(TensorRecords):
+    """Records that can't even be counted."""
+
+    def __len__(self) -> int:
+        raise OSError("the disk is gone")
+
+
+def _perceptron() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+
+
+PLAIN = LocalTraining(learning_rate=0.1, batch_size=4, num_local_epochs=2)
+
+
+@pytest.mark.parametrize("training", [PLAIN, RECIPE], ids=["side by side", "one by one"])
+def test_a_client_that_fails_leaves_its_neighbours_alone(training: LocalTraining) -> None:
+    model = FlatModel(_perceptron())
+    start = model.vector.clone()
+    good = _classes(9, 1)
+    soft = TensorRecords(inputs=good.inputs, targets=nn.functional.one_hot(good.targets, 3).to(torch.float32))
+    unknown = TensorRecords(inputs=good.inputs, targets=good.targets + 7)
+    narrow = TensorRecords(inputs=good.inputs[:, :2], targets=good.targets)
+    wild = TensorRecords(inputs=good.inputs * float("nan"), targets=good.targets)
+    kinds = (Broken, Lost)
+    clients = [
+        good,
+        *(kind(inputs=good.inputs, targets=good.targets) for kind in kinds),
+        soft,
+        unknown,
+        narrow,
+        wild,
+        _classes(9, 2),
+    ]
+    losses: list[Tensor] = []
+    seeds = list(range(len(clients)))
+    rows = list(local_updates(start, clients, training, model=model, server_round=1, seeds=seeds, losses=losses))
+    assert [type(row).__name__ for row in rows] == [
+        "Tensor",
+        "OSError",
+        "OSError",
+        "Tensor",
+        "IndexError",
+        "RuntimeError",
+        "Tensor",
+        "Tensor",
+    ]
+    assert len(losses) == 4
+    assert not torch.isfinite(rows[6]).any()
+    for index in (0, 3, 7):
+        (alone,) = local_updates(start, [clients[index]], training, model=FlatModel(_perceptron()), server_round=1, seeds=[index])
+        torch.testing.assert_close(rows[index], alone)
+        assert rows[index].abs().max() > 0
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9), (9, 8, 9, 9), (700, 700)], ids=str)
+def test_rows_are_the_same_side_by_side_and_one_by_one(sizes: tuple[int, ...]) -> None:
+    """700 records are fetched in two parts."""
+    model = FlatModel(_perceptron())
+    start = model.vector.clone()
+    data = [_classes(size, index) for index, size in enumerate(sizes)]
+    assert PLAIN.train_side_by_side(model, data[-2:], [0, 1], 1) is not None
+    assert torch.equal(model.vector, start)
+    losses: list[Tensor] = []
+    rows = local_updates(start, data, PLAIN, model=model, server_round=1, seeds=list(range(len(sizes))), losses=losses)
+    for index, row in enumerate(rows):
+        fresh = FlatModel(_perceptron())
+        loss = PLAIN.train(fresh, data[index], 1, torch.Generator().manual_seed(index))
+        torch.testing.assert_close(row, fresh.vector - start, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(losses[index], loss)
+    assert index == len(sizes) - 1
+
+
+@pytest.mark.parametrize("words", [{"momentum": 0.1}, {"weight_decay": 0.1}, {"sam_radius": 0.1}, {"proximal": 0.1}], ids=str)
+def test_only_plain_sgd_goes_side_by_side(words: dict[str, float]) -> None:
+    training = LocalTraining(learning_rate=0.1, **words)  # type: ignore[arg-type]
+    assert training.train_side_by_side(FlatModel(_perceptron()), [_classes(5, 1)], [0], 1) is None
+
+
+def test_every_client_needs_a_seed() -> None:
+    model = FlatModel(_perceptron())
+    with pytest.raises(ValueError, match="seeds: 1 for 2 clients"):
+        list(local_updates(model.vector, [_classes(5, 1)] * 2, PLAIN, model=model, server_round=1, seeds=[0]))
 
 
 STACKS: dict[str, Callable[[], nn.Module]] = {

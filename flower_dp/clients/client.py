@@ -131,26 +131,28 @@ class DPClient(NodeClient):
         self.training = training
 
     def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
-        hosted = [name for name in instruction.clients if name in self.clients]
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
+        hosted: dict[str, Records] = {}
+        for name in [name for name in instruction.clients if name not in refused]:
+            try:
+                hosted[name] = self.clients[name]
+            except Exception as error:
+                refused[name] = failure(name, error)
         answered: list[str] = []
         losses: list[Tensor] = []
         total = torch.zeros_like(vector)
-        for name in hosted:
-            # One by one: what goes wrong with one client must not touch what its neighbours on the node send.
-            try:
-                rows = local_updates(
-                    vector,
-                    [self.clients[name]],
-                    self.training,
-                    model=self.model,
-                    server_round=instruction.server_round,
-                    seeds=[batch_seed(self.seed, instruction.server_round, name)],
-                    losses=losses if instruction.report_metrics else None,
-                )
-                row = next(rows)
-            except Exception as error:
-                refused[name] = failure(name, error)
+        rows = local_updates(
+            vector,
+            list(hosted.values()),
+            self.training,
+            model=self.model,
+            server_round=instruction.server_round,
+            seeds=[batch_seed(self.seed, instruction.server_round, name) for name in hosted],
+            losses=losses if instruction.report_metrics else None,
+        )
+        for name, row in zip(hosted, rows, strict=True):
+            if isinstance(row, Exception):
+                refused[name] = failure(name, row)
                 continue
             try:
                 clipped = clip_l2(row, instruction.clip_norm)

@@ -1,15 +1,22 @@
-"""Gradients of a stack of linear layers by hand: what autograd gives, without its bookkeeping.
+"""Stacks of linear layers: their gradients by hand, and plain training of many clients side by side.
 
-Small models train in microseconds a step, much of which is autograd's own; models of this shape are most of what federated
-learning simulates on processors.
+Small models train in microseconds a step, much of which is autograd's own bookkeeping; models of this shape are most of what
+federated learning simulates on processors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+# Records whose steps the first layer takes at once, where it has as many outputs: what saves steps costs more for more records.
+_STRETCH = 128
+_CACHED_FLOATS = 2**22
+_GPU_FLOATS = 2**27
+# Multiplications from which on it pays to choose how.
+_LARGE_PRODUCT = 2**20
 
 
 class LinearStack:
@@ -36,10 +43,34 @@ class LinearStack:
             return None
         return cls(layers)
 
-    @staticmethod
-    def takes(targets: Tensor) -> bool:
-        """Whether targets are class indices [batch], none of them one to ignore: the only ones whose loss is known here."""
-        return targets.dtype == torch.int64 and targets.ndim == 1 and bool((targets >= 0).all())
+    def takes(self, inputs: Tensor, targets: Tensor) -> bool:
+        """Whether this is a batch whose loss is known here: float32 inputs that fit, and a class index for each of them."""
+        first, last = self.layers[0], self.layers[-1]
+        return (
+            inputs.dtype == first.weight.dtype
+            and inputs.device == targets.device == first.weight.device
+            and inputs.shape[0] == len(targets) > 0
+            and inputs[0].numel() == first.in_features
+            and targets.dtype == torch.int64
+            and targets.ndim == 1
+            and bool(((targets >= 0) & (targets < last.out_features)).all())
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(gradient.numel() for gradient in self._gradients)
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Return the parts of a vector [d] that stand for the parameters, in their shapes."""
+        parts = torch.split(vector, [gradient.numel() for gradient in self._gradients])
+        return [part.view(gradient.shape) for part, gradient in zip(parts, self._gradients, strict=True)]
+
+    def clients_side_by_side(self, num_records: int) -> int:
+        """Return for how many clients the weights and records fit a processor's cache, or a small part of a GPU's memory."""
+        weight = self.layers[0].weight
+        floats = max(self.size, num_records * weight.shape[1])
+        return max(1, (_CACHED_FLOATS if weight.device.type == "cpu" else _GPU_FLOATS) // floats)
 
     @torch.no_grad()
     def gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -49,46 +80,197 @@ class LinearStack:
             inputs: [batch, ...], flattened here.
             targets: class indices [batch].
         """
-        logits, values = self._forward(inputs)
-        log_odds = functional.log_softmax(logits, dim=1)
-        loss = functional.nll_loss(log_odds, targets)
-        slots = list(self._gradients)
-        for layer, slope, value in self._backwards(values, _slope(log_odds.exp_(), targets, 1 / len(targets))):
-            if layer.bias is not None:
-                torch.sum(slope, dim=0, out=slots.pop())
-            torch.mm(slope.t(), value, out=slots.pop())
-        return loss, list(self._gradients)
-
-    @torch.no_grad()
-    def descend(self, inputs: Tensor, targets: Tensor, step_size: float) -> None:
-        """Take one plain gradient step in place."""
-        logits, values = self._forward(inputs)
-        odds = functional.softmax(logits, dim=1)
-        # The step size goes into the slope, so that nothing else needs to be scaled.
-        for layer, slope, value in self._backwards(values, _slope(odds, targets, step_size / len(targets))):
-            if layer.bias is not None:
-                layer.bias.sub_(slope.sum(dim=0))
-            layer.weight.addmm_(slope.t(), value, alpha=-1)
-
-    def _forward(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits [batch, classes], and every layer's input."""
         values = [inputs.flatten(1)]
         for layer in self.layers[:-1]:
             values.append(functional.linear(values[-1], layer.weight, layer.bias).relu_())
-        last = self.layers[-1]
-        return functional.linear(values[-1], last.weight, last.bias), values
-
-    def _backwards(self, values: list[Tensor], slope: Tensor) -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
-        """Yield, from the last layer to the first: layer, slope of the loss in its output, its input."""
+        log_odds = functional.log_softmax(functional.linear(values[-1], self.layers[-1].weight, self.layers[-1].bias), dim=1)
+        loss = functional.nll_loss(log_odds, targets)
+        slope = _slope(log_odds, targets, 1 / len(targets))
+        slots = list(self._gradients)
         for index in reversed(range(len(self.layers))):
-            layer, value = self.layers[index], values[index]
-            # Before the layer is handed out: whoever takes it may change its weights.
-            below = (slope @ layer.weight).mul_(value > 0) if index else slope
-            yield layer, slope, value
-            slope = below
+            if self.layers[index].bias is not None:
+                torch.sum(slope, dim=0, out=slots.pop())
+            torch.mm(slope.t(), values[index], out=slots.pop())
+            if index:
+                slope = (slope @ self.layers[index].weight).mul_(values[index] > 0)
+        return loss, list(self._gradients)
 
 
-def _slope(odds: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """Turn probabilities, in place, into `scale` times the slope of the summed cross-entropy in the logits."""
-    odds.scatter_add_(1, targets[:, None], odds.new_full((len(targets), 1), -1.0))
-    return odds.mul_(scale)
+class SideBySide:
+    """Plain SGD of a stack for several clients at once, every client with its own weights, from those the stack has now.
+
+    A step is one batched operation for all clients.
+
+    Args:
+        stack: the model; its weights are read until the last update is, and not written.
+        num_clients: how many clients.
+        batch_size: records a step.
+        step_size: how far to go along the gradient of a batch's mean loss.
+    """
+
+    def __init__(self, stack: LinearStack, num_clients: int, *, batch_size: int, step_size: float) -> None:
+        self._stack, self._batch_size, self._step_size = stack, batch_size, step_size
+        first, *others = stack.layers
+        # With few outputs there is nothing to save.
+        wide = first.out_features >= 2 * batch_size
+        self._deferred = _Deferred(first, num_clients) if wide else None
+        lowest = self._deferred or _Formed(first, num_clients, lowest=True)
+        self._layers: list[_Deferred | _Formed] = [lowest, *(_Formed(layer, num_clients) for layer in others)]
+
+    @torch.no_grad()
+    def descend(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Take a gradient step for every `batch_size` records in the order given; the last batch may be smaller.
+
+        Args:
+            inputs: [clients, records, features].
+            targets: class indices [clients, records].
+
+        Returns:
+            the mean loss of every batch, before its step [clients, steps].
+        """
+        if self._deferred is None:
+            return self._stretch(inputs, targets)
+        stretch = min(_STRETCH, self._stack.layers[0].out_features) // self._batch_size * self._batch_size
+        losses = []
+        for some, their in zip(torch.split(inputs, stretch, dim=1), torch.split(targets, stretch, dim=1), strict=True):
+            self._deferred.begin(some)
+            losses.append(self._stretch(some, their))
+        return torch.cat(losses, dim=1)
+
+    @torch.no_grad()
+    def update(self, client: int) -> Tensor:
+        """Return one client's weights now minus those at first, a new vector [d] in the order of the parameters."""
+        update = self._stack.layers[0].weight.new_empty(self._stack.size)
+        slots = self._stack.views(update)
+        for layer in self._layers:
+            layer.write_moves(client, slots)
+        return update
+
+    def _stretch(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        losses = []
+        for start in range(0, inputs.shape[1], self._batch_size):
+            batch = slice(start, start + self._batch_size)
+            output = self._layers[0].outputs(inputs[:, batch], batch)
+            for layer in self._layers[1:]:
+                output = layer.outputs(output.relu(), batch)
+            log_odds = functional.log_softmax(output, dim=2)
+            losses.append(-log_odds.gather(2, targets[:, batch, None]).mean((1, 2)))
+            # The step size goes into the slope, so that nothing else needs to be scaled.
+            slope = _slope(log_odds, targets[:, batch], self._step_size / output.shape[1])
+            for layer in reversed(self._layers):
+                slope = layer.step(slope, batch)
+        return torch.stack(losses, dim=1)
+
+
+class _Formed:
+    """A layer, with a copy of the weights for every client."""
+
+    def __init__(self, layer: nn.Linear, num_clients: int, *, lowest: bool = False) -> None:
+        self._layer, self._lowest = layer, lowest
+        self._weight = layer.weight.detach().expand(num_clients, -1, -1).clone()
+        self._bias = None if layer.bias is None else layer.bias.detach().expand(num_clients, -1).clone()
+
+    def outputs(self, values: Tensor, batch: slice) -> Tensor:
+        """Return the outputs [clients, batch, outputs] for inputs [clients, batch, inputs], which are kept for the step."""
+        self._values = values
+        outputs = torch.bmm(values, self._weight.mT)
+        return outputs if self._bias is None else outputs.add_(self._bias[:, None])
+
+    def step(self, slope: Tensor, batch: slice) -> Tensor:
+        """Go down the slope [clients, batch, outputs]; return the slope of the loss in what ReLU made the inputs of."""
+        below = slope if self._lowest else torch.bmm(slope, self._weight).mul_(self._values > 0)
+        self._weight.baddbmm_(slope.mT, self._values, alpha=-1)
+        if self._bias is not None:
+            self._bias.sub_(slope.sum(1))
+        return below
+
+    def write_moves(self, client: int, slots: list[Tensor]) -> None:
+        """Pop this layer's slots and write how far a client's weight and bias have come."""
+        torch.sub(self._weight[client], self._layer.weight, out=slots.pop(0))
+        if self._bias is not None:
+            torch.sub(self._bias[client], self._layer.bias, out=slots.pop(0))
+
+
+class _Deferred:
+    """A wide first layer, whose weights are not formed between steps.
+
+    With X for a client's inputs and S for the slopes of the loss in the layer's outputs so far, step size included, the weights
+    would be W - S^T X. The next outputs follow from X W^T and X X^T, each computed at once for a whole stretch of steps.
+    """
+
+    def __init__(self, layer: nn.Linear, num_clients: int) -> None:
+        self._layer = layer
+        # How far weight and bias of every client had come when the stretch began.
+        nowhere = layer.weight.new_zeros(())
+        self._moves = [(nowhere, nowhere)] * num_clients
+        self._slopes = layer.weight.new_empty(0)
+
+    def begin(self, inputs: Tensor) -> None:
+        """Begin a stretch with these inputs [clients, records, inputs]."""
+        layer = self._layer
+        outputs = _product(inputs.flatten(0, 1), layer.weight).view(*inputs.shape[:2], -1)
+        if layer.bias is not None:
+            outputs += layer.bias
+        if len(self._slopes):
+            self._moves = [self._formed_moves(client) for client in range(len(inputs))]
+            for output, own, (weight, bias) in zip(outputs, inputs, self._moves, strict=True):
+                output.addmm_(own, weight.t()).add_(bias)
+        products = torch.bmm(inputs, inputs.mT)
+        if layer.bias is not None:
+            products += 1  # a bias is a weight whose input is 1
+        self._inputs, self._outputs, self._products, self._slopes = inputs, outputs, products, torch.empty_like(outputs)
+
+    def outputs(self, values: Tensor, batch: slice) -> Tensor:
+        """Return the outputs [clients, batch, outputs] for some records of the stretch."""
+        outputs, before = self._outputs[:, batch], slice(batch.start)
+        return torch.baddbmm(outputs, self._products[:, batch, before], self._slopes[:, before], alpha=-1) if batch.start else outputs
+
+    def step(self, slope: Tensor, batch: slice) -> Tensor:
+        """Go down the slope [clients, batch, outputs], and return it."""
+        self._slopes[:, batch] = slope
+        return slope
+
+    def write_moves(self, client: int, slots: list[Tensor]) -> None:
+        """Pop this layer's slots and write how far a client's weight and bias have come."""
+        slopes, inputs = self._slopes[client], self._inputs[client]
+        weight, bias = self._moves[client]
+        torch.sub(weight, _product(slopes.t(), inputs.t()), out=slots.pop(0))
+        if self._layer.bias is not None:
+            torch.sub(bias, slopes.sum(0), out=slots.pop(0))
+
+    def _formed_moves(self, client: int) -> tuple[Tensor, Tensor]:
+        moves = torch.empty_like(self._layer.weight), self._layer.weight.new_zeros(self._layer.out_features)
+        self.write_moves(client, list(moves))
+        return moves
+
+
+def _slope(log_odds: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """Turn log-probabilities [..., classes], in place, into `scale` times the slope of the summed cross-entropy in the logits."""
+    odds, classes = log_odds.exp_(), targets[..., None]
+    return odds.scatter_add_(-1, classes, odds.new_full(classes.shape, -1.0)).mul_(scale)
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Return one @ other^T of matrices [m, k] and [n, k].
+
+    A large product on a processor goes through oneDNN, as from torch's own compiler: on AMD's it takes half the time that MKL
+    does, which torch calls otherwise.
+    """
+    large = one.shape[0] * one.shape[1] * other.shape[0] > _LARGE_PRODUCT
+    if large and _ONEDNN is not None and one.device.type == "cpu" and one.dtype == torch.float32:
+        result: Tensor = _ONEDNN(one, other, None, "none", [], "")
+        return result
+    return functional.linear(one, other)
+
+
+def _onednn() -> Callable[..., Tensor] | None:
+    """Return torch's linear layer by oneDNN, which is not part of its public interface, or None where there is none."""
+    probe = torch.tensor([[1.0, 2.0]])
+    try:
+        linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+        return linear if linear(probe, probe, None, "none", [], "").item() == 5 else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+_ONEDNN = _onednn()

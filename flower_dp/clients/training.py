@@ -6,6 +6,7 @@ A device calls it with one client, a simulation worker with many; the rows are t
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from flower_dp import checks
 from flower_dp.clients.records import Records
-from flower_dp.clients.stack import LinearStack
+from flower_dp.clients.stack import LinearStack, SideBySide
 from flower_dp.vectors import Layout
 
 # Records that are fetched from a client's data set at a time.
@@ -110,46 +111,63 @@ class LocalTraining:
         """Return the step size of round 1, 2, ..."""
         return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
 
-    def train(
-        self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator, *, measure: bool = True
-    ) -> Tensor:
-        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor.
-
-        Without `measure` the loss may be left out, and is NaN then.
-        """
+    def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
+        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor."""
         step_size = self.step_size(server_round)
-        stack = model.stack if self.loss is nn.functional.cross_entropy else None
-        plain = not (self.momentum or self.weight_decay or self.sam_radius or self.proximal)
+        stack = self._stack(model)
         velocity = [torch.zeros_like(parameter) for parameter in model.parameters] if self.momentum else []
         start = [parameter.detach().clone() for parameter in model.parameters] if self.proximal else []
         losses = []
-        for inputs, targets, classes in self._batches(model, records, rng):
-            shortcut = stack if classes else None
-            if shortcut is not None and plain and not measure:
-                shortcut.descend(inputs, targets, step_size)
-                continue
-            loss, gradients = self._gradients(model, shortcut, inputs, targets)
-            if self.sam_radius:
-                gradients = self._sam_gradients(model, shortcut, inputs, targets, gradients)
-            losses.append(loss)
-            with torch.no_grad():
-                # Not in place: autograd may return one tensor for two parameters, or an expanded one.
-                pull = self.weight_decay + self.proximal
-                if pull:
-                    gradients = list(torch._foreach_add(gradients, [p.detach() for p in model.parameters], alpha=pull))
-                if self.proximal:
-                    gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
-                if self.momentum:
-                    torch._foreach_mul_(velocity, self.momentum)
-                    torch._foreach_add_(velocity, gradients)
-                torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
-        return torch.stack(losses).mean() if losses else torch.tensor(torch.nan)
+        for fetched in self._fetched(model, records, rng):
+            shortcut = stack if stack is not None and stack.takes(*fetched) else None
+            for inputs, targets in zip(*(torch.split(part, self.batch_size) for part in fetched), strict=True):
+                loss, gradients = self._gradients(model, shortcut, inputs, targets)
+                if self.sam_radius:
+                    gradients = self._sam_gradients(model, shortcut, inputs, targets, gradients)
+                losses.append(loss)
+                with torch.no_grad():
+                    # Not in place: autograd may return one tensor for two parameters, or an expanded one.
+                    pull = self.weight_decay + self.proximal
+                    if pull:
+                        gradients = list(torch._foreach_add(gradients, [p.detach() for p in model.parameters], alpha=pull))
+                    if self.proximal:
+                        gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
+                    if self.momentum:
+                        torch._foreach_mul_(velocity, self.momentum)
+                        torch._foreach_add_(velocity, gradients)
+                    torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
+        return torch.stack(losses).mean()
 
-    def _batches(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield shuffled minibatches for the given number of epochs or steps, fetched many at a time.
+    def train_side_by_side(
+        self, model: FlatModel, clients: Sequence[Records], seeds: Sequence[int], server_round: int
+    ) -> Iterator[tuple[Tensor, Tensor]] | None:
+        """Return update [d] and loss of clients with equally many records, from the model as it is and stays.
 
-        The third item says whether a `LinearStack` takes the targets.
+        None for what must be trained one by one: any recipe but plain SGD on a stack of linear layers under cross-entropy, and
+        records that are not plain batches for it, or fail: who fails alone touches nobody.
         """
+        stack = self._stack(model)
+        if stack is None or self.momentum or self.weight_decay or self.sam_radius or self.proximal:
+            return None
+        together = SideBySide(stack, len(clients), batch_size=self.batch_size, step_size=self.step_size(server_round))
+        losses = []
+        rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
+        try:
+            for fetched in zip(*map(partial(self._fetched, model), clients, rngs), strict=True):
+                if not all(stack.takes(*batch) for batch in fetched):
+                    return None
+                inputs, targets = torch.stack([x.flatten(1) for x, _ in fetched]), torch.stack([y for _, y in fetched])
+                losses.append(together.descend(inputs, targets))
+        except Exception:
+            return None
+        means = torch.cat(losses, dim=1).mean(1)
+        return ((together.update(index), loss) for index, loss in enumerate(means))
+
+    def _stack(self, model: FlatModel) -> LinearStack | None:
+        return model.stack if self.loss is nn.functional.cross_entropy else None
+
+    def _fetched(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the shuffled records of the given number of epochs or steps, some whole batches at a time."""
         if len(records) == 0:
             raise ValueError("records: a client without records can't train")
         steps_an_epoch = -(-len(records) // self.batch_size)
@@ -158,10 +176,7 @@ class LocalTraining:
         while steps_left > 0:
             order = torch.randperm(len(records), generator=rng)[: steps_left * self.batch_size]
             for positions in torch.split(order, fetched):
-                inputs, targets = records.batch(positions, model.device)
-                classes = LinearStack.takes(targets)
-                batches = zip(torch.split(inputs, self.batch_size), torch.split(targets, self.batch_size), strict=True)
-                yield from ((*batch, classes) for batch in batches)
+                yield records.batch(positions, model.device)
             steps_left -= steps_an_epoch
 
     def _gradients(
@@ -197,8 +212,10 @@ def local_updates(
     server_round: int,
     seeds: Sequence[int],
     losses: list[Tensor] | None = None,
-) -> Iterator[Tensor]:
+) -> Iterator[Tensor | Exception]:
     """Yield every client's update, trained model minus global model, one new row [d] each, in order.
+
+    In the place of a client whose training fails stands its error. It touches no other client's row.
 
     Args:
         vector: the global model [d], float32, on the model's device.
@@ -207,18 +224,58 @@ def local_updates(
         model: where to train; its weights are overwritten, its buffers put back before every client.
         server_round: 1, 2, ...
         seeds: one seed a client, for the order of its records.
-        losses: receives every client's mean training loss.
+        losses: receives the mean training loss of every client that trained.
     """
-    for records, seed in zip(clients, seeds, strict=True):
+    if len(seeds) != len(clients):
+        raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
+    for group in _groups(clients, seeds, model):
         model.vector.copy_(vector)
-        model.reset_buffers()
-        rng = torch.Generator().manual_seed(seed)
-        loss = training.train(model, records, server_round, rng, measure=losses is not None)
-        if losses is not None:
-            losses.append(loss)
-        row = model.vector - vector
+        together = training.train_side_by_side(model, *group, server_round)
+        for records, seed in zip(*group, strict=True):
+            try:
+                row, loss = next(together) if together else _alone(vector, records, training, model, server_round, seed)
+            except Exception as error:
+                yield error
+                continue
+            if losses is not None:
+                losses.append(loss)
+            yield row
+
+
+def _alone(
+    vector: Tensor, records: Records, training: LocalTraining, model: FlatModel, server_round: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return one client's update and loss."""
+    model.vector.copy_(vector)
+    model.reset_buffers()
+    try:
+        loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        return model.vector - vector, loss
+    finally:
         model.reset_buffers()  # what is left must not be told by an evaluation of the model either
-        yield row
+
+
+def _groups(
+    clients: Sequence[Records], seeds: Sequence[int], model: FlatModel
+) -> Iterator[tuple[Sequence[Records], Sequence[int]]]:
+    """Yield neighbours that could train side by side: with equally many records, and no more than fits a cache."""
+    sizes = [_size(records) for records in clients]
+    start = 0
+    while start < len(clients):
+        most = model.stack.clients_side_by_side(min(sizes[start], _FETCHED_RECORDS)) if model.stack else 1
+        stop = start + 1
+        while stop < len(clients) and sizes[stop] == sizes[start] and stop - start < most:
+            stop += 1
+        yield clients[start:stop], seeds[start:stop]
+        start = stop
+
+
+def _size(records: Records) -> int:
+    """Return how many records there are, 0 where even that fails: training will tell why."""
+    try:
+        return len(records)
+    except Exception:
+        return 0
 
 
 def batch_seed(seed: int, server_round: int, client: str) -> int:
