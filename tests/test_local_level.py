@@ -312,6 +312,32 @@ def test_the_charge_is_on_the_state_before_records_are_touched():
     assert wire.Answer.from_json(config[wire.KEY]).refused == {"c0": "training failed: RuntimeError"}
 
 
+def test_buffers_do_not_carry_data_from_client_to_client():
+    class Keeping(FedSGDDPCRecipe):
+        def reply(self, vector, records, release, *, model, **words):
+            found.append(model.module.seen.clone())
+            model.module.seen += records.inputs.mean()
+            if len(found) == 2:
+                raise RuntimeError("broken")
+            return super().reply(vector, records, release, model=model, **words)
+
+    found = []
+    model = linear()
+    model.register_buffer("seen", torch.zeros(()))
+    names = ("c0", "c1", "c2")
+    node = LocalDPClient(
+        model=model,
+        clients={name: records(name) for name in names},
+        recipe=Keeping(**WORDS, num_replies=2),
+        state=RecordDict(),
+        device="cpu",
+    )
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    node.fit(parameters, {wire.KEY: instruction(clients=names, num_replies=(2, 2, 2)).to_json()})
+    assert found == [0.0, 0.0, 0.0]
+    assert float(node.model.module.seen) == 0.0
+
+
 def test_a_policy_is_asked_first():
     state = RecordDict()
     with pytest.raises(ValueError, match=r"policy allows at most 0\.1"):

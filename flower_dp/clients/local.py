@@ -88,6 +88,7 @@ class LocalDPClient(NodeClient):
         answered, losses = [], []
         total = torch.zeros_like(vector, dtype=torch.float64)
         for name in [name for name in agreed if name not in refused]:
+            self.model.reset_buffers()
             try:
                 row, loss = self.recipe.reply(
                     vector,
@@ -104,6 +105,7 @@ class LocalDPClient(NodeClient):
             total += weights[name] * row.to(torch.float64)
             answered.append(name)
             losses.append(loss)
+        self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
         return total.to(torch.float32), answered, refused, losses
 
     def _agreed(self, instruction: Instruction) -> tuple[dict[str, Terms], dict[str, str]]:
