@@ -208,7 +208,8 @@ class _Deferred:
     def begin(self, inputs: Tensor) -> None:
         """Begin a stretch with these inputs [clients, records, inputs]."""
         layer = self._layer
-        outputs = _product(inputs.flatten(0, 1), layer.weight).view(*inputs.shape[:2], -1)
+        # One by one, so that the last bits of one client's outputs do not depend on how many others there are.
+        outputs = torch.stack([_product(own, layer.weight) for own in inputs])
         if layer.bias is not None:
             outputs += layer.bias
         if len(self._slopes):
