@@ -293,6 +293,26 @@ def test_a_run_in_which_nobody_ever_answers_usefully_ends_with_the_reason():
         start(fedavg(2), LocalGrid(stock_app(train), 2), num_rounds=10)
 
 
+def test_small_cohorts_get_more_rounds_before_the_run_is_given_up():
+    """One client of 20 a round: the run ends when ten did not answer, and goes on when the fifth does."""
+
+    def train(node, values):
+        heard.append(node)
+        if len(heard) != works:
+            raise RuntimeError("driver too old")
+        return values
+
+    for works, num_rounds in ((0, 10), (5, 30)):
+        heard = []
+        strategy = fedavg(20, sampling=FixedSizeSampling(cohort_size=1))
+        if works:
+            start(strategy, LocalGrid(stock_app(train), 20), num_rounds=30)
+        else:
+            with pytest.raises(RuntimeError, match="in the first 10 rounds"):
+                start(strategy, LocalGrid(stock_app(train), 20), num_rounds=30)
+        assert len(strategy.rounds) == num_rounds
+
+
 def test_a_client_policy_refuses_a_larger_clip_norm_and_less_noise():
     policy = ClientPolicy(max_clip_norm=0.5, min_noise_multiplier=0.8)
     app = client_app(hosted(4, policy=policy))

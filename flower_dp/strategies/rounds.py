@@ -29,7 +29,7 @@ log = logging.getLogger("flwr")
 _PULL_SECONDS = 0.002
 # Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
 _LOG_SECONDS = 1.0
-_FRUITLESS_ROUNDS = 3
+_FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
 _LARGEST_ARRAY = 2**40
 
 
@@ -304,7 +304,9 @@ class RoundStrategy(Strategy):
     def _check_fruit(self, collected: Collected) -> None:
         """End a run in which no client ever answers usefully: it would only spend budget."""
         asked = [report for report in self.rounds if report.cohort_size]
-        if len(asked) >= _FRUITLESS_ROUNDS and not any(report.replies for report in asked):
+        tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * self.num_clients)
+        enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
+        if enough and not any(report.replies for report in asked):
             reason = next(iter(collected.refused.values()), "no reply")
             raise RuntimeError(f"no client has sent a usable update in the first {len(asked)} rounds; the last reason: {reason}")
 
