@@ -32,15 +32,18 @@ def main(grid: Grid, context: Context) -> None:
     folder = RunFolder.create(settings.output_path(), dict(context.run_config), settings.run_name)
     task = load_task(settings.task, settings.data_dir)
     model = make(settings.model, bias=settings.model_bias, seed=settings.seed)
-    result = strategy.start(
-        grid,
-        model_arrays(model),
-        num_rounds=settings.num_rounds,
-        timeout=settings.round_timeout,
-        evaluate_fn=_recorder(folder, settings, strategy, model, task),
-    )
-    statement = strategy.statement
-    folder.finish(statement.to_dict(), str(statement), numpy_arrays(result.arrays, limit=2**40))
+    try:
+        result = strategy.start(
+            grid,
+            model_arrays(model),
+            num_rounds=settings.num_rounds,
+            timeout=settings.round_timeout,
+            evaluate_fn=_recorder(folder, settings, strategy, model, task),
+        )
+    finally:
+        statement = strategy.statement
+        folder.state(statement.to_dict(), str(statement))
+    folder.finish(numpy_arrays(result.arrays, limit=2**40))
 
 
 def _public_sizes(run_config: Mapping[str, Any]) -> dict[str, int]:

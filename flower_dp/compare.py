@@ -73,7 +73,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     Args:
         folder: as `flower-dp run` writes it.
         metric: a key of `metrics.jsonl`.
-        allow_unfinished: take a run without a statement for what it has so far.
+        allow_unfinished: take a run without a final model for what it has so far.
 
     Raises:
         ValueError: naming the folder, if it is none of a run, was not finished or never recorded the metric.
@@ -84,18 +84,18 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     try:
         config = tomllib.loads((path / run_folders.CONFIG).read_text(encoding="utf-8"))
         rows = run_folders.read_metrics(path)
-        finished = (path / run_folders.STATEMENT_JSON).is_file()
-        statement = json.loads((path / run_folders.STATEMENT_JSON).read_text(encoding="utf-8")) if finished else {}
+        finished, stated = (path / run_folders.MODEL).is_file(), path / run_folders.STATEMENT_JSON
+        statement = json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {}
     except ValueError as error:  # of TOML, JSON and UTF-8
         raise ValueError(f"{folder}: can't be read: {error}") from None
     values = {int(row["round"]): _number(row[metric], math.nan) for row in rows if "round" in row and metric in row}
     if not values:
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}")
     if not finished and not allow_unfinished:
-        raise ValueError(f"{folder}: the run was not finished (no {run_folders.STATEMENT_JSON}); --allow-unfinished takes it")
+        raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); --allow-unfinished takes it")
     spent = {int(row["round"]): _number(row["epsilon"], math.inf) for row in rows if "round" in row and "epsilon" in row}
     epsilon = max(spent.values(), default=math.inf)
-    if finished:
+    if finished or statement:
         epsilon = _number(statement.get("epsilon"), math.inf) if statement.get("private") else math.inf
     return Run(
         folder=path,

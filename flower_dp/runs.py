@@ -55,20 +55,26 @@ class RunFolder:
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def finish(self, statement: Mapping[str, Any], statement_text: str, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Write the privacy statement, the final model and the plot of the metrics.
+    def state(self, statement: Mapping[str, Any], text: str) -> None:
+        """Write the privacy statement, of a run that failed as well: what was released before stays released.
 
         Args:
             statement: The statement as `to_dict()` gives it.
-            statement_text: The statement as people read it.
+            text: The statement as people read it.
+        """
+        content = json.dumps(_plain(statement), allow_nan=False, indent=2) + "\n"
+        write_whole(self.path / STATEMENT_JSON, content.encode())
+        write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
+
+    def finish(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Write the final model, which only a run that came to its end has, and the plot of the metrics.
+
+        Args:
             arrays: The model's named arrays, of any shape (0-d too) and memory layout.
 
         Raises:
             ValueError: An array's dtype is one that safetensors cannot hold.
         """
-        content = json.dumps(_plain(statement), allow_nan=False, indent=2) + "\n"
-        write_whole(self.path / STATEMENT_JSON, content.encode())
-        write_whole(self.path / STATEMENT_TEXT, (statement_text.rstrip("\n") + "\n").encode())
         write_whole(self.path / MODEL, _safetensors(arrays))
         plot_progress(read_metrics(self.path), self.path / PLOT)
 

@@ -21,7 +21,7 @@ def line(at, accuracy, epsilon, **more):
 def write(tmp_path):
     """Write a run's folder and return its path."""
 
-    def written(name, accuracies, *, statement=STATEMENT, lines=None, **settings):
+    def written(name, accuracies, *, statement=STATEMENT, finished=True, lines=None, **settings):
         folder = tmp_path / name
         folder.mkdir()
         config = CONFIG | {key.replace("_", "-"): value for key, value in settings.items()} | {"output-dir": str(folder)}
@@ -31,6 +31,8 @@ def write(tmp_path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
         if statement is not None:
             (folder / "statement.json").write_text(json.dumps(statement))
+            if finished:
+                (folder / "model.safetensors").write_bytes(b"")
         return str(folder)
 
     return written
@@ -215,7 +217,7 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
         ([good, odd], f"{odd}: can't be read"),
         ([good, torn], f"{torn}: can't be read"),
         ([good, write("lossless", [], lines=[{"round": 1, "accuracy": 0.5}]), "--metric", "loss"], "lossless: has no loss"),
-        ([good, write("unfinished", [0.1], statement=None)], "unfinished: the run was not finished (no statement.json)"),
+        ([good, write("unfinished", [0.1], statement=None)], "unfinished: the run was not finished (no model.safetensors)"),
         ([good, f"{good}/../good"], "good: is given twice"),
         ([good, write("later", [], lines=[line(7, 0.5, 1.0)], seed=1)], "later: has no accuracy of a round that"),
         ([good, "--output", "x.pdf"], "--output=x.pdf: must end in .png"),
@@ -236,5 +238,8 @@ def test_unfinished_runs_are_taken_if_asked_for(write, call):
     assert f"note: {folder}: not finished; taken as far as it got" in out
     (curve,) = curves(folder, allow_unfinished=True)
     assert curve.epsilon == 0.5
+    failed = write("c", [0.1, 0.5], finished=False)
+    (curve,) = curves(failed, allow_unfinished=True)
+    assert curve.epsilon == STATEMENT["epsilon"]
     endless = write("b", [], lines=[line(0, 0.1, 0.0), line(1, 0.2, None)], statement=None)
     assert math.isinf(curves(endless, allow_unfinished=True)[0].epsilon)

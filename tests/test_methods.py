@@ -1,15 +1,20 @@
+import json
 import math
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 
+from apps.client_app import app as client_app
 from apps.methods import client_of, strategy_of
+from apps.server_app import app as server_app
 from apps.settings import METHODS, Settings
 from apps.tasks.models import make
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
 from flower_dp.strategies import FedSGDDPC, NbAFL
+from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parent.parent
 DEFAULTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
@@ -112,3 +117,24 @@ def test_an_infinite_epsilon_is_no_noise():
 def test_nonsense_is_refused_naming_the_key(words, message):
     with pytest.raises(ValueError, match=message):
         strategy_of(settings_of(words), sizes_of(settings_of(words)))
+
+
+@pytest.mark.parametrize(("name", "num_rounds"), [("the default", 3), ("mnist-fedsgd-dpc-laplace", 5)])
+def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rounds, tmp_path):
+    config = {"sampling": "full", **PRESETS.get(name, {}), "num-clients": 4, "num-rounds": 5, "output-dir": str(tmp_path)}
+    config = {**DEFAULTS, **config}
+    grid = LocalGrid(client_app, 2, tamper=lambda node, reply: [], **config)
+    with pytest.raises(RuntimeError, match="no client has sent a usable update"):
+        server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+    statement = json.loads((tmp_path / "statement.json").read_text())
+    assert statement["num_rounds"] == num_rounds
+    assert statement["epsilon"] > 0
+    assert (tmp_path / "statement.txt").read_text()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_before_the_first_round_nothing_is_spent(name):
+    settings = settings_of(PRESETS[name])
+    statement = strategy_of(settings, sizes_of(settings)).statement
+    assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)

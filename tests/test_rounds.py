@@ -293,6 +293,16 @@ def test_a_run_in_which_nobody_ever_answers_usefully_ends_with_the_reason():
         start(fedavg(2), LocalGrid(stock_app(train), 2), num_rounds=10)
 
 
+def test_a_short_run_without_any_usable_answer_fails_at_its_end():
+    def train(node, values):
+        raise RuntimeError("driver too old")
+
+    strategy = fedavg(2)
+    with pytest.raises(RuntimeError, match=r"no client has sent a usable update in any round; the last reason.*driver too old"):
+        start(strategy, LocalGrid(stock_app(train), 2), num_rounds=2)
+    assert strategy.statement.to_dict()["num_rounds"] == 2
+
+
 def test_small_cohorts_get_more_rounds_before_the_run_is_given_up():
     """One client of 20 a round: the run ends when ten did not answer, and goes on when the fifth does."""
 

@@ -66,7 +66,7 @@ def test_no_metrics_is_a_run_without_rounds(tmp_path):
     assert runs.read_metrics(tmp_path) == []
 
 
-def test_finish_writes_all_four(tmp_path):
+def test_state_and_finish_write_all_four(tmp_path):
     folder = RunFolder.create(tmp_path / "run", {}, "main")
     folder.append({"round": 1, "accuracy": 0.5, "epsilon": 1.0, "delta": 1e-5})
     grid = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -77,7 +77,8 @@ def test_finish_writes_all_four(tmp_path):
         "big-endian": np.array([1, 2], dtype=">i4"),
         "empty": np.zeros((0, 3), dtype=np.float16),
     }
-    folder.finish({"epsilon": math.inf, "delta": 1e-5}, "Who is protected\n", arrays)
+    folder.state({"epsilon": math.inf, "delta": 1e-5}, "Who is protected\n")
+    folder.finish(arrays)
     assert json.loads((folder.path / "statement.json").read_text()) == {"epsilon": None, "delta": 1e-5}
     assert (folder.path / "statement.txt").read_text() == "Who is protected\n"
     loaded = load_file(folder.path / "model.safetensors")
@@ -92,7 +93,7 @@ def test_finish_writes_all_four(tmp_path):
 def test_an_array_that_safetensors_cannot_hold_is_named(tmp_path):
     folder = RunFolder.create(tmp_path / "run", {}, "main")
     with pytest.raises(ValueError, match=r"arrays\['w'\]: dtype object"):
-        folder.finish({}, "", {"w": np.array([None])})
+        folder.finish({"w": np.array([None])})
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

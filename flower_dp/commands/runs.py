@@ -63,9 +63,10 @@ def run(
         complain(f"{signal}; nothing is left running; its folder is {folder}", 128 + signal.signum)
     except superlink.LaunchError as error:
         complain(str(error), 1)
-    if not outcome.completed:
-        complain(f"the run failed: {outcome.details}\nFlower's log is {folder / runs.LOG}", 1)
     statement = folder / runs.STATEMENT_TEXT
+    if not outcome.completed:
+        released = f"\nWhat it released before is in {statement}" if statement.is_file() else ""
+        complain(f"the run failed: {outcome.details}\nFlower's log is {folder / runs.LOG}{released}", 1)
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"results: {folder}")

@@ -24,7 +24,7 @@ def state(
     """Return the statement of what the clients' ledgers hold: the worst client's epsilon, and the distribution over clients.
 
     Args:
-        strategy: after its roll call; before it the statement has no clients.
+        strategy: after its roll call; before it the statement has no clients and no rounds.
         noise: the method's numbers.
         paper: the paper's epsilon of the worst client.
         sampling: who was asked, in words.
@@ -36,7 +36,7 @@ def state(
     largest = max([cost.epsilon for cost in costs.values()] + [entry.epsilon for entry in adversaries], default=0.0)
     release = next((terms.release for terms in strategy.terms.values()), None)
     noiseless = any(not terms.release.mechanism.noise_multiplier for terms in strategy.terms.values())
-    private = math.isfinite(largest) and not strategy.seeded_noise and not noiseless and worst is not None
+    private = math.isfinite(largest) and not strategy.seeded_noise and not noiseless and (worst is not None or not strategy.num_rounds)
     if not private:
         costs = {}
     return PrivacyStatement(

@@ -109,6 +109,7 @@ class RoundStrategy(Strategy):
         self.rounds: list[RoundReport] = []
         self.incidents: list[str] = []
         self.num_missing = 0
+        self._refusal = "no reply"
         self.seeded_noise = self.noise_seed is not None
         self.rng = noise_generator(self.noise_seed)
         self._roster: Roster | None = None
@@ -177,7 +178,7 @@ class RoundStrategy(Strategy):
         Raises:
             ValueError: for a model with arrays that can't be made private, or clients that don't fit `num_clients`.
             TimeoutError: if the clients don't register in time.
-            RuntimeError: if no client has answered usefully in the first rounds.
+            RuntimeError: if no client answers usefully in the first rounds, or in all of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         self._begin()
@@ -209,6 +210,7 @@ class RoundStrategy(Strategy):
             self._evaluate(evaluate_fn, server_round, result)
         for line in str(self.statement).splitlines():
             log.info("%s", line)
+        self._check_fruit(ended=True)
         return result
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -249,7 +251,8 @@ class RoundStrategy(Strategy):
         self.seeded_noise |= collected.seeded_noise
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
-        self._check_fruit(collected)
+        self._refusal = next(iter(collected.refused.values()), self._refusal)
+        self._check_fruit()
         metrics = MetricRecord(
             {
                 "cohort-size": report.cohort_size,
@@ -301,14 +304,14 @@ class RoundStrategy(Strategy):
         self.rounds.append(report)
         return report
 
-    def _check_fruit(self, collected: Collected) -> None:
-        """End a run in which no client ever answers usefully: it would only spend budget."""
+    def _check_fruit(self, *, ended: bool = False) -> None:
+        """Fail a run in which no client ever answers usefully: it would only spend budget."""
         asked = [report for report in self.rounds if report.cohort_size]
         tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * self.num_clients)
         enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
-        if enough and not any(report.replies for report in asked):
-            reason = next(iter(collected.refused.values()), "no reply")
-            raise RuntimeError(f"no client has sent a usable update in the first {len(asked)} rounds; the last reason: {reason}")
+        if asked and (enough or ended) and not any(report.replies for report in asked):
+            rounds = f"the first {len(asked)} rounds" if enough else "any round"
+            raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {self._refusal}")
 
     @staticmethod
     def _evaluate(

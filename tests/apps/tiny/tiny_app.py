@@ -39,7 +39,8 @@ def serve(grid: Grid, context: Context) -> None:
                 "elapsed": time.perf_counter() - start,
             }
         )
-    folder.finish({"epsilon": 0.1 * num_rounds}, "Nothing private happened here.", {"w": np.zeros(3, np.float32)})
+    folder.state({"epsilon": 0.1 * num_rounds}, "Nothing private happened here.")
+    folder.finish({"w": np.zeros(3, np.float32)})
 
 
 @client.query()
