@@ -1,8 +1,6 @@
 """From events to epsilon, and from epsilon to noise.
 
-An event's noise multiplier is noise scale / clip norm. What one unit can change is the clip norm under add-or-remove-one and
-twice that under replace-one; this module is the one place where that factor enters. All answers are upper bounds: where
-several bounds hold, the least is returned and named.
+All answers are upper bounds: where several bounds hold, the least is returned and named.
 """
 
 import logging
@@ -11,50 +9,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
 
 import dp_accounting as dp
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAccountant, compute_epsilon
 from scipy import optimize
 
-from flower_dp import checks
+from flower_dp import checks, pld
+from flower_dp.events import (
+    LARGEST_MULTIPLIER,
+    RELATIONS,
+    Leaves,
+    Relation,
+    UnsupportedEventError,
+    effective,
+    inner_of,
+    leaves_of,
+    scaled,
+)
 
-Relation = Literal["add-or-remove-one", "replace-one"]
-RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
-
-# A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
-_GRID = 1e-4
-# Smaller epsilons are computed on a finer one, down to this part of it; not where a coarser one is asked for.
-_FINEST = 0.1
 _SEARCH_GRID = 1e-3
-# Beyond this exp(grid) is near the end of float64's range.
-_LARGEST_GRID = 100.0
-# Beyond this even that grid has too many points, and other accountants bound what is nonsense anyway.
-_LARGEST_SIZE = 1e8
-# Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
-_SMALLEST_PLD_DELTA = 1e-9
-# Kept aside for that rounding, which may be to the wrong side.
-_ROUNDING = 1e-12
-# Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
-_LONG_RUN = 200_000
-_STAGE = 1_000
-# How often a grid is refined at most.
-_REFINEMENTS = 8
-# Noise multipliers beyond this overflow when squared; less noise than this, or its inverse, is a valid (absurd) bound.
-_LARGEST_MULTIPLIER = 1e50
-# Leaves are (event, how many times).
-_Leaves = list[tuple[dp.DpEvent, int]]
-_Plain = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
-_LIBRARY_RELATION = {
-    "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
-}
-
-
-class UnsupportedEventError(ValueError):
-    """No accountant here can bound this event under this relation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +41,7 @@ class Cost:
     accountant: str
 
 
-def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float = _GRID) -> Cost:
+def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float = pld.GRID) -> Cost:
     """Return the least epsilon that can be proved for an event; infinite where there is no privacy.
 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
@@ -80,7 +54,7 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
     """
     delta = checks.number("delta", delta, at_least=0, below=1)
     checks.one_of("relation", relation, RELATIONS)
-    leaves = _leaves(event)
+    leaves = leaves_of(event)
     if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves):
         return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
     if not leaves:
@@ -99,7 +73,7 @@ def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float
     rdp(a) + log((a - 1) / a) - (log delta + log a) / (a - 1).
     """
     delta = checks.number("delta", delta, at_least=0, below=1)
-    leaves = _leaves(event)
+    leaves = leaves_of(event)
     if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves) or delta == 0:
         return None
     return _rdp(leaves, delta, relation_of(relation))
@@ -126,7 +100,9 @@ def calibrate(
     # The root finder needs finite costs, and few steps where they are huge.
     cap = max(1e6, min(10 * target, 1e308))
 
-    def excess(log_multiplier: float, grid: float = min(_SEARCH_GRID, max(target * _SEARCH_GRID, _GRID * _FINEST))) -> float:
+    def excess(
+        log_multiplier: float, grid: float = min(_SEARCH_GRID, max(target * _SEARCH_GRID, pld.GRID * pld.FINEST))
+    ) -> float:
         cost = _epsilon(make_event(math.exp(log_multiplier)), delta=delta, relation=relation, grid=grid)
         return min(cost.epsilon, cap) - target
 
@@ -137,12 +113,12 @@ def calibrate(
             raise ValueError(f"epsilon={target:g}: no noise multiplier up to 1e6 reaches it at delta={delta:g}")
     while excess(low) <= 0:
         low, high = low - 1.0, low
-        if low < math.log(1e-4 if target <= 1e6 else 1 / _LARGEST_MULTIPLIER):
+        if low < math.log(1e-4 if target <= 1e6 else 1 / LARGEST_MULTIPLIER):
             return math.exp(high)
     root = optimize.brentq(excess, low, high, xtol=rtol / 2)
     step = rtol / 4
     # The answer is the one that `epsilon` gives when asked for the same event.
-    while excess(root, _GRID) > 0:
+    while excess(root, pld.GRID) > 0:
         root, step = root + step, 2 * step
     return math.exp(root)
 
@@ -185,7 +161,7 @@ def relation_of(relation: str) -> Relation:
 _epsilon = epsilon
 
 
-def _bounds(leaves: _Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
+def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
     """Yield every bound that holds, NaN where an accountant has none."""
     pure = _pure(leaves, relation)
     yield "pure", pure
@@ -195,16 +171,16 @@ def _bounds(leaves: _Leaves, delta: float, relation: Relation, grid: float) -> I
     yield "gaussian-exact", gaussian
     renyi = _rdp(leaves, delta, relation)
     yield "rdp", math.nan if renyi is None else renyi
-    if delta >= _SMALLEST_PLD_DELTA:
+    if delta >= pld.SMALLEST_DELTA:
         finite = [one for one in (pure, gaussian, renyi) if one is not None and math.isfinite(one)]
-        yield "pld", _pld(leaves, delta, relation, grid, rough=min(finite, default=None))
+        yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
 
 
-def _pure(leaves: _Leaves, relation: Relation) -> float:
+def _pure(leaves: Leaves, relation: Relation) -> float:
     """Sum of the pure epsilons of Laplace releases, each amplified by its sampling."""
     total = 0.0
     for leaf, count in leaves:
-        inner, rate = _inner(leaf)
+        inner, rate = inner_of(leaf)
         if not isinstance(inner, dp.LaplaceDpEvent):
             return math.nan
         base = 1 / inner.noise_multiplier
@@ -227,22 +203,22 @@ def _amplified(pure: float, rate: float) -> float:
     return math.log1p(rate * math.expm1(pure))
 
 
-def _gaussian_exact(leaves: _Leaves, delta: float, relation: Relation) -> float:
+def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
     """Exact for Gaussian releases without sampling; an upper bound when sampling is ignored, which never adds cost."""
     norms = []
     for leaf, count in leaves:
-        inner, _ = _inner(leaf)
+        inner, _ = inner_of(leaf)
         without = isinstance(leaf, dp.SampledWithoutReplacementDpEvent)
         if not isinstance(inner, dp.GaussianDpEvent) or (without and relation != "replace-one"):
             return math.nan
         norms.append(math.sqrt(count) / inner.noise_multiplier)
-    multiplier = _effective(1 / math.hypot(*norms), relation)
+    multiplier = effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
     with _quiet():
         return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
 
 
-def _rdp(leaves: _Leaves, delta: float, relation: Relation) -> float | None:
+def _rdp(leaves: Leaves, delta: float, relation: Relation) -> float | None:
     curves = [_leaf_rdp(leaf, relation) for leaf, _ in leaves]
     if any(one is None for one in curves):
         return None
@@ -255,7 +231,7 @@ def _rdp(leaves: _Leaves, delta: float, relation: Relation) -> float | None:
 def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
     """Return the Renyi divergences of one release at the default orders, or None."""
     library_relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    inner, rate = _inner(leaf)
+    inner, rate = inner_of(leaf)
     if isinstance(leaf, dp.PoissonSampledDpEvent) and rate < 1:
         if relation == "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
             return None
@@ -264,149 +240,12 @@ def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
         if relation != "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
             return None
         library_relation = dp.NeighboringRelation.REPLACE_ONE
-        leaf = dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, _scaled(inner, relation))
+        leaf = dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(inner, relation))
     else:
-        leaf = _scaled(inner, relation)
+        leaf = scaled(inner, relation)
     with _quiet():
         curve: np.ndarray = RdpAccountant(neighboring_relation=library_relation).compose(leaf).rdp
         return curve
-
-
-def _pld(leaves: _Leaves, delta: float, relation: Relation, grid: float, rough: float | None) -> float:
-    # Some 10^5 points are enough where losses are huge, and small losses need finer ones; a coarser grid is still an upper
-    # bound. A rough bound may itself be far too large: then the answers on ever finer grids tell the right one.
-    size = rough if rough is not None and math.isfinite(rough) else _gaussian_exact(leaves, delta, relation)
-    if size > _LARGEST_SIZE:
-        return math.nan
-    coarse = min(max(grid, 1e-5 * size), _LARGEST_GRID) if math.isfinite(size) else grid
-    best = math.nan
-    for _ in range(_REFINEMENTS):
-        try:
-            value = _pld_on(leaves, delta, relation, coarse)
-        except ArithmeticError:  # a loss that no float holds
-            return best
-        best = value if math.isnan(best) else min(best, value)
-        small = grid if grid > _GRID else min(grid, max(1e-3 * best, _FINEST * _GRID))
-        fine = max(1e-5 * best, small)
-        if not coarse > 2 * fine:
-            break
-        coarse = fine
-    return best
-
-
-def _pld_on(leaves: _Leaves, delta: float, relation: Relation, grid: float) -> float:
-    sampled = any(_inner(leaf)[1] < 1 for leaf, _ in leaves)
-    total = None
-    for leaf, count in leaves:
-        # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.
-        one = (
-            _leaf_pld(leaf, relation, grid)
-            if sampled
-            else _leaf_pld(_scaled(_inner(leaf)[0], relation), "add-or-remove-one", grid)
-        )
-        if one is None:
-            return math.nan
-        one = _self_composed(one, count)
-        total = one if total is None else total.compose(one)
-    return math.nan if total is None else float(total.get_epsilon_for_delta(delta - _ROUNDING))
-
-
-def _self_composed(one: Any, count: int) -> Any:
-    if count < _LONG_RUN:
-        return one.self_compose(count) if count > 1 else one
-    stages, rest = divmod(count, _STAGE)
-    total = one.self_compose(_STAGE).self_compose(stages)
-    return total.compose(_self_composed(one, rest)) if rest else total
-
-
-@lru_cache(maxsize=16)
-def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
-    """Return the privacy loss distribution of one release, or None where the library has none."""
-    inner, rate = _inner(leaf)
-    if rate < 1 and not isinstance(leaf, dp.PoissonSampledDpEvent):
-        return None
-    if isinstance(inner, dp.GaussianDpEvent):
-        # Under replace-one the library itself doubles the sensitivity of the Gaussian.
-        return privacy_loss_distribution.from_gaussian_mechanism(
-            inner.noise_multiplier,
-            value_discretization_interval=grid,
-            sampling_prob=rate,
-            neighboring_relation=_LIBRARY_RELATION[relation],
-        )
-    if relation == "replace-one":
-        return None
-    return privacy_loss_distribution.from_laplace_mechanism(
-        inner.noise_multiplier, value_discretization_interval=grid, sampling_prob=rate
-    )
-
-
-def _effective(multiplier: float, relation: Relation) -> float:
-    """Noise scale over sensitivity, for noise scale over clip norm."""
-    return multiplier / 2 if relation == "replace-one" else multiplier
-
-
-def _scaled(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent:
-    return type(leaf)(_effective(leaf.noise_multiplier, relation))
-
-
-def _inner(leaf: dp.DpEvent) -> tuple[dp.DpEvent, float]:
-    """The plain release inside a leaf, and the sampling rate around it."""
-    if isinstance(leaf, dp.PoissonSampledDpEvent):
-        return leaf.event, leaf.sampling_probability
-    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
-        return leaf.event, leaf.sample_size / leaf.source_dataset_size
-    return leaf, 1.0
-
-
-def _leaves(event: dp.DpEvent, count: int = 1) -> _Leaves:
-    """Flatten compositions into validated leaves, equal ones merged."""
-    merged: dict[dp.DpEvent, int] = {}
-
-    def visit(node: dp.DpEvent, times: int) -> None:
-        if isinstance(node, dp.SelfComposedDpEvent):
-            visit(node.event, times * checks.integer("event count", node.count, at_least=0))
-        elif isinstance(node, dp.ComposedDpEvent):
-            for child in node.events:
-                visit(child, times)
-        elif times and not isinstance(node, dp.NoOpDpEvent):
-            _validate(node)
-            node = _tamed(node)
-            merged[node] = merged.get(node, 0) + times
-
-    visit(event, count)
-    return list(merged.items())
-
-
-def _validate(leaf: dp.DpEvent) -> None:
-    """Refuse what the accountants would misread; a NaN multiplier, for one, costs nothing in an RDP accountant."""
-    if isinstance(leaf, dp.NonPrivateDpEvent):
-        return
-    if isinstance(leaf, dp.PoissonSampledDpEvent):
-        checks.number("sampling_probability", leaf.sampling_probability, above=0, at_most=1)
-    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
-        size = checks.integer("source_dataset_size", leaf.source_dataset_size, at_least=1)
-        checks.integer("sample_size", leaf.sample_size, at_least=1, at_most=size)
-    inner, _ = _inner(leaf)
-    if not isinstance(inner, _Plain):
-        raise UnsupportedEventError(f"event {leaf}: only (sampled) Gaussian and Laplace releases can be accounted")
-    checks.number("noise_multiplier", inner.noise_multiplier, above=0)
-
-
-def _tamed(leaf: dp.DpEvent) -> dp.DpEvent:
-    """The event, or one without privacy or with less noise in its place where its multiplier is not of this world."""
-    if isinstance(leaf, dp.NonPrivateDpEvent):
-        return leaf
-    inner, _ = _inner(leaf)
-    if 1 / _LARGEST_MULTIPLIER <= inner.noise_multiplier <= _LARGEST_MULTIPLIER:
-        return leaf
-    if inner.noise_multiplier < 1:
-        return dp.NonPrivateDpEvent()
-    less = type(inner)(_LARGEST_MULTIPLIER)
-    if isinstance(leaf, dp.PoissonSampledDpEvent):
-        return dp.PoissonSampledDpEvent(leaf.sampling_probability, less)
-    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
-        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, less)
-    return less
 
 
 @contextmanager

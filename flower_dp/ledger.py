@@ -3,7 +3,8 @@
 from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
 from flower_dp import accounting
-from flower_dp.accounting import Cost, Relation
+from flower_dp.accounting import Cost
+from flower_dp.events import Relation
 
 
 class Ledger:

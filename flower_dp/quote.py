@@ -7,6 +7,7 @@ from typing import Any
 import dp_accounting as dp
 
 from flower_dp import accounting, checks
+from flower_dp.events import Relation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Quote:
     num_clients: int | None
     num_rounds: int
     delta: float
-    relation: accounting.Relation
+    relation: Relation
 
     def event(self, noise_multiplier: float) -> dp.DpEvent:
         """Return the whole run's event; without noise it is not private."""

@@ -10,7 +10,7 @@ from typing import Literal
 from dp_accounting import ComposedDpEvent, DpEvent
 
 from flower_dp import accounting, checks
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.mechanisms import Mechanism
 from flower_dp.sampling import Sampler
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from flower_dp import accounting, checks
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.mechanisms import Gaussian, Laplace, Mechanism
 from flower_dp.planning.fedsgd_dpc import laplace_scale
 from flower_dp.planning.nbafl import uplink_noise_std

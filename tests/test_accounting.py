@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
-from flower_dp import accounting
-from flower_dp.accounting import Relation, UnsupportedEventError, affordable, calibrate, curve, epsilon, rdp_epsilon, repeated
+from flower_dp import accounting, pld
+from flower_dp.accounting import affordable, calibrate, curve, epsilon, rdp_epsilon, repeated
+from flower_dp.events import Relation, UnsupportedEventError
 
 ADD: Relation = "add-or-remove-one"
 REPLACE: Relation = "replace-one"
@@ -558,14 +559,19 @@ def test_long_runs_are_bounded_tightly_under_replace_one() -> None:
     """By the central limit theorem the losses of many sparse rounds are those of one Gaussian release."""
     multiplier, rate, rounds = 1.0, 0.001, 100_000
     got = epsilon(Repeat(Poisson(rate, Gaussian(multiplier)), rounds), delta=1e-5, relation=REPLACE).epsilon
-    assert got <= 1.02 * accounting._pld_on([(Poisson(rate, Gaussian(multiplier)), rounds)], 1e-5, REPLACE, 1e-4)
+    assert got <= 1.02 * pld.on_grid([(Poisson(rate, Gaussian(multiplier)), rounds)], 1e-5, REPLACE, 1e-4)
+
+
+def _by_pld(event: dp.DpEvent, rounds: int, delta: float) -> float:
+    leaves = [(event, rounds)]
+    return pld.epsilon_of(leaves, delta, ADD, pld.GRID, accounting._gaussian_exact(leaves, delta, ADD))
 
 
 @pytest.mark.parametrize(("scale", "rounds"), [(5, 1000), (2, 1000), (5, 200)])
 def test_pld_stays_above_the_closed_form_at_the_smallest_delta(scale: float, rounds: int) -> None:
     multiplier = math.sqrt(rounds) / scale
-    got = accounting._pld([(Gaussian(multiplier), rounds)], accounting._SMALLEST_PLD_DELTA, ADD, accounting._GRID, None)
-    second = optimize.brentq(lambda eps: gaussian_delta(1 / scale, eps) - accounting._SMALLEST_PLD_DELTA, 0, 500, xtol=1e-13)
+    got = _by_pld(Gaussian(multiplier), rounds, pld.SMALLEST_DELTA)
+    second = optimize.brentq(lambda eps: gaussian_delta(1 / scale, eps) - pld.SMALLEST_DELTA, 0, 500, xtol=1e-13)
     assert got >= second
 
 
@@ -573,7 +579,7 @@ def test_pld_stays_above_the_closed_form_at_the_smallest_delta(scale: float, rou
 @pytest.mark.parametrize("delta", [1e-8, 1e-5])
 def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds: int, delta: float) -> None:
     multiplier = math.sqrt(rounds) / scale
-    got = accounting._pld([(Gaussian(multiplier), rounds)], delta, ADD, accounting._GRID, None)
+    got = _by_pld(Gaussian(multiplier), rounds, delta)
     second = optimize.brentq(lambda eps: gaussian_delta(1 / scale, eps) - delta, 0, 500, xtol=1e-13)
     assert second <= got <= 1.001 * second
 
@@ -582,7 +588,7 @@ def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds
 @pytest.mark.parametrize("delta", [1e-9, 1e-5])
 def test_pld_of_long_runs_is_an_upper_bound_of_the_closed_form(rounds: int, delta: float) -> None:
     """Runs this long are composed in stages."""
-    got = accounting._pld([(Gaussian(math.sqrt(rounds) / 2), rounds)], delta, ADD, accounting._GRID, None)
+    got = _by_pld(Gaussian(math.sqrt(rounds) / 2), rounds, delta)
     assert gaussian_epsilon(1 / 2, delta) <= got <= 1.01 * gaussian_epsilon(1 / 2, delta)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp import checks
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel
 from flower_dp.clipping import clip_l1, clip_l2

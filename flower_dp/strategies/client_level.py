@@ -7,7 +7,7 @@ import numpy as np
 from dp_accounting import ComposedDpEvent
 
 from flower_dp import accounting, checks, compression, wire
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.ledger import Ledger
 from flower_dp.mechanisms import Gaussian, gaussian_share
 from flower_dp.release import Release

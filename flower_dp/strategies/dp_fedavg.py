@@ -1,6 +1,6 @@
 """DP-FedAvg (McMahan et al. 2018): federated averaging with clipped updates and noise on the server."""
 
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.sampling import Sampler
 from flower_dp.strategies.client_level import ClientLevelStrategy
 

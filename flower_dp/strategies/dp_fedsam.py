@@ -1,6 +1,6 @@
 """DP-FedSAM and DP-FedSAM-top_k (Shi, Wei, Shen et al. 2023): flat minima lose less to clipping and noise."""
 
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.sampling import Sampler
 from flower_dp.strategies.client_level import ClientLevelStrategy
 

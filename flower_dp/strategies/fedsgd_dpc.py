@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from flower_dp import checks
-from flower_dp.accounting import Relation
+from flower_dp.events import Relation
 from flower_dp.planning.fedsgd_dpc import gaussian_noise_variance
 from flower_dp.sampling import RoundRobinSampling
 from flower_dp.statement import PaperEpsilon, PrivacyStatement

@@ -9,7 +9,8 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from flower_dp import accounting, checks, wire
-from flower_dp.accounting import Cost, Relation
+from flower_dp.accounting import Cost
+from flower_dp.events import Relation
 from flower_dp.ledger import Ledger
 from flower_dp.sampling import Sampler
 from flower_dp.statement import PrivacyStatement
