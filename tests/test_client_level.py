@@ -9,7 +9,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from flwr.app import Array as FlowerArray
 from flwr.app import ConfigRecord
 from grids import LocalGrid
 from scipy import stats
@@ -143,6 +144,24 @@ def test_without_a_trusted_server_missing_noise_is_charged_as_missing():
     assert "in 10 rounds shares of noise were missing" in str(strategy.statement)
 
 
+@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
+def test_without_a_trusted_server_sampling_lowers_no_cost(relation):
+    """The std of the sum tells how many of the drawn clients answered, and so who was drawn; complete rounds tell as well."""
+    sampler = PoissonSampling if relation == "add-or-remove-one" else FixedSizeSampling
+    words = {"sampling_rate": 0.5} if relation == "add-or-remove-one" else {"cohort_size": 3}
+    grid = LocalGrid(still_app(6), 6, tamper=lambda node, reply: [] if node == 1 else [reply])
+    strategy = DPFedSAM(
+        clip_norm=0.5, noise_multiplier=3.0, sampling=sampler(**words), num_clients=6, delta=1e-3, trusted_server=False
+    )
+    strategy.start(grid, model_arrays(still_model()), num_rounds=12)
+    parts = [report.replies / report.cohort_size if report.replies else 1 for report in strategy.rounds]
+    assert {1.0} < set(parts)
+    event = ComposedDpEvent([GaussianDpEvent(3.0 * math.sqrt(part)) for part in parts])
+    assert strategy.statement.epsilon == pytest.approx(accounting.epsilon(event, delta=1e-3, relation=relation).epsilon)
+    assert "sampling lowers no cost" in str(strategy.statement)
+    assert "cohorts that nobody knows" in strategy.statement.paper.reason
+
+
 def test_missing_noise_counts_against_the_target():
     words = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
 
@@ -194,7 +213,8 @@ def test_distributed_top_k_sends_small_payloads_and_claims_only_what_each_share_
         sizes = [array.numpy().nbytes for array in next(iter(reply.content.array_records.values())).values()]
         # A tenth of 4,000 values of 4 bytes, and the smaller of a bit a coordinate and 2 bytes an index.
         assert sum(sizes) == 400 * 4 + min(4000 // 8, 400 * 2)
-    share = PoissonSampledDpEvent(0.5, GaussianDpEvent(0.8 / math.sqrt(4)))
+    # A client that is not drawn sends no coordinates at all, which can be told from a zero update: no amplification.
+    share = GaussianDpEvent(0.8 / math.sqrt(4))
     expected = accounting.epsilon(SelfComposedDpEvent(share, 4), delta=1e-3, relation="add-or-remove-one").epsilon
     assert strategy.statement.epsilon == pytest.approx(expected)
     assert not strategy.statement.paper.valid
@@ -337,6 +357,64 @@ def test_two_runs_with_the_same_settings_have_different_noise():
         return strategy.start(LocalGrid(stock_app(shifted(lambda node: 0.0)), 2), arrays(**ZEROS), num_rounds=1).arrays["w"]
 
     assert not np.allclose(run().numpy(), run().numpy())
+
+
+def test_a_statement_read_during_a_round_is_not_the_last_word():
+    """Replies, missing shares, a client's fixed seed and the end of the run all come after the charge."""
+    read = []
+
+    def peek(node, reply):
+        read.append(strategy.statement)
+        return [] if node <= 3 else [reply]
+
+    words = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    strategy = DPFedSAM(**words, trusted_server=False)
+    strategy.start(LocalGrid(still_app(4), 4, tamper=peek), model_arrays(still_model()), num_rounds=1)
+    weaker = accounting.epsilon(GaussianDpEvent(3.0 / 2), delta=1e-3, relation="add-or-remove-one").epsilon
+    assert strategy.statement.epsilon == pytest.approx(weaker)
+    assert strategy.statement.epsilon > read[-1].epsilon
+    assert any("3 updates" in line for line in strategy.statement.incidents)
+
+    def client_fn(context):
+        records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
+        return DPClient(model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3)
+
+    strategy = DPFedSAM(**words | {"num_clients": 1})
+    grid = LocalGrid(client_app(client_fn), 1, tamper=lambda node, reply: read.append(strategy.statement) or [reply])
+    strategy.start(grid, model_arrays(still_model()), num_rounds=1)
+    assert read[-1].private
+    assert not strategy.statement.private
+    assert strategy.rounds[-1].epsilon == strategy.epsilon == math.inf
+
+    strategy = DPFedAvg(**words, target_epsilon=2.0)
+    result = strategy.start(
+        LocalGrid(still_app(4), 4),
+        model_arrays(still_model()),
+        num_rounds=90,
+        evaluate_fn=lambda server_round, arrays: read.append(strategy.statement),
+    )
+    assert 1 < len(result.train_metrics_clientapp) < 90
+    assert any(line.startswith("ended before round") for line in strategy.statement.incidents)
+
+
+def test_huge_messages_of_clients_leave_the_round_out_not_the_model():
+    """Where clients add the noise the server can't clip."""
+
+    def forge(node, reply):
+        if strategy._round.cohort_size > 1:
+            record = next(iter(reply.content.array_records.values()))
+            for name, array in record.items():
+                record[name] = FlowerArray(np.full_like(array.numpy(), 3e38))
+        return [reply]
+
+    sampling = PoissonSampling(sampling_rate=0.25)  # of 4: a sum of two is divided by one
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=4, delta=1e-3)
+    steps = increments(strategy, LocalGrid(still_app(4), 4, tamper=forge), model_arrays(still_model()), 40)
+    assert np.isfinite(steps).all()
+    left_out = [report.server_round for report in strategy.rounds if report.cohort_size > 1]
+    assert left_out == [index + 1 for index, step in enumerate(steps) if not step.any()]
+    beyond = "the replies' sum is beyond the range of float32"
+    assert list(strategy.statement.incidents) == [f"round {number} was left out: {beyond}" for number in left_out]
 
 
 def test_round_robin_with_an_untrusted_server_and_distributed_noise_is_refused():

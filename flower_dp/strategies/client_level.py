@@ -11,7 +11,7 @@ from flower_dp.events import Relation
 from flower_dp.ledger import Ledger
 from flower_dp.mechanisms import Gaussian, gaussian_share
 from flower_dp.release import Release
-from flower_dp.sampling import FixedSizeSampling, RoundRobinSampling, Sampler
+from flower_dp.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.statement import PrivacyStatement
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.roster import Roster
@@ -28,7 +28,9 @@ class ClientLevelStrategy(RoundStrategy):
     """One release a round: the sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum.
 
     The noise has std noise_multiplier x clip_norm; the global model moves by the noised sum over the *expected* cohort. Example
-    counts weigh nothing, missing and refused replies count as zeros, an empty cohort still releases noise and still pays.
+    counts weigh nothing, missing and refused replies count as zeros, an empty cohort still pays. Sampling lowers the cost only
+    where nothing that leaves tells who takes part: not where shares of noise may be missing from the sum, and not where clients
+    choose the coordinates that they send.
 
     Args:
         clip_norm: L2 bound of one client's update.
@@ -41,7 +43,7 @@ class ClientLevelStrategy(RoundStrategy):
         placement: `central`: the server adds the noise; `distributed`: every client adds its share to its own update.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
         trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, the
-            ledger charges the noise that was really there.
+            ledger charges the noise that was really there, and counts on no sampling.
         report_client_metrics: as `RoundStrategy`.
         registration_timeout: as `RoundStrategy`.
         noise_seed: as `RoundStrategy`.
@@ -96,8 +98,8 @@ class ClientLevelStrategy(RoundStrategy):
         )
         if isinstance(sampling, RoundRobinSampling) and self.placement == "distributed" and not trusted_server:
             raise ValueError(
-                "trusted_server=False: round-robin sampling charges the busiest client alone, and can't charge missing noise to others; "
-                "use another sampler, or trusted_server=True"
+                "trusted_server=False: round-robin sampling charges the busiest client alone, and can't charge missing noise "
+                "to others; use another sampler, or trusted_server=True"
             )
         if self.target_epsilon is not None and noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
@@ -108,25 +110,38 @@ class ClientLevelStrategy(RoundStrategy):
         self.num_weakened = 0
         self._affordable = 0
         self._curve = np.zeros(1)
-        self._stated: tuple[int, PrivacyStatement] | None = None
+        self._stated: tuple[tuple[object, ...], PrivacyStatement] | None = None
 
     # Noise
 
     @property
+    def sparse_messages(self) -> bool:
+        """Whether every client chooses the coordinates that it sends from its own noised update."""
+        return self.placement == "distributed" and self.keep_ratio < 1
+
+    @property
+    def cohort_shows(self) -> bool:
+        """Whether what leaves tells who takes part: by the coordinates sent, or by how much noise is missing from the sum."""
+        return self.sparse_messages or (self.placement == "distributed" and not self.trusted_server)
+
+    @property
     def charged(self) -> Release:
         """The release that the ledger charges: what can be proved of what leaves."""
-        if self.placement == "distributed" and self.keep_ratio < 1:
-            # Every client chooses its coordinates from its own noised update, and a sum of such messages is no function of
-            # the noised sum: only the client's own share of noise protects it.
-            share = gaussian_share(self.release.mechanism.noise_multiplier, max(1, math.ceil(self.expected_cohort)))
-            return replace(self.release, mechanism=Gaussian(noise_multiplier=share))
-        return self.release
+        release = self.release
+        if self.cohort_shows and not isinstance(release.sampler, RoundRobinSampling):
+            # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
+            release = replace(release, sampler=FullSampling())
+        if self.sparse_messages:
+            # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
+            share = gaussian_share(release.mechanism.noise_multiplier, max(1, math.ceil(self.expected_cohort)))
+            release = replace(release, mechanism=Gaussian(noise_multiplier=share))
+        return release
 
     def _share(self, cohort_size: int) -> float:
         """Std of the noise that each of a cohort's clients adds to its own update."""
         if self.placement == "central":
             return 0.0
-        if self.keep_ratio < 1:
+        if self.sparse_messages:
             return self.charged.noise_scale
         # By the cohort that was drawn, so that the noise of the sum has the same std whoever is in it: a std that depends on
         # whether one client takes part would itself tell of that client.
@@ -136,7 +151,7 @@ class ClientLevelStrategy(RoundStrategy):
         """Std of the noise that the server adds to the sum of the updates that came back."""
         if self.placement == "central":
             return self.release.noise_scale
-        if self.keep_ratio < 1 or not self.trusted_server:
+        if self.cohort_shows:
             return 0.0
         return self.release.noise_scale * math.sqrt((cohort_size - heard) / cohort_size if cohort_size else 1.0)
 
@@ -144,11 +159,10 @@ class ClientLevelStrategy(RoundStrategy):
         heard = len(collected.clients)
         self._settle(now.server_round, heard, now.cohort_size)
         noise = self.release.mechanism.noise(collected.total, self._server_noise_std(heard, now.cohort_size), self.rng)
-        mean = ((collected.total + noise) / self.expected_cohort).astype(np.float32)
+        mean = (collected.total + noise) / self.expected_cohort
         if self.keep_ratio < 1 and self.placement == "central":
-            mean = compression.decode(compression.top_k(mean, self.keep_ratio), mean.size)
-        vector: np.ndarray = now.vector + mean
-        return vector
+            mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
+        return self._sane(now.vector + mean, now.vector, now.server_round)
 
     # Clients
 
@@ -196,16 +210,17 @@ class ClientLevelStrategy(RoundStrategy):
 
     def _settle(self, server_round: int, heard: int, cohort_size: int) -> None:
         """Charge what was really added where shares of noise are missing and nobody may top them up."""
-        topped_up = self.placement == "central" or self.trusted_server or self.keep_ratio < 1
-        if topped_up or heard in (0, cohort_size):
+        if self.placement == "central" or self.trusted_server or self.sparse_messages or heard in (0, cohort_size):
             return
         weaker = Gaussian(noise_multiplier=self.release.mechanism.noise_multiplier * math.sqrt(heard / cohort_size))
-        self.ledger.amend(self.charged.event(server_round), replace(self.release, mechanism=weaker).event(server_round))
+        self.ledger.amend(self.charged.event(server_round), replace(self.charged, mechanism=weaker).event(server_round))
         self.num_weakened += 1
 
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
+        if self.seeded_noise:
+            return math.inf
         if not self.num_weakened and self.ledger.num_charges < len(self._curve):
             return float(self._curve[self.ledger.num_charges])
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
@@ -213,6 +228,7 @@ class ClientLevelStrategy(RoundStrategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        if self._stated is None or self._stated[0] != self.ledger.num_charges:
-            self._stated = (self.ledger.num_charges, state(self))
+        key = (*self.ledger.lines(), self.ledger.num_charges, *self._told())
+        if self._stated is None or self._stated[0] != key:
+            self._stated = (key, state(self))
         return self._stated[1]

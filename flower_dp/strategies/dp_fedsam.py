@@ -10,7 +10,8 @@ class DPFedSAM(ClientLevelStrategy):
 
     With `placement="distributed"` (the paper's) every client adds its share of the noise, std z C / sqrt(m), to its own clipped
     update, and the sum has std z C; the server tops up the shares of clients that do not answer, or, with
-    `trusted_server=False`, the ledger charges the noise that was there. With `placement="central"` the server adds it all.
+    `trusted_server=False`, the ledger charges the noise that was there, without amplification by sampling. With
+    `placement="central"` the server adds it all.
 
     `keep_ratio` < 1 is DP-FedSAM-top_k: after the noise only that part of the coordinates is kept, those of largest magnitude.
     Under central placement they are chosen from the noised mean, which costs nothing (post-processing). Under distributed

@@ -1,6 +1,6 @@
 """Local differential privacy: every client's message is private on its own, and every client has a ledger of its own."""
 
-import logging
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +18,6 @@ from flower_dp.strategies.local_stating import state
 from flower_dp.strategies.roster import Roster
 from flower_dp.strategies.rounds import RoundStrategy
 from flower_dp.terms import Terms, per_client, values_in
-
-log = logging.getLogger("flwr")
 
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
@@ -94,7 +92,7 @@ class LocalLevelStrategy(RoundStrategy):
         self._all_records = 0
         self._planned_rounds: int | None = None
         self._costs: dict[tuple[float, tuple[str, ...]], Cost] = {}
-        self._stated: tuple[tuple[int, int], PrivacyStatement] | None = None
+        self._stated: tuple[tuple[object, ...], PrivacyStatement] | None = None
 
     # What a method says
 
@@ -179,14 +177,6 @@ class LocalLevelStrategy(RoundStrategy):
             num_replies=tuple(self.terms[name].num_replies for name in names),
         )
 
-    def _sane(self, vector: np.ndarray, before: np.ndarray, server_round: int) -> np.ndarray:
-        """Return the next model as float32, or the last one if a client's huge update has pushed it out of float32's range."""
-        if (np.abs(vector) <= np.finfo(np.float32).max).all():
-            return vector.astype(np.float32)
-        self.incidents.append(f"round {server_round} was left out: the replies' sum is beyond the range of float32")
-        log.warning("%s", self.incidents[-1])
-        return before
-
     # Cost
 
     def cost(self, ledger: Ledger, *, grid: float = 1e-5) -> Cost:
@@ -199,12 +189,14 @@ class LocalLevelStrategy(RoundStrategy):
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all replies so far to the client who paid most; the statement has the tight value."""
+        if self.seeded_noise:
+            return math.inf
         return max((self.cost(ledger, grid=1e-4).epsilon for ledger in self.ledgers.values()), default=0.0)
 
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        key = (self.num_rounds, len(self.rounds))
+        key = (self.num_rounds, len(self.rounds), self.num_unasked, *self._told())
         if self._stated is None or self._stated[0] != key:
             self._stated = (key, self._state())
         return self._stated[1]

@@ -36,7 +36,9 @@ def state(
     largest = max([cost.epsilon for cost in costs.values()] + [entry.epsilon for entry in adversaries], default=0.0)
     release = next((terms.release for terms in strategy.terms.values()), None)
     noiseless = any(not terms.release.mechanism.noise_multiplier for terms in strategy.terms.values())
-    private = math.isfinite(largest) and not strategy.seeded_noise and not noiseless and (worst is not None or not strategy.num_rounds)
+    private = (
+        math.isfinite(largest) and not strategy.seeded_noise and not noiseless and (worst is not None or not strategy.num_rounds)
+    )
     if not private:
         costs = {}
     return PrivacyStatement(

@@ -304,6 +304,18 @@ class RoundStrategy(Strategy):
         self.rounds.append(report)
         return report
 
+    def _told(self) -> tuple[object, ...]:
+        """Return what a statement tells besides the ledger's charges."""
+        return (self.seeded_noise, self.num_missing, *self.incidents)
+
+    def _sane(self, vector: np.ndarray, before: np.ndarray, server_round: int) -> np.ndarray:
+        """Return the next model as float32, or the last one if a client's huge update has pushed it out of float32's range."""
+        if (np.abs(vector) <= np.finfo(np.float32).max).all():
+            return vector.astype(np.float32)
+        self.incidents.append(f"round {server_round} was left out: the replies' sum is beyond the range of float32")
+        log.warning("%s", self.incidents[-1])
+        return before
+
     def _check_fruit(self, *, ended: bool = False) -> None:
         """Fail a run in which no client ever answers usefully: it would only spend budget."""
         asked = [report for report in self.rounds if report.cohort_size]

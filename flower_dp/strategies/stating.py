@@ -57,8 +57,10 @@ def _paper(strategy: "ClientLevelStrategy") -> PaperEpsilon | None:
         faults.append("it assumes Poisson sampling, and cohorts were drawn otherwise")
     if release.relation != "add-or-remove-one":
         faults.append("it holds for add-or-remove-one")
-    if strategy.charged is not release:
+    if strategy.sparse_messages:
         faults.append("top-k of each client's own noised update is not post-processing of the noised sum")
+    elif strategy.cohort_shows and sampling_rate < 1:
+        faults.append("it counts on cohorts that nobody knows, and missing shares of noise tell who takes part")
     if strategy.num_weakened:
         faults.append("noise of missing clients was missing")
     if strategy.seeded_noise:
@@ -73,13 +75,15 @@ def _assumptions(strategy: "ClientLevelStrategy") -> list[str]:
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
     if strategy.placement == "central":
         lines.append("the server is trusted: it sees single updates and adds the noise")
-    elif strategy.charged is not release:
-        lines.append("epsilon rests on each client's own share of noise: a client is replaced by one whose update is zero")
+    elif strategy.sparse_messages:
+        lines.append("epsilon rests on each client's own share of noise")
     else:
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
         if strategy.trusted_server:
             lines.append("the server is trusted to add the shares of clients that did not answer")
-    if 0 < release.expected_cohort < release.num_clients:
+    if strategy.cohort_shows:
+        lines.append("who takes part may be known: sampling lowers no cost, and a client is replaced by one whose update is zero")
+    elif 0 < release.expected_cohort < release.num_clients:
         lines.append("the cohort of a round is known to nobody who is protected against")
     if strategy.seeded_noise:
         lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
