@@ -1,5 +1,6 @@
 """The parts of a run: strings and numbers of the run-config become a strategy and a node's client here and nowhere else."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from flower_dp.accounting import relation_of
 from flower_dp.clients import ClientPolicy, DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe, Records
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.local import LocalRecipe
+from flower_dp.mechanisms import gaussian_share
 from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.rounds import RoundStrategy
@@ -57,11 +59,22 @@ def client_of(settings: Settings, model: nn.Module, clients: Mapping[str, Record
         policy = ClientPolicy(
             max_clip_norm=settings.clip_norm,
             min_noise_multiplier=settings.noise_multiplier,
+            min_noise_std=_share(settings),
             allow_metrics=settings.report_client_metrics,
         )
         return DPClient(**words, training=training_of(settings), policy=policy)
     policy = ClientPolicy(max_clip_norm=settings.clip_norm, allow_metrics=settings.report_client_metrics)
     return LocalDPClient(**words, recipe=_recipe(settings, sizes), policy=policy)
+
+
+def _share(settings: Settings) -> float:
+    """Return the least std of the noise that a client adds itself: its share in the largest cohort there can be."""
+    if settings.method != "dp-fedsam" or settings.placement != "distributed":
+        return 0.0
+    largest = settings.num_clients
+    if settings.keep_ratio < 1:  # shares are by the expected cohort then
+        largest = max(1, math.ceil(_sampler(settings).expected_cohort(settings.num_clients)))
+    return (1 - 1e-9) * gaussian_share(settings.noise_multiplier * settings.clip_norm, largest)
 
 
 def training_of(settings: Settings) -> LocalTraining:

@@ -42,13 +42,18 @@ class Terms:
         return self.release.event(1)
 
     @property
-    def text(self) -> str:
-        """The terms as one line; different terms have different lines."""
+    def kind(self) -> str:
+        """All but the noise multiplier, as one line; different terms have different lines."""
         release = self.release
         return (
-            f"{self.num_replies} replies, {release.mechanism!r}, clip_norm={release.clip_norm!r}, {release.unit}, "
+            f"{self.num_replies} replies, {type(release.mechanism).__name__}, clip_norm={release.clip_norm!r}, {release.unit}, "
             f"{release.relation}, {release.sampler!r} of {release.num_clients}"
         )
+
+    @property
+    def text(self) -> str:
+        """The terms as one line; different terms have different lines."""
+        return f"{self.kind}, noise_multiplier={self.release.mechanism.noise_multiplier!r}"
 
 
 @lru_cache(maxsize=4096)

@@ -61,8 +61,9 @@ class Instruction:
         keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
         report_metrics: whether clients are asked for training metrics, which are not private.
         weights: what each client's private row counts in the node's sum, in the order of `clients`; empty for 1 each.
-        num_replies: how many replies of each client the server plans with, in the order of `clients`; empty where clients keep
-            no budget of their own. A client compares it with its own number, and never works by it.
+        terms: what the server takes each client's own terms to be (`Terms.kind`), in the order of `clients`; empty where clients
+            keep no budget of their own. A client compares them with its own, and never works by them.
+        noise_multipliers: the noise multipliers that go with them, by which the server charges.
     """
 
     server_round: int
@@ -73,7 +74,8 @@ class Instruction:
     keep_ratio: float = 1.0
     report_metrics: bool = False
     weights: tuple[float, ...] = ()
-    num_replies: tuple[int, ...] = ()
+    terms: tuple[str, ...] = ()
+    noise_multipliers: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         checks.integer("server_round", self.server_round, at_least=1)
@@ -82,15 +84,18 @@ class Instruction:
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
         checks.number("noise_std", self.noise_std, at_least=0)
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
-        for field, values in (("weights", self.weights), ("num_replies", self.num_replies)):
+        for field in ("weights", "terms", "noise_multipliers"):
+            values = getattr(self, field)
             if len(values) not in (0, len(self.clients)):
                 raise ValueError(
                     f"{field}: has {len(values)} values: must have none, or one for each of {len(self.clients)} clients"
                 )
         for weight in self.weights:
             checks.number("weight", weight, at_least=0)
-        for number in self.num_replies:
-            checks.integer("num_replies", number, at_least=1)
+        if not all(isinstance(kind, str) for kind in self.terms):
+            raise ValueError("terms: must be texts")
+        for multiplier in self.noise_multipliers:
+            checks.number("noise_multipliers", multiplier, at_least=0)
 
     def to_json(self) -> str:
         """Return the instruction as one string."""
@@ -104,7 +109,7 @@ class Instruction:
             ValueError: if it is not one of this protocol.
         """
         data = _load(text, {field.name for field in fields(cls)})
-        lists = ("clients", "weights", "num_replies")
+        lists = ("clients", "weights", "terms", "noise_multipliers")
         if not all(isinstance(data[name], list) for name in lists):
             raise ValueError(f"instruction: {', '.join(lists)} must be lists")
         return cls(**{**data, **{name: tuple(data[name]) for name in lists}})

@@ -189,8 +189,20 @@ def test_a_sum_beyond_float32_leaves_the_model_as_it_was():
 # The client's own account
 
 
-def instruction(**words):
-    options = {"server_round": 1, "clients": ("c0",), "clip_norm": 0.5, "noise_multiplier": 0.0, "num_replies": (2,)}
+def instruction(*, clients=("c0",), num_replies=(2,), server=None, **words):
+    """What a server asks whose recipe is `server`; by default the one of the clients."""
+    agreed = [
+        FedSGDDPCRecipe(**WORDS | (server or {}), num_replies=number).terms(name, records(name))
+        for name, number in zip(clients, num_replies, strict=True)
+    ]
+    options = {
+        "server_round": 1,
+        "clients": clients,
+        "clip_norm": 0.5,
+        "noise_multiplier": 0.0,
+        "terms": tuple(terms.kind for terms in agreed),
+        "noise_multipliers": tuple(terms.release.mechanism.noise_multiplier for terms in agreed),
+    }
     return wire.Instruction(**options | words)
 
 
@@ -226,19 +238,74 @@ def test_a_client_refuses_what_it_cannot_pay_whatever_the_server_says():
         assert refused == {"c0": "its budget is spent: num_replies=2, all of them sent"}
         assert not row.any()
     # Lies about the number of replies, either way.
-    for lie in ((3,), (1,), ()):
-        clients, refused, row = ask(state, num_replies=lie)
+    for lie in (3, 1):
+        clients, refused, row = ask(state, num_replies=(lie,))
         assert clients == ()
         assert not row.any()
-        assert "this client's own is 2" in refused["c0"]
+        assert f"the server's terms ({lie} replies, Laplace" in refused["c0"]
     assert Account(state).replies("c0") == 2
 
 
 def test_a_lie_about_replies_or_clip_is_refused_and_costs_nothing():
     state = RecordDict()
-    assert "num_replies=100: this client's own is 2" in ask(state, num_replies=(100,))[1]["c0"]
+    assert "terms (100 replies, " in ask(state, num_replies=(100,))[1]["c0"]
     assert "clip_norm=500: this client's own is 0.5" in ask(state, clip_norm=500.0)[1]["c0"]
     assert Account(state).replies("c0") == 0
+
+
+GAUSSIAN = {"mechanism": "gaussian", "delta": 1e-5, "sampling_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "why"),
+    [
+        ({"epsilon": 1.0}, {"epsilon": 50.0}, "noise_multiplier=4: by this client's own budget it is 0.08"),
+        ({"epsilon": 1.0}, {"epsilon": 1.001}, "noise_multiplier=4: by this client's own budget it is 3.996"),
+        ({}, {"relation": "add-or-remove-one", "num_records": 8}, "record, replace-one, "),
+        ({}, GAUSSIAN, "2 replies, Laplace, "),
+        (GAUSSIAN, GAUSSIAN | {"sampling_rate": 1.0}, "PoissonSampling(sampling_rate=0.5) of 8"),
+        (GAUSSIAN, GAUSSIAN | {"delta": 1e-2}, "by this client's own budget it is"),
+    ],
+)
+def test_a_client_with_less_noise_or_other_terms_than_the_server_states_does_not_reply(server, client, why):
+    """The statement's epsilon of this client would be too small."""
+    state = RecordDict()
+    recipe = FedSGDDPCRecipe(**WORDS | client, num_replies=2)
+    clients, refused, row = ask(state, recipe=recipe, server=server)
+    assert clients == ()
+    assert why in refused["c0"]
+    assert not row.any()
+    assert Account(state).replies("c0") == 0
+
+
+def test_a_client_with_more_noise_than_the_server_states_replies():
+    recipe = FedSGDDPCRecipe(**WORDS | {"epsilon": 1.0}, num_replies=2)
+    assert ask(RecordDict(), recipe=recipe, server={"epsilon": 2.0})[0] == ("c0",)
+
+
+def test_a_server_that_names_no_terms_gets_no_reply():
+    for words in ({"terms": ()}, {"noise_multipliers": ()}):
+        with pytest.raises(ValueError, match="terms: the server names none"):
+            ask(RecordDict(), **words)
+
+
+def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
+    class Lazy(dict):
+        def __getitem__(self, name):
+            if name == "c0":
+                return super().__getitem__(name)
+            raise self.error
+
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    for error in (ValueError("could not convert 'Jane Doe'"), OSError("Jane Doe.csv")):
+        data = Lazy({name: records(name) for name in ("c0", "c1")})
+        data.error = error
+        recipe = FedSGDDPCRecipe(**WORDS, num_replies=2)
+        node = LocalDPClient(model=linear(), clients=data, recipe=recipe, state=RecordDict(), device="cpu")
+        _, _, config = node.fit(parameters, {wire.KEY: instruction(clients=("c0", "c1"), num_replies=(2, 2)).to_json()})
+        answer = wire.Answer.from_json(config[wire.KEY])
+        assert answer.clients == ("c0",)
+        assert answer.refused == {"c1": f"training failed: {type(error).__name__}"}
 
 
 def test_the_servers_numbers_do_not_move_the_noise():
@@ -264,7 +331,9 @@ def test_weights_are_applied_after_the_noise():
 def test_an_account_that_was_opened_on_other_terms_pays_nothing():
     state = RecordDict()
     ask(state)
-    clients, refused, _ = ask(state, recipe=FedSGDDPCRecipe(**WORDS | {"epsilon": 100.0}, num_replies=2))
+    clients, refused, _ = ask(
+        state, recipe=FedSGDDPCRecipe(**WORDS | {"epsilon": 100.0}, num_replies=2), server={"epsilon": 100.0}
+    )
     assert clients == ()
     assert "opened on other terms" in refused["c0"]
 

@@ -1,6 +1,7 @@
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,16 @@ def test_before_the_first_round_nothing_is_spent(name):
     settings = settings_of(PRESETS[name])
     statement = strategy_of(settings, sizes_of(settings)).statement
     assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)
+
+
+@pytest.mark.parametrize("keep_ratio", [1.0, 0.4])
+def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
+    settings = settings_of(
+        {"num-clients": 7, "sampling": "full", "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
+    )
+    strategy, node = strategy_of(settings, sizes_of(settings)), client(settings)
+    names = tuple(node.clients)
+    node.policy.check(strategy._instruction(1, names, 7))
+    for weaker in (0.0, 0.99 * strategy._share(7)):
+        with pytest.raises(ValueError, match="noise_std="):
+            node.policy.check(replace(strategy._instruction(1, names, 7), noise_std=weaker))

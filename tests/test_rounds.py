@@ -175,12 +175,32 @@ def test_a_client_hosted_twice_is_refused():
         start(fedavg(2), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
 
 
-def test_a_node_that_cannot_make_its_clients_says_why():
+def test_a_node_that_cannot_make_its_clients_says_so_without_a_word_of_its_data(caplog):
     def client_fn(context):
-        raise FileNotFoundError("no data here")
+        raise ValueError("could not convert 'Jane Doe' to float")
 
-    with pytest.raises(ValueError, match="FileNotFoundError: no data here"):
-        start(fedavg(2), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
+    grid = LocalGrid(client_app(client_fn), 2)
+    with pytest.raises(ValueError, match="client_fn failed: ValueError; the node's own log says why") as told:
+        start(fedavg(2), grid, model_arrays(make_model()))
+    assert "Jane" not in str(told.value)
+    assert "Jane Doe" in caplog.text
+    # The same where it fails later, on a train message.
+    train = Message(RecordDict({"arrays": model_arrays(make_model())}), dst_node_id=1, message_type="train")
+    (reply,) = grid.send_and_receive([train])
+    assert reply.error.reason == "client_fn failed: ValueError; the node's own log says why"
+
+
+@pytest.mark.parametrize("names", [["a", ""], ["a", 3], [None]])
+def test_a_node_whose_clients_have_no_names_is_refused_before_any_client_trains(names):
+    def tell(message, context):
+        return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: json.dumps({"clients": names})})}), reply_to=message)
+
+    app = ClientApp()
+    app.query()(tell)
+    grid = LocalGrid(app, 1)
+    with pytest.raises(ValueError, match=r"node 1: clients=.*must be names that are not empty"):
+        start(fedavg(len(names)), grid)
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
 
 def test_distributed_noise_with_stock_clients_is_refused_before_any_client_trains():

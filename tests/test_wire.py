@@ -26,7 +26,8 @@ INSTRUCTION = Instruction(
     keep_ratio=0.4,
     report_metrics=True,
     weights=(0.25, 0.75),
-    num_replies=(4, 9),
+    terms=("4 replies, Laplace", "9 replies, Laplace"),
+    noise_multipliers=(8.0, 18.0),
 )
 ANSWER = Answer(
     clients=("a",),
@@ -116,10 +117,14 @@ def test_instructions_round_trip_bit_for_bit(names: list[str], clip: float, nois
         ("weights", [1.0, -1.0]),
         ("weights", [1.0, None]),
         ("weights", "ab"),
-        ("num_replies", [1, 2, 3]),
-        ("num_replies", [1, 0]),
-        ("num_replies", [1, 1.5]),
-        ("num_replies", None),
+        ("terms", ["a", "b", "c"]),
+        ("terms", ["a", 1]),
+        ("terms", None),
+        ("noise_multipliers", [1.0]),
+        ("noise_multipliers", [1.0, -1.0]),
+        ("noise_multipliers", [1.0, float("nan")]),
+        ("noise_multipliers", [1.0, "1"]),
+        ("noise_multipliers", None),
     ],
 )
 def test_instructions_that_make_no_sense_are_refused(field: str, value: Any) -> None:

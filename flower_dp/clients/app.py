@@ -1,6 +1,7 @@
 """A Message-API ClientApp around a client of this package."""
 
 import json
+import logging
 from collections.abc import Callable
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -8,6 +9,8 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients.client import NodeClient
+
+log = logging.getLogger("flwr")
 
 # No payload or model that a device can hold is larger.
 _LARGEST_ARRAY = 2**40
@@ -26,13 +29,16 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     def hosts(message: Message, context: Context) -> Message:
         try:
             text = str(client_fn(context).get_properties({})[wire.KEY])
-        except Exception as error:  # the server must learn why this node has no clients, whatever went wrong
-            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # the server must learn that this node has no clients, whatever went wrong
+            text = json.dumps({"error": _failure(error)})
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        client = client_fn(context)
+        try:
+            client = client_fn(context)
+        except Exception as error:
+            raise RuntimeError(_failure(error)) from None
         client.attach(context.state)
         named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
         if set(named) != set(client.model.layout.names):
@@ -43,3 +49,9 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     return app
+
+
+def _failure(error: Exception) -> str:
+    """Log why there is no client; return what the server may know of it: the text may hold a piece of the data."""
+    log.error("client_fn failed", exc_info=error)
+    return f"client_fn failed: {type(error).__name__}; the node's own log says why"

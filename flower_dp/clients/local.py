@@ -17,6 +17,9 @@ from flower_dp.release import Release
 from flower_dp.terms import Terms
 from flower_dp.wire import Instruction
 
+# How far apart two machines may compute one noise multiplier from one budget.
+_TOLERANCE = 1e-6
+
 
 class LocalRecipe(Protocol):
     """How one client makes a reply that is private on its own."""
@@ -44,9 +47,10 @@ class LocalRecipe(Protocol):
 class LocalDPClient(NodeClient):
     """A Flower client whose clients' replies are private one by one, before they are added up.
 
-    Noise follows from each client's own terms. What the server says of clip norm and number of replies is compared with them, and
-    a client that finds them different does not reply. Each reply is charged to the client's account, in the node's Flower state,
-    before its records are touched; who can't pay does not reply, whatever the server says of the round.
+    Noise follows from each client's own terms. What the server takes them to be is compared with them, and a client that finds
+    them different, or its own noise to be less, does not reply: the server would state too small an epsilon. Each reply is
+    charged to the client's account, in the node's Flower state, before its records are touched; who can't pay does not reply,
+    whatever the server says of the round.
 
     The node answers with the weighted sum of its clients' rows, with the weights that the server names: weighing a private row
     costs nothing.
@@ -112,20 +116,31 @@ class LocalDPClient(NodeClient):
         """Return the terms of the clients whose own terms are what the server says, and why the others refuse."""
         agreed: dict[str, Terms] = {}
         refused: dict[str, str] = {}
-        said = dict(zip(instruction.clients, instruction.num_replies or (0,) * len(instruction.clients), strict=True))
-        for name in instruction.clients:
+        if not instruction.terms or not instruction.noise_multipliers:
+            raise ValueError("terms: the server names none; this client works for strategies of local privacy")
+        said = zip(instruction.clients, instruction.terms, instruction.noise_multipliers, strict=True)
+        for name, kind, multiplier in said:
             if name not in self.clients:
                 refused[name] = "not hosted here"
                 continue
             try:
-                terms = self.recipe.terms(name, self.clients[name])
+                records = self.clients[name]
+                len(records)
+            except Exception as error:
+                refused[name] = failure(name, error)
+                continue
+            try:
+                terms = self.recipe.terms(name, records)
             except ValueError as error:
                 refused[name] = str(error)
                 continue
+            own = terms.release.mechanism.noise_multiplier
             if instruction.clip_norm != terms.release.clip_norm:
                 refused[name] = f"clip_norm={instruction.clip_norm:g}: this client's own is {terms.release.clip_norm:g}"
-            elif said[name] != terms.num_replies:
-                refused[name] = f"num_replies={said[name]}: this client's own is {terms.num_replies}"
+            elif kind != terms.kind:
+                refused[name] = f"the server's terms ({kind}) are not this client's own ({terms.kind})"
+            elif own < multiplier * (1 - _TOLERANCE):
+                refused[name] = f"noise_multiplier={multiplier:g}: by this client's own budget it is {own:g}"
             else:
                 agreed[name] = terms
         return agreed, refused

@@ -174,7 +174,8 @@ class LocalLevelStrategy(RoundStrategy):
             noise_multiplier=min(release.mechanism.noise_multiplier for release in releases),
             report_metrics=self.report_client_metrics,
             weights=tuple(self._weight(self._share(name)) for name in names),
-            num_replies=tuple(self.terms[name].num_replies for name in names),
+            terms=tuple(self.terms[name].kind for name in names),
+            noise_multipliers=tuple(release.mechanism.noise_multiplier for release in releases),
         )
 
     # Cost

@@ -132,5 +132,8 @@ def _names(reply: Message) -> tuple[str, ...] | None:
             if not isinstance(data, dict) or "error" in data or not isinstance(data.get("clients"), list):
                 reason = data.get("error", "a malformed answer") if isinstance(data, dict) else "a malformed answer"
                 raise ValueError(f"node {reply.metadata.src_node_id} has no clients: {reason}")
-            return tuple(str(name) for name in data["clients"])
+            names = data["clients"]
+            if not all(isinstance(name, str) and name for name in names):
+                raise ValueError(f"node {reply.metadata.src_node_id}: clients={names}: must be names that are not empty")
+            return tuple(names)
     return None
