@@ -69,6 +69,17 @@ def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
     return str(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False: a text such as "no" counts as true in Python.
+
+    Raises:
+        ValueError: naming the field and the value.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={_told(value)}: must be True or False")
+    return value
+
+
 def _told(value: Any) -> str:
     """The value as it is written, cut where it is long."""
     try:

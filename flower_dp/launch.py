@@ -65,6 +65,7 @@ def launch(
     overrides: Mapping[str, bool | int | float | str],
     output_dir: Path,
     num_workers: int,
+    num_supernodes: int | None = None,
     gpus_per_worker: float,
     on_progress: Callable[[dict[str, Any]], None],
     on_log: Callable[[str], None] | None = None,
@@ -77,7 +78,8 @@ def launch(
         app_dir: The folder of the app's pyproject.toml.
         overrides: Run-config values by flat key (`a.b` for a nested one); the app must have every key.
         output_dir: The run's folder. Flower's output goes to `flower.log` there.
-        num_workers: Number of SuperNodes, one CPU core and one Ray worker each.
+        num_workers: Number of Ray workers, one CPU core each.
+        num_supernodes: Number of SuperNodes that the workers play; None for one each. Stock clients are SuperNodes.
         gpus_per_worker: The fraction of a GPU that Ray hands each worker; 0 keeps them on the CPU.
         on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
         on_log: Called with every line of Flower's output, without colours.
@@ -88,6 +90,8 @@ def launch(
         Interrupted: a signal came.
     """
     checks.integer("num_workers", num_workers, at_least=1)
+    if num_supernodes is not None:
+        checks.integer("num_supernodes", num_supernodes, at_least=1)
     checks.number("gpus_per_worker", gpus_per_worker, at_least=0)
     app = Path(app_dir).expanduser().resolve()
     if not (app / "pyproject.toml").is_file():
@@ -108,12 +112,16 @@ def launch(
         if on_log is not None:
             readers.append(_Tail(log, lambda line: on_log(plain(line))))
 
+        original = _Original(app / "pyproject.toml")
+        stack.callback(original.keep)
+
         def read() -> None:
+            original.keep()
             for reader in readers:
                 reader.read()
 
         nodes = (
-            f"num-supernodes={num_workers} init-args-num-cpus={num_workers} "
+            f"num-supernodes={num_supernodes or num_workers} init-args-num-cpus={num_workers} "
             f"client-resources-num-cpus=1 client-resources-num-gpus={float(gpus_per_worker)}"
         )
         with log.open("wb") as output:
@@ -171,6 +179,23 @@ def _rows_to(take: Callable[[dict[str, Any]], None]) -> Callable[[str], None]:
             take(row)
 
     return parse
+
+
+class _Original:
+    """An app's pyproject.toml, put back where Flower's migration comments out its federations.
+
+    The migration would move the user's connections into our FLWR_HOME, which does not outlive the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = path.read_bytes()
+        self._migrates = b"\n[tool.flwr.federations" in self._content
+
+    def keep(self) -> None:
+        """Put the file back if it has been migrated; any other change is its owner's."""
+        if self._migrates and self._path.is_file() and b"\n# [tool.flwr.federations" in self._path.read_bytes():
+            self._path.write_bytes(self._content)
 
 
 class _Tail:

@@ -87,6 +87,8 @@ def noise_generator(seed: int | None = None) -> np.random.Generator:
 
     `seed` is for tests alone: whoever knows it can subtract the noise, so a run that uses one is not private and must say so.
     """
+    if seed is not None:
+        checks.integer("noise_seed", seed, at_least=0)
     return np.random.Generator(np.random.PCG64DXSM(secrets.randbits(256) if seed is None else seed))
 
 

@@ -31,3 +31,11 @@ def test_numbers_come_back_as_plain_floats(value: Any) -> None:
 def test_integers_out_of_range_are_refused_by_name(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^field=.*: must be a whole number >= 1 and <= 9$"):
         checks.integer("field", value, at_least=1, at_most=9)
+
+
+@pytest.mark.parametrize("value", ["no", 1, 0, None, np.True_])
+def test_a_flag_is_true_or_false(value):
+    with pytest.raises(ValueError, match=r"trusted_server=.*: must be True or False"):
+        checks.flag("trusted_server", value)
+    assert checks.flag("trusted_server", True) is True
+    assert checks.flag("trusted_server", False) is False

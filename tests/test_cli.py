@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -401,7 +402,7 @@ def _environment(**more):
     return os.environ | {"PYTHONPATH": str(Path(flower_dp.__file__).parents[1])} | more
 
 
-def _flower_dp_run(tmp_path, *arguments, stop_at=None):
+def _flower_dp_run(tmp_path, *arguments, app=TINY, stop_at=None):
     """Run the real command, watching what it starts; return its status, output, and the processes seen."""
     out, err = tmp_path / "out", tmp_path / "err"
     home, temporary = tmp_path / "home", tmp_path / "t"
@@ -409,7 +410,7 @@ def _flower_dp_run(tmp_path, *arguments, stop_at=None):
     temporary.mkdir()
     with out.open("wb") as stdout, err.open("wb") as stderr:
         command = psutil.Popen(
-            [sys.executable, "-m", "flower_dp.cli", "run", str(TINY), "--workers", "2", *arguments],
+            [sys.executable, "-m", "flower_dp.cli", "run", str(app), "--workers", "2", *arguments],
             stdout=stdout,
             stderr=stderr,
             cwd=tmp_path,
@@ -455,7 +456,15 @@ def test_a_run(tmp_path):
 
 @pytest.mark.flwr_run
 def test_a_run_that_fails_says_so(tmp_path):
-    status, _, err, seen = _flower_dp_run(tmp_path, "--set", "fail=true", "--output-dir", "results")
+    app = tmp_path / "app"
+    shutil.copytree(TINY, app)
+    connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
+    before = (app / "pyproject.toml").read_text() + connections
+    (app / "pyproject.toml").write_text(before)
+    status, _, err, seen = _flower_dp_run(tmp_path, "--set", "fail=true", "--output-dir", "results", app=app)
+    # Flower's migration would take the connections into a home that is gone by now.
+    assert (app / "pyproject.toml").read_text() == before
+    assert "igration completed" in (tmp_path / "results" / "flower.log").read_text()
     assert status == 1
     assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
     assert "Traceback" in (tmp_path / "results" / "flower.log").read_text()

@@ -439,3 +439,15 @@ def test_the_papers_epsilon_is_that_of_the_rounds_that_ran():
     expected = accounting.rdp_epsilon(event, delta=1e-3, relation="add-or-remove-one")
     assert strategy.statement.paper.epsilon == pytest.approx(expected)
     assert strategy.statement.paper.valid
+
+
+def test_fixed_size_sampling_under_add_or_remove_is_refused_by_name():
+    words = {"clip_norm": 1, "noise_multiplier": 1, "num_clients": 6, "delta": 1e-4, "relation": "add-or-remove-one"}
+    with pytest.raises(ValueError, match="relation='add-or-remove-one': sampling of a fixed size"):
+        DPFedAvg(**words, sampling=FixedSizeSampling(cohort_size=2))
+    DPFedAvg(**words, sampling=FixedSizeSampling(cohort_size=6))
+
+
+def test_an_untrusted_server_is_not_made_trusted_by_a_text():
+    with pytest.raises(ValueError, match="trusted_server='no': must be True or False"):
+        DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3, trusted_server="no")

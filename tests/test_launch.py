@@ -202,7 +202,12 @@ def test_runs_in_flowers_answer(text, runs):
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"num_workers": 0}, "num_workers=0"), ({"gpus_per_worker": -0.5}, "gpus_per_worker"), ({}, "app_dir=")],
+    [
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"num_supernodes": 0}, "num_supernodes=0"),
+        ({"gpus_per_worker": -0.5}, "gpus_per_worker"),
+        ({}, "app_dir="),
+    ],
 )
 def test_launch_refuses_nonsense(tmp_path, changes, named):
     arguments = {"overrides": {}, "output_dir": tmp_path, "num_workers": 1, "gpus_per_worker": 0.0} | changes
@@ -212,3 +217,25 @@ def test_launch_refuses_nonsense(tmp_path, changes, named):
 
 def test_default_workers_is_what_this_process_may_use():
     assert 1 <= launch.default_workers() <= (os.cpu_count() or 1)
+
+
+def test_only_flowers_migration_of_a_file_is_undone(tmp_path):
+    path = tmp_path / "pyproject.toml"
+    before = b"[project]\n\n[tool.flwr.federations.remote]\naddress = 'a'\n"
+    for content, after in (
+        (b"[project]\n\n# [tool.flwr.federations.remote]\n# address = 'a'\n", before),
+        (before + b"# a remark of its owner\n", before + b"# a remark of its owner\n"),
+    ):
+        path.write_bytes(before)
+        original = launch._Original(path)
+        path.write_bytes(content)
+        original.keep()
+        assert path.read_bytes() == after
+    path.unlink()
+    original.keep()
+    migrated = b"[project]\n\n# [tool.flwr.federations.remote]\n"
+    path.write_bytes(migrated)
+    original = launch._Original(path)
+    path.write_bytes(b"new\n" + migrated)
+    original.keep()
+    assert path.read_bytes() == b"new\n" + migrated

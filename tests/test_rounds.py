@@ -313,6 +313,17 @@ def test_a_run_in_which_nobody_ever_answers_usefully_ends_with_the_reason():
         start(fedavg(2), LocalGrid(stock_app(train), 2), num_rounds=10)
 
 
+def test_the_reason_of_a_simulated_client_is_one_line():
+    """Flower's simulation sends a whole traceback for a reason."""
+    trace = "<class 'ray.RayTaskError'>:<'ray::run()\n  File x\nClientAppException: \nException OSError occurred. Message: disk gone'>"
+
+    def train(node, values):
+        raise RuntimeError(trace)
+
+    with pytest.raises(RuntimeError, match=r"the last reason: error reply: disk gone$"):
+        start(fedavg(2), LocalGrid(stock_app(train), 2), num_rounds=3)
+
+
 def test_a_short_run_without_any_usable_answer_fails_at_its_end():
     def train(node, values):
         raise RuntimeError("driver too old")

@@ -1,6 +1,7 @@
 import gzip
 import os
 import shutil
+import tomllib
 import zlib
 from pathlib import Path
 
@@ -254,3 +255,11 @@ def test_load_task_is_cached():
 def test_unknown_task():
     with pytest.raises(ValueError, match="task='cifar': must be one of mnist"):
         load_task("cifar", "")
+
+
+def test_presets_of_the_full_data_ask_for_it():
+    presets = list((Path(__file__).parent.parent / "apps" / "presets").glob("*full*.toml"))
+    assert len(presets) == 5
+    for path in presets:
+        with pytest.raises(ValueError, match="data-dir: this preset needs the full MNIST: --set data-dir="):
+            load_task("mnist", tomllib.loads(path.read_text())["data-dir"])

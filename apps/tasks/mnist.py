@@ -12,6 +12,8 @@ import numpy as np
 from apps.tasks import vision
 
 DOWNLOAD_PREFIX = "torchvision:"
+# What presets of the full data set say, which can't know where it is.
+NEEDED = "NEEDED"
 
 _NUM_CLASSES = 10
 _EMBEDDED_PER_CLASS = 500
@@ -58,6 +60,10 @@ def load(data_dir: str, split_seed: int = 0) -> Digits:
     """
     if data_dir == "":
         return _embedded(split_seed)
+    if data_dir == NEEDED:
+        raise ValueError(
+            "data-dir: this preset needs the full MNIST: --set data-dir=FOLDER with its idx files, or data-dir=torchvision:FOLDER"
+        )
     if data_dir.startswith(DOWNLOAD_PREFIX):
         return _from_folder(_download(data_dir), data_dir)
     return _from_folder(Path(data_dir).expanduser(), data_dir)

@@ -27,12 +27,30 @@ class TensorRecords:
         targets: [n, ...].
         indices: the rows that are this client's [records], int64; None for all of them.
         transform: turns a batch of raw inputs, on the device, into what the model takes.
+
+    Raises:
+        ValueError: for what is no tensor, or inputs and targets of different length, naming it.
     """
 
     inputs: Tensor
     targets: Tensor
     indices: Tensor | None = None
     transform: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        given = {"inputs": self.inputs, "targets": self.targets}
+        if self.indices is not None:
+            given["indices"] = self.indices
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}: is a {type(value).__name__}: must be a torch.Tensor")
+        if self.inputs.ndim == 0 or self.targets.ndim == 0 or len(self.inputs) != len(self.targets):
+            shapes = f"{tuple(self.inputs.shape)} and {tuple(self.targets.shape)}"
+            raise ValueError(f"inputs, targets: shapes {shapes}: must have one row a record, equally many")
+        if self.indices is not None and (self.indices.ndim != 1 or self.indices.dtype != torch.int64):
+            raise ValueError(
+                f"indices: {self.indices.dtype} of shape {tuple(self.indices.shape)}: must be int64 of shape [records]"
+            )
 
     def __len__(self) -> int:
         return len(self.inputs if self.indices is None else self.indices)

@@ -26,6 +26,14 @@ def run(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Worker processes. Default: one a CPU core.", show_default=False)
     ] = None,
+    supernodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="SuperNodes that the workers play: with stock clients one a client. Default: one a worker.",
+            show_default=False,
+        ),
+    ] = None,
     gpus_per_worker: Annotated[float, typer.Option(min=0.0, help="The fraction of a GPU that each worker gets.")] = 0.0,
 ) -> None:
     """Run a Flower app with `flwr run`, on this machine, and leave nothing running.
@@ -55,6 +63,7 @@ def run(
                 overrides=overrides,
                 output_dir=folder,
                 num_workers=workers or launch.default_workers(),
+                num_supernodes=supernodes,
                 gpus_per_worker=gpus_per_worker,
                 on_progress=display.show,
                 on_log=None if tells else typer.echo,

@@ -75,9 +75,12 @@ class ClientLevelStrategy(RoundStrategy):
         self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
         self.keep_ratio = checks.number("keep_ratio", keep_ratio, above=0, at_most=1)
         self.target_epsilon = None if target_epsilon is None else checks.number("target_epsilon", target_epsilon, above=0)
-        self.trusted_server = trusted_server
+        self.trusted_server = checks.flag("trusted_server", trusted_server)
         default_relation: Relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
         self._relation = accounting.relation_of(relation) if relation else default_relation
+        part = isinstance(sampling, FixedSizeSampling) and sampling.cohort_size != num_clients
+        if part and self._relation == "add-or-remove-one":
+            raise ValueError("relation='add-or-remove-one': sampling of a fixed size is accounted under 'replace-one' only")
         super().__init__(
             sampling=sampling,
             num_clients=num_clients,

@@ -150,6 +150,8 @@ class FedSGDDPC(LocalLevelStrategy):
                     f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
                 )
             return
+        if strong_convexity is None and smoothness is None:
+            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
         mu = checks.number("strong_convexity", strong_convexity, above=0)
         checks.number("smoothness", smoothness, at_least=mu)
 

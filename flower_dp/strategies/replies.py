@@ -57,7 +57,7 @@ def collect(
             continue
         try:
             if reply.has_error():
-                raise ValueError(f"error reply: {reply.error.reason}")
+                raise ValueError(f"error reply: {_last_words(reply.error.reason)}")
             collected.num_bytes += wire.content_bytes(reply.content)
             _add(collected, reply, names, vector, layout, clip_norm)
         except Exception as error:  # whatever a forged reply may raise, it must not end the run
@@ -103,3 +103,9 @@ def _add(
         collected.seeded_noise |= answer.seeded_noise
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
+
+
+def _last_words(reason: str | None) -> str:
+    """Return what an exception said, out of the traceback that Flower's simulation sends along."""
+    lines = [line.strip() for line in (reason or "").splitlines() if line.strip()]
+    return lines[-1].rpartition(" Message: ")[2].removesuffix("'>") if len(lines) > 1 else str(reason)

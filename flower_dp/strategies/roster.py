@@ -59,6 +59,7 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
     while True:
         new = sorted(set(grid.get_node_ids()) - set(hosted))
         if new and dialect is None:
+            log.info("Asking nodes whom they host; a stock client knows no such question, and Flower may log that as an error")
             hosting, dialect = _kind(grid, new)
         if new and dialect is not None:
             hosted |= _ask(grid, new, dialect) if hosting else {node: (f"node-{node}",) for node in new}

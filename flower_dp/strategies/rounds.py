@@ -99,7 +99,7 @@ class RoundStrategy(Strategy):
         self.num_clients = checks.integer("num_clients", num_clients, at_least=1)
         self.expected_cohort = sampling.expected_cohort(num_clients)
         self.delta = checks.number("delta", delta, at_least=0, below=1)
-        self.report_client_metrics = report_client_metrics
+        self.report_client_metrics = checks.flag("report_client_metrics", report_client_metrics)
         self.registration_timeout = checks.number("registration_timeout", registration_timeout, above=0)
         self.noise_seed = noise_seed
         self._begin()
@@ -191,6 +191,24 @@ class RoundStrategy(Strategy):
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
         self._evaluate(evaluate_fn, 0, result)
+        try:
+            self._run(grid, num_rounds, timeout, train_config or ConfigRecord(), evaluate_fn, result)
+            self._check_fruit(ended=True)
+        finally:  # what was released before a failure stays released
+            for line in str(self.statement).splitlines():
+                log.info("%s", line)
+        return result
+
+    def _run(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        timeout: float,
+        train_config: ConfigRecord,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+        result: Result,
+    ) -> None:
+        """Run the rounds; what they give is in the result as they come."""
         due = 0.0
         for server_round in range(1, num_rounds + 1):
             if reason := self._why_stop(server_round):
@@ -200,7 +218,7 @@ class RoundStrategy(Strategy):
             if time.monotonic() >= due or server_round == num_rounds:
                 log.info("[ROUND %s/%s]", server_round, num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
-            messages = self.configure_train(server_round, result.arrays, train_config or ConfigRecord(), grid)
+            messages = self.configure_train(server_round, result.arrays, train_config, grid)
             replies = grid.send_and_receive(messages, timeout=timeout)
             arrays, metrics = self.aggregate_train(server_round, replies)
             if arrays is not None:
@@ -208,10 +226,6 @@ class RoundStrategy(Strategy):
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             self._evaluate(evaluate_fn, server_round, result)
-        for line in str(self.statement).splitlines():
-            log.info("%s", line)
-        self._check_fruit(ended=True)
-        return result
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Draw the cohort, charge the round's release to the ledger, and return one message a node."""

@@ -1,0 +1,36 @@
+"""Records: bad data is refused when it is given, not rounds later."""
+
+import numpy as np
+import pytest
+import torch
+
+from flower_dp.clients import TensorRecords
+
+INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"inputs": INPUTS.numpy()}, "inputs: is a ndarray"),
+        ({"targets": [0, 1, 2, 3]}, "targets: is a list"),
+        ({"targets": None}, "targets: is a NoneType"),
+        ({"targets": TARGETS[:3]}, r"shapes \(4, 3\) and \(3,\)"),
+        ({"inputs": INPUTS[:3]}, r"shapes \(3, 3\) and \(4,\)"),
+        ({"targets": torch.tensor(1)}, r"shapes \(4, 3\) and \(\)"),
+        ({"indices": np.arange(2)}, "indices: is a ndarray"),
+        ({"indices": torch.arange(2.0)}, "indices: torch.float32"),
+        ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_when_it_is_given(words, named):
+    with pytest.raises(ValueError, match=named):
+        TensorRecords(**{"inputs": INPUTS, "targets": TARGETS} | words)
+
+
+def test_batches_are_the_rows_of_this_client():
+    records = TensorRecords(inputs=INPUTS, targets=TARGETS, indices=torch.tensor([3, 1]), transform=lambda batch: 2 * batch)
+    assert len(records) == 2
+    inputs, targets = records.batch(torch.tensor([1]), torch.device("cpu"))
+    assert (inputs.tolist(), targets.tolist()) == ([[6.0, 8.0, 10.0]], [1])
+    assert len(TensorRecords(inputs=INPUTS, targets=TARGETS)) == 4
