@@ -152,3 +152,11 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
     for weaker in (0.0, 0.99 * strategy._share(7)):
         with pytest.raises(ValueError, match="noise_std="):
             node.policy.check(replace(strategy._instruction(1, names, 7), noise_std=weaker))
+
+
+def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
+    config = {**DEFAULTS, "num-clients": 4, "sampling": "full", "target-epsilon": 0.5, "output-dir": str(tmp_path)}
+    grid = LocalGrid(client_app, 2, **config)
+    with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
+        server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+    assert json.loads((tmp_path / "statement.json").read_text())["epsilon"] == 0
