@@ -248,6 +248,18 @@ def test_losses_that_explode_do_not_take_the_node_out_of_the_sum() -> None:
     _fit(client, ("a", "b"), report_metrics=True)
 
 
+def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
+    """At weights 0 a client's loss is its target; the gradient of "bad" is 1e30 x 1e10, beyond float32."""
+    training = LocalTraining(learning_rate=1.0, loss=lambda outputs, targets: (targets - 1e30 * outputs).mean())
+    rows = {"good": (0.5, 2.0), "bad": (1e10, 7.0), "fine": (0.25, 3.0)}
+    data = {name: TensorRecords(inputs=torch.tensor([[x, 0.0]]), targets=torch.tensor([y])) for name, (x, y) in rows.items()}
+    policy = ClientPolicy(allow_metrics=True)
+    client = DPClient(model=Direct(2), clients=data, training=training, device="cpu", policy=policy)
+    _, answer = _fit(client, tuple(data), report_metrics=True)
+    assert (answer.clients, list(answer.refused)) == (("good", "fine"), ["bad"])
+    assert answer.metrics == {"loss": 5.0}
+
+
 # Policy and instruction
 
 
@@ -376,7 +388,7 @@ def test_a_node_that_cant_make_its_client_says_why() -> None:
 
     reply = client_app(broken)(Message(RecordDict(), 1, "query"), _context())
     (config,) = reply.content.config_records.values()
-    assert json.loads(str(config[wire.KEY])) == {"error": "FileNotFoundError: no data here"}
+    assert json.loads(str(config[wire.KEY])) == {"error": "client_fn failed: FileNotFoundError; the node's own log says why"}
 
 
 def test_the_message_api_matches_arrays_by_name() -> None:

@@ -1,4 +1,6 @@
+import logging
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,12 +28,17 @@ def pair(num_rounds, *, server=None, **words):
     return FedSGDDPC(**words, **options), recipe
 
 
-def reply(recipe, data, *, seed=0, model=None, name="c0"):
+def reply_and_loss(recipe, data, *, seed=0, model=None, name="c0"):
     flat = FlatModel(model or linear())
     release = recipe.terms(name, data).release
     vector = flat.vector.clone()
     rng = torch.Generator().manual_seed(seed)
-    return recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=rng)[0].to(torch.float64)
+    row, loss = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=rng)
+    return row.to(torch.float64), loss
+
+
+def reply(recipe, data, **words):
+    return reply_and_loss(recipe, data, **words)[0]
 
 
 # The gradient
@@ -84,6 +91,203 @@ def test_the_gradient_is_the_same_in_small_parts(monkeypatch):
     whole = reply(recipe, records("c0"))
     monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": 3 * FEATURES * CLASSES})
     torch.testing.assert_close(reply(recipe, records("c0")), whole)
+
+
+# Records without a gradient
+
+
+def but(data, *positions):
+    """The records without some of them."""
+    kept = [position for position in range(len(data)) if position not in positions]
+    return TensorRecords(inputs=data.inputs[kept], targets=data.targets[kept])
+
+
+def relabelled(data, position, label):
+    targets = data.targets.clone()
+    targets[position] = label
+    return replace(data, targets=targets)
+
+
+class Holed(TensorRecords):
+    """Records some of which can't be read; it may take a word of the data to say so."""
+
+    def batch(self, positions, device):
+        for position in positions.tolist():
+            if self.targets[position] < 0:
+                raise OSError("Jane Doe's file is broken")
+        return super().batch(positions, device)
+
+
+def _own_loss(outputs, targets):
+    """Cross-entropy, but not the function whose classes are checked: it raises for a class that is unknown."""
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("part", [8, 3, 1])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda data: relabelled(data, 3, CLASSES), nn.functional.cross_entropy),
+        (lambda data: relabelled(data, 3, 2**40), nn.functional.cross_entropy),
+        (lambda data: relabelled(data, 3, -1), nn.functional.cross_entropy),
+        (lambda data: relabelled(data, 3, -100), nn.functional.cross_entropy),
+        (lambda data: relabelled(data, 3, CLASSES), _own_loss),
+        (lambda data: Holed(inputs=data.inputs, targets=relabelled(data, 3, -1).targets), nn.functional.cross_entropy),
+    ],
+    ids=["unknown class", "huge class", "negative class", "ignored class", "a loss that raises", "a file that is broken"],
+)
+def test_a_record_without_a_gradient_counts_as_zero(make, loss, part, monkeypatch, caplog):
+    """The reply is that of the others, over the same 8; so is the loss."""
+    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": part * FEATURES * CLASSES})
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1, loss=loss)
+    data = records("c0")
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        row, mean = reply_and_loss(recipe, make(data))
+    torch.testing.assert_close(row, -by_hand(but(data, 3), 0.5, 1) / 8, rtol=1e-5, atol=1e-7)
+    _, expected = reply_and_loss(recipe, but(data, 3))
+    torch.testing.assert_close(mean, expected)
+    (warning,) = caplog.messages
+    assert warning.startswith("records count as zero: ")
+    assert "Jane" not in warning
+
+
+def test_a_record_without_a_gradient_moves_the_mean_by_its_clip_norm_at_most():
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
+    data = records("c0")
+    moved = (reply(recipe, data) - reply(recipe, relabelled(data, 3, CLASSES))).abs().sum()
+    assert 0 < moved <= 0.5 / 8 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: replace(data, targets=data.targets + CLASSES),
+        lambda data: replace(data, inputs=data.inputs[:, :2]),
+        lambda data: Holed(inputs=data.inputs, targets=-data.targets - 1),
+        lambda data: replace(data, inputs=data.inputs * math.nan),
+    ],
+    ids=["unknown classes", "narrow", "broken", "NaN"],
+)
+def test_a_client_none_of_whose_records_have_a_gradient_replies_with_noise(make, words, caplog):
+    recipe = FedSGDDPCRecipe(**words, num_replies=1)
+    data = make(records("c0"))
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        row, loss = reply_and_loss(recipe, data, seed=4)
+    assert loss == 0
+    assert len(set(row.tolist())) == FEATURES * CLASSES
+    assert row.isfinite().all()
+    (warning,) = caplog.messages
+    assert warning.startswith("all records count as zero, the reply is noise alone: ")
+    assert "Jane" not in warning
+    # Noise around zero: with another seed it is another.
+    assert not torch.equal(row, reply(recipe, data, seed=5))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_more_or_fewer_rows_than_records_count_as_zero(rows):
+    """A data set that returns what it was not asked for does not make one record count more often."""
+
+    class Miscounted(TensorRecords):
+        def batch(self, positions, device):
+            inputs, targets = super().batch(positions, device)
+            if 3 not in positions:
+                return inputs, targets
+            at = positions.tolist().index(3)
+            extra = [at] * (rows - 1) if len(positions) > 1 else [0] * rows if rows > 1 else []
+            order = [*(i for i in range(len(positions)) if i != at), *extra]
+            return inputs[order], targets[order]
+
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
+    data = records("c0")
+    row = reply(recipe, Miscounted(inputs=data.inputs, targets=data.targets))
+    torch.testing.assert_close(row, -by_hand(but(data, 3), 0.5, 1) / 8, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", [CLASSES, 2**40, -1, -101])
+def test_unknown_classes_never_reach_the_loss(label):
+    """On a GPU the loss would end the process's use of it."""
+    flat, data = FlatModel(linear()), relabelled(records("c0"), 3, label)
+    rows, losses = record_gradients(flat, data.inputs, data.targets, loss=nn.functional.cross_entropy)
+    assert not rows[3].any()
+    assert losses.isnan().tolist() == [index == 3 for index in range(8)]
+    expected, _ = record_gradients(flat, data.inputs, records("c0").targets, loss=nn.functional.cross_entropy)
+    for index in {*range(8)} - {3}:
+        assert torch.equal(rows[index], expected[index])
+
+
+def test_targets_with_a_class_for_every_pixel_may_ignore_some():
+    flat = FlatModel(nn.Conv1d(2, 3, 1))
+    inputs, targets = torch.randn(3, 2, 5), torch.randint(3, (3, 5))
+    targets[0, :2], targets[1, 0] = -100, 3
+    rows, _ = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy)
+    expected, _ = record_gradients(flat, inputs[:, :, 2:], targets[:, 2:], loss=nn.functional.cross_entropy)
+    torch.testing.assert_close(rows[0], expected[0])
+    assert not rows[1].any()
+    assert rows[2].any()
+
+
+# Dropout
+
+
+def dropping():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.Generator().manual_seed(5), lambda: np.random.default_rng(5)], ids=["torch", "numpy"]
+)
+def test_dropout_depends_on_no_other_client_and_not_on_the_global_seed(make):
+    """As where a client_fn seeds torch's own generator; the other client has 8 or 9 records in its batch."""
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=3)
+    flat = FlatModel(dropping())
+    vector = flat.vector.clone()
+
+    def row_after(size, global_seed, rng):
+        torch.manual_seed(global_seed)
+        state = torch.get_rng_state()
+        for data, generator in ((records("c0", size), np.random.default_rng(0)), (records("c1"), rng)):
+            release = recipe.terms("c1", data).release
+            row, _ = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=generator)
+        assert torch.equal(torch.get_rng_state(), state)
+        return row
+
+    row = row_after(8, 3, make())
+    assert torch.equal(row_after(9, 3, make()), row)
+    assert torch.equal(row_after(8, 4, make()), row)
+    rng = make()
+    assert len({tuple(row_after(8, 3, rng).tolist()) for _ in range(5)}) == 5
+
+
+def test_dropout_of_a_record_does_not_depend_on_who_is_in_the_batch(monkeypatch):
+    """With and without each record the sums differ by its own clipped gradient, whatever part it and the others are in."""
+    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": 3 * 163})
+    recipe = FedSGDDPCRecipe(**GAUSSIAN | {"epsilon": math.inf, "clip_norm": 0.25}, num_replies=1)
+    flat, data = FlatModel(dropping()), records("c0")
+    everyone = torch.arange(8)
+
+    def total(positions):
+        return recipe._clipped_sum(flat, data, positions, 77)[0]
+
+    for position in range(8):
+        moved = total(everyone) - total(everyone[everyone != position])
+        torch.testing.assert_close(moved, total(everyone[position : position + 1]), atol=1e-6, rtol=1e-4)
+        assert 0.2 < torch.linalg.vector_norm(moved) <= 0.25 * (1 + 1e-6)
+    # A record that can't be read moves no other's mask either.
+    broken = relabelled(data, 3, -1)
+    expected = total(everyone[everyone != 3])
+    data = Holed(inputs=broken.inputs, targets=broken.targets)
+    torch.testing.assert_close(total(everyone), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_every_unit_is_dropped_in_some_replies_and_kept_in_others():
+    """Half of 32 replies each; the chance that any of 16 units always or never is there is below 1e-8."""
+    recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
+    kept = torch.stack([reply(recipe, records("c0"), model=dropping(), seed=seed)[6 * 16 : 7 * 16] != 0 for seed in range(32)])
+    assert kept.any(0).all()
+    assert not kept.all(0).any()
 
 
 # Laplace: the privacy loss
@@ -408,7 +612,7 @@ def test_fixed_noise_is_not_private():
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"mechanism": "gaussian"}, "delta=0.0"),
         ({"mechanism": "cauchy"}, "mechanism='cauchy'"),
-        ({"learning_rate": None}, "strong_convexity=None"),
+        ({"learning_rate": None}, "learning_rate=None"),
         ({"strong_convexity": 1.0}, "learning_rate=0.5: must be None"),
         ({"num_records": [8, 8]}, "num_records: has 2 values"),
         ({"num_records": 0}, "num_records=0"),

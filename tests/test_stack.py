@@ -1,5 +1,7 @@
 """Gradients by hand against autograd, and training with one against the other."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -95,6 +97,73 @@ def test_large_layers_side_by_side(fast, monkeypatch):
         batches = zip(inputs[client].split(30), targets[client].split(30), strict=True)
         expected, _ = _one_by_one(make, weights, batches, 0.2)
         assert (together.update(client) - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("batch_size", [65, 128, 129, 200, 256, 700])
+def test_large_batches_side_by_side(batch_size):
+    """Batches larger than a stretch of a wide layer, or as large as half of one."""
+    torch.manual_seed(1)
+
+    def make():
+        return nn.Sequential(nn.Linear(20, 512), nn.ReLU(), nn.Linear(512, 5))
+
+    model = make()
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    inputs, targets = torch.randn(2, 600, 20), torch.randint(0, 5, (2, 600))
+    together = SideBySide(LinearStack.of(model), 2, batch_size=batch_size, step_size=0.2)
+    losses = together.descend(inputs, targets)
+    for client in range(2):
+        batches = zip(inputs[client].split(batch_size), targets[client].split(batch_size), strict=True)
+        expected, expected_losses = _one_by_one(make, weights, batches, 0.2)
+        assert losses[client].tolist() == pytest.approx(expected_losses, abs=1e-5)
+        # A rounding may switch a ReLU.
+        assert (together.update(client) - expected).norm() < 5e-3 * expected.norm()
+        assert expected.norm() > 0.05
+
+
+# Features, hidden layers, classes, bias, records, batch size: sizes that no vector register divides, and layers of one unit.
+ODD = [
+    (7, (300, 17), 3, True, 2, 32),
+    (101, (64, 31, 8), 5, False, 2, 33),
+    (31, (64, 31, 8), 5, True, 5, 8),
+    (7, (256,), 13, False, 3, 8),
+    (17, (257,), 2, False, 2, 3),
+    (13, (), 37, True, 9, 2),
+    (1, (65,), 3, True, 7, 2),
+    (60, (1,), 3, True, 33, 33),
+    (784, (64, 1), 1, True, 20, 20),
+    (100, (200,), 10, True, 61, 10),
+]
+
+
+@pytest.mark.parametrize(("features", "hidden", "classes", "bias", "num_records", "batch_size"), ODD)
+def test_no_bit_depends_on_who_else_is_there(features, hidden, classes, bias, num_records, batch_size):
+    """A client alone, and with others of all kinds in all places: a matrix's last bits can depend on where its memory begins."""
+    torch.manual_seed(2)
+    widths = [features, *hidden, classes]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b, bias=bias), nn.ReLU())]
+    linear = LinearStack.of(nn.Sequential(*layers[:-1]))
+    own, others = torch.randn(num_records, features), torch.randn(17, num_records, features)
+    classes_of = torch.randint(classes, (18, num_records))
+
+    def update(before, after):
+        inputs = torch.cat([others[:before], own[None], others[before : before + after]])
+        targets = torch.cat([classes_of[:before], classes_of[17:], classes_of[before : before + after]])
+        together = SideBySide(linear, before + 1 + after, batch_size=batch_size, step_size=0.1)
+        for _ in range(2):
+            together.descend(inputs, targets)
+        return together.update(before)
+
+    alone = update(0, 0)
+    assert torch.isfinite(alone).all()
+    for before, after in [(0, 1), (1, 0), (1, 1), (2, 0), (3, 2), (4, 5), (7, 1), (8, 0), (5, 6), (16, 1), (17, 0)]:
+        assert torch.equal(update(before, after), alone), (before, after)
+
+
+def test_clients_with_other_numbers_of_records_are_refused():
+    together = SideBySide(LinearStack.of(nn.Linear(6, 4)), 2, batch_size=2, step_size=0.1)
+    with pytest.raises(RuntimeError, match="equal size"):
+        together.descend([torch.zeros(5, 6), torch.zeros(1, 6)], [torch.zeros(5, dtype=torch.int64)] * 2)
 
 
 def test_torch_still_has_the_fast_product():

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates, model_arrays
-from flower_dp.clients.training import batch_seed
+from flower_dp.clients import training as training_module
+from flower_dp.clients.stack import LinearStack, SideBySide
+from flower_dp.clients.training import OwnDraws, batch_seed, draws_seed
 
 
 class Point(nn.Module):
@@ -317,7 +320,246 @@ def test_rows_are_the_same_side_by_side_and_one_by_one(sizes: tuple[int, ...]) -
 @pytest.mark.parametrize("words", [{"momentum": 0.1}, {"weight_decay": 0.1}, {"sam_radius": 0.1}, {"proximal": 0.1}], ids=str)
 def test_only_plain_sgd_goes_side_by_side(words: dict[str, float]) -> None:
     training = LocalTraining(learning_rate=0.1, **words)  # type: ignore[arg-type]
-    assert training.train_side_by_side(FlatModel(_perceptron()), [_classes(5, 1)], [0], 1) is None
+    model = FlatModel(_perceptron())
+    assert training.train_side_by_side(model, [_classes(5, 1)], [0], 1) is None
+    assert not training.goes_side_by_side(model)
+
+
+class Fragile(TensorRecords):
+    """Records whose last one can't be read."""
+
+    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        if int(positions.max()) == len(self) - 1:
+            raise OSError("a bad block")
+        return super().batch(positions, device)
+
+
+def _wide(num_records: int, seed: int) -> TensorRecords:
+    rng = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_records, 64, generator=rng)
+    return TensorRecords(inputs=inputs, targets=torch.randint(10, (num_records,), generator=rng))
+
+
+def _deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+# Steps that a rounding error is magnified in: to some 1 % of the update.
+CHAOTIC = LocalTraining(learning_rate=1.0, batch_size=8, num_local_steps=150)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many clients trained, or tried to, in each group that went side by side."""
+    seen: list[int] = []
+
+    class Spy(SideBySide):
+        def __init__(self, stack: LinearStack, num_clients: int, **words: Any) -> None:
+            seen.append(num_clients)
+            super().__init__(stack, num_clients, **words)
+
+    monkeypatch.setattr(training_module, "SideBySide", Spy)
+    return seen
+
+
+NEIGHBOURS: dict[str, Callable[[TensorRecords], TensorRecords]] = {
+    "another good one": lambda own: _wide(60, 7),
+    "a label out of range": lambda own: replace(own, targets=torch.cat([own.targets[:-1], torch.tensor([10])])),
+    "a record that can't be read": lambda own: Fragile(inputs=own.inputs, targets=own.targets),
+    "no record that can be read": lambda own: Broken(inputs=own.inputs, targets=own.targets),
+    "soft targets": lambda own: replace(own, targets=nn.functional.one_hot(own.targets, 10).float()),
+    "other inputs": lambda own: replace(own, inputs=own.inputs[:, :63]),
+    "an ignored label": lambda own: replace(own, targets=torch.cat([own.targets[:-1], torch.tensor([-100])])),
+    "NaN": lambda own: replace(own, inputs=own.inputs * math.nan),
+    "more records": lambda own: _wide(61, 7),
+    "no records": lambda own: replace(own, inputs=own.inputs[:0], targets=own.targets[:0]),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_no_neighbour_changes_a_bit_of_a_row(name: str, groups: list[int]) -> None:
+    """Clients on both sides; the row is the one that the client has alone, and always from training side by side."""
+    model = FlatModel(_deep())
+    start = model.vector.clone()
+    own, other = _wide(60, 2), _wide(60, 3)
+    neighbour = NEIGHBOURS[name](_wide(60, 1))
+    (alone,) = local_updates(start, [own], CHAOTIC, model=model, server_round=1, seeds=[6])
+    assert groups == [1]
+    rows = list(local_updates(start, [neighbour, own, other], CHAOTIC, model=model, server_round=1, seeds=[5, 6, 7]))
+    assert torch.equal(rows[1], alone)  # type: ignore[arg-type]
+    (alone,) = local_updates(start, [other], CHAOTIC, model=model, server_round=1, seeds=[7])
+    assert torch.equal(rows[2], alone)  # type: ignore[arg-type]
+
+
+def test_side_by_side_and_one_by_one_differ_by_more_than_a_rounding_error() -> None:
+    """What the test above is for: a neighbour that chose between the two would change the row by some of its norm."""
+    start = FlatModel(_deep()).vector
+    (row,) = local_updates(start, [_wide(60, 2)], CHAOTIC, model=FlatModel(_deep()), server_round=1, seeds=[6])
+    model = FlatModel(_deep())
+    CHAOTIC.train(model, _wide(60, 2), 1, torch.Generator().manual_seed(6))
+    assert not torch.equal(row, model.vector - start)  # type: ignore[arg-type]
+
+
+def test_clients_who_could_still_train_side_by_side_beside_one_who_fails(groups: list[int]) -> None:
+    model = FlatModel(_deep())
+    clients = [_wide(60, 1), Broken(inputs=torch.zeros(60, 64), targets=torch.zeros(60)), _wide(60, 2)]
+    rows = list(local_updates(model.vector.clone(), clients, PLAIN, model=model, server_round=1, seeds=[1, 2, 3]))
+    assert [type(row).__name__ for row in rows] == ["Tensor", "OSError", "Tensor"]
+    assert groups == [3, 1, 1, 1]
+
+
+def test_many_equal_clients_train_side_by_side(groups: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast path: all in one group, nobody by autograd or alone."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("trained alone")
+
+    monkeypatch.setattr(LocalTraining, "train", refuse)
+    model = FlatModel(_perceptron())
+    clients = [_classes(9, index) for index in range(40)]
+    rows = list(local_updates(model.vector.clone(), clients, PLAIN, model=model, server_round=1, seeds=list(range(40))))
+    assert groups == [40]
+    assert all(isinstance(row, Tensor) for row in rows)
+
+
+def test_with_several_threads_all_train_one_by_one(groups: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    model = FlatModel(_perceptron())
+    start = model.vector.clone()
+    clients = [_classes(9, 1), _classes(9, 2)]
+    rows = list(local_updates(start, clients, PLAIN, model=model, server_round=1, seeds=[1, 2]))
+    assert groups == []
+    for row, records_, seed in zip(rows, clients, [1, 2], strict=True):
+        alone = FlatModel(_perceptron())
+        PLAIN.train(alone, records_, 1, torch.Generator().manual_seed(seed))
+        assert torch.equal(row, alone.vector - start)  # type: ignore[arg-type]
+
+
+def test_on_a_gpu_all_train_one_by_one() -> None:
+    model = FlatModel(_perceptron())
+    assert PLAIN.goes_side_by_side(model)
+    model.device = torch.device("cuda")
+    assert not PLAIN.goes_side_by_side(model)
+
+
+def test_a_client_that_changes_the_number_of_threads_does_not_change_how_others_train(
+    groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = [1]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+
+    class Greedy(TensorRecords):
+        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+            threads[0] = 2
+            raise OSError("the disk is gone")
+
+    model = FlatModel(_perceptron())
+    clients = [Greedy(inputs=torch.zeros(9, 4), targets=torch.zeros(9)), _classes(9, 1), _classes(8, 1)]
+    list(local_updates(model.vector.clone(), clients, PLAIN, model=model, server_round=1, seeds=[1, 2, 3]))
+    assert threads == [2]
+    assert groups == [2, 1, 1, 1]
+
+
+# What is drawn by torch's own generators
+
+
+def _dropping() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 3))
+
+
+def _after(first: TensorRecords, training: LocalTraining, seeds: Sequence[int] = (5, 6)) -> Tensor:
+    """Return the row of a client after another, with torch's own generator as every fresh process has it."""
+    torch.manual_seed(67280421310721)
+    model = FlatModel(_dropping())
+    torch.manual_seed(67280421310721)
+    state = torch.get_rng_state()
+    rows = list(local_updates(model.vector.clone(), [first, _classes(40, 2)], training, model=model, server_round=1, seeds=seeds))
+    assert torch.equal(torch.get_rng_state(), state)
+    return rows[1]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("training", [PLAIN, RECIPE], ids=["plain", "SAM"])
+def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: LocalTraining) -> None:
+    row = _after(_classes(40, 1), training)
+    assert torch.equal(_after(_classes(48, 1), training), row)
+    assert torch.equal(_after(Broken(inputs=torch.zeros(40, 4), targets=torch.zeros(40)), training), row)
+    torch.manual_seed(1)
+    model = FlatModel(_dropping())
+    torch.manual_seed(2)
+    (alone,) = local_updates(model.vector.clone(), [_classes(40, 2)], training, model=model, server_round=1, seeds=[6])
+    assert torch.equal(alone, row)  # type: ignore[arg-type]
+
+
+def test_a_client_that_fails_leaves_the_generators_as_they_were() -> None:
+    model = FlatModel(_dropping())
+    state = torch.get_rng_state()
+    late = Fragile(inputs=torch.zeros(600, 4), targets=torch.zeros(600, dtype=torch.int64))
+    (row,) = local_updates(model.vector.clone(), [late], PLAIN, model=model, server_round=1, seeds=[1])
+    assert isinstance(row, OSError)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_follows_the_clients_own_seed() -> None:
+    """One record and one step: the order of records can't differ, what is dropped does."""
+    start = FlatModel(_dropping()).vector
+    rows = set()
+    for seed in range(20):
+        (row,) = local_updates(start, [_classes(1, 1)], PLAIN, model=FlatModel(_dropping()), server_round=1, seeds=[seed])
+        rows.add(tuple(row.tolist()))  # type: ignore[union-attr]
+    assert len(rows) > 10
+
+
+def test_dropout_and_the_order_of_records_are_drawn_from_different_seeds() -> None:
+    with OwnDraws(torch.device("cpu"), draws_seed(7)):
+        drawn = torch.randperm(100)
+    assert not torch.equal(drawn, torch.randperm(100, generator=torch.Generator().manual_seed(7)))
+    with OwnDraws(torch.device("cpu"), 7):
+        drawn = torch.randperm(100)
+    assert torch.equal(drawn, torch.randperm(100, generator=torch.Generator().manual_seed(7)))
+
+
+def test_own_draws_go_on_where_they_stopped() -> None:
+    draws, expected = OwnDraws(torch.device("cpu"), 7), torch.Generator().manual_seed(7)
+    outside = torch.get_rng_state()
+    for _ in range(3):
+        with draws:
+            drawn = torch.rand(5)
+        assert torch.equal(drawn, torch.rand(5, generator=expected))
+    assert torch.equal(torch.get_rng_state(), outside)
+
+
+@pytest.mark.parametrize("threads", [1, 2], ids=["side by side", "one by one"])
+def test_records_that_are_changed_at_random_do_not_depend_on_who_else_is_there(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """700 records in two epochs: fetched in four parts, in turns with the others side by side."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    model = FlatModel(_perceptron())
+    start = model.vector.clone()
+    training = LocalTraining(learning_rate=0.1, batch_size=100, num_local_epochs=2)
+
+    def noisy(seed: int, size: int = 700) -> TensorRecords:
+        return replace(_classes(size, seed), transform=lambda raw: raw + torch.randn(raw.shape))
+
+    state = torch.get_rng_state()
+    (alone,) = local_updates(start, [noisy(1)], training, model=model, server_round=1, seeds=[1])
+    (still,) = local_updates(start, [_classes(700, 1)], training, model=model, server_round=1, seeds=[1])
+    assert not torch.allclose(alone, still, atol=1e-3)  # type: ignore[arg-type]
+    for clients in ([noisy(2), noisy(1)], [noisy(2, 800), noisy(1)], [noisy(2), noisy(1), noisy(3)]):
+        rows = list(local_updates(start, clients, training, model=model, server_round=1, seeds=[2, 1, 3][: len(clients)]))
+        assert torch.equal(rows[1], alone)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_noisy_records_train_side_by_side_as_one_by_one() -> None:
+    model = FlatModel(_perceptron())
+    start = model.vector.clone()
+    data = replace(_classes(700, 1), transform=lambda raw: raw + torch.randn(raw.shape))
+    (row,) = local_updates(start, [data], PLAIN, model=model, server_round=1, seeds=[4])
+    PLAIN.train(model, data, 1, torch.Generator().manual_seed(4))
+    torch.testing.assert_close(row, model.vector - start, atol=1e-5, rtol=1e-4)
 
 
 def test_every_client_needs_a_seed() -> None:

@@ -96,7 +96,7 @@ class NodeClient(NumPyClient):
 
     @abstractmethod
     def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
-        """Return the sum [d] of the rows, who is in it, who is not and why, and the training losses of all who trained."""
+        """Return the sum [d] of the rows, who is in it, who is not and why, and the training losses of those in it."""
 
 
 class DPClient(NodeClient):
@@ -140,6 +140,7 @@ class DPClient(NodeClient):
                 refused[name] = failure(name, error)
         answered: list[str] = []
         losses: list[Tensor] = []
+        trained: list[Tensor] = []
         total = torch.zeros_like(vector)
         rows = local_updates(
             vector,
@@ -148,7 +149,7 @@ class DPClient(NodeClient):
             model=self.model,
             server_round=instruction.server_round,
             seeds=[batch_seed(self.seed, instruction.server_round, name) for name in hosted],
-            losses=losses if instruction.report_metrics else None,
+            losses=trained,
         )
         for name, row in zip(hosted, rows, strict=True):
             if isinstance(row, Exception):
@@ -161,6 +162,7 @@ class DPClient(NodeClient):
                 continue
             total += self._released(clipped, instruction)
             answered.append(name)
+            losses.append(trained[-1])
         return total, answered, refused, losses
 
     def _released(self, clipped: Tensor, instruction: Instruction) -> Tensor:

@@ -1,6 +1,8 @@
 """FedSGD-DPC on the client: the noised mean of per-record clipped gradients (Zhou et al., Algorithm 1)."""
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +12,16 @@ from torch import Tensor, nn
 from flower_dp import checks
 from flower_dp.events import Relation
 from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
 from flower_dp.clipping import clip_l1, clip_l2
 from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_in
 
+log = logging.getLogger("flwr")
+
+# What cross-entropy takes for no class, on purpose.
+_IGNORED = -100
 # Numbers in the matrix of per-record gradients that is in memory at a time: what stays in a core's cache, or fills a GPU.
 _LARGEST_MATRIX = {"cpu": 2**19}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
@@ -25,10 +31,12 @@ _LARGEST_MATRIX_ELSEWHERE = 2**26
 class FedSGDDPCRecipe:
     """One reply: minus the mean of the clipped gradients of the client's records, plus noise from the client's own budget.
 
-    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise; a gradient with NaN or
-    infinite entries counts as zero, so that a record can't make the client refuse. The mean's denominator is public and fixed,
-    num_records x sampling_rate, never the size of the batch that was drawn. Under Gaussian noise every record is in a batch by
-    itself with probability `sampling_rate`, drawn with the secret generator of the noise, anew for every reply.
+    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise. A record whose loss or
+    gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can make the client
+    refuse. The mean's denominator is public and fixed, num_records x sampling_rate, never the size of the batch that was
+    drawn. Under Gaussian noise every record is in a batch by itself with probability `sampling_rate`, drawn with the secret
+    generator of the noise, anew for every reply. Dropout drops the same units for all records of a reply: whose record is in the
+    batch then changes no other record's gradient.
 
     Attributes:
         mechanism: `laplace` or `gaussian`.
@@ -85,9 +93,9 @@ class FedSGDDPCRecipe:
         seed: int,
         rng: Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Return minus the noised mean gradient [d] and the mean loss of the batch."""
+        """Return minus the noised mean gradient [d], and the mean loss of the batch's records that count."""
         model.vector.copy_(vector)
-        total, loss = self._clipped_sum(model, records, self._batch(len(records), rng))
+        total, loss = self._clipped_sum(model, records, self._batch(len(records), rng), _secret_seed(rng))
         # The noise is of the sum's size, and sum and noise are divided together.
         noised = total + release.mechanism.noise(total.to(torch.float32), release.noise_scale, rng)
         return (-noised / release.expected_cohort).to(torch.float32), loss
@@ -113,33 +121,79 @@ class FedSGDDPCRecipe:
         drawn = torch.rand(num_records, generator=rng, device=rng.device, dtype=torch.float64) < self.sampling_rate
         return drawn.nonzero().flatten().cpu()
 
-    def _clipped_sum(self, model: FlatModel, records: Records, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _clipped_sum(self, model: FlatModel, records: Records, positions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Return the float64 sum [d] of the records' clipped gradients, and their mean loss."""
         clip = clip_l1 if self.mechanism == "laplace" else clip_l2
         total = torch.zeros_like(model.vector, dtype=torch.float64)
         losses = [torch.zeros(0, device=model.device)]
+        problems: set[str] = set()
         largest = _LARGEST_MATRIX.get(model.device.type, _LARGEST_MATRIX_ELSEWHERE)
+        reading = OwnDraws(model.vector.device, draws_seed(seed))
         for part in torch.split(positions, max(1, largest // model.layout.size)):
-            if len(part) == 0:
-                continue
-            rows, loss = record_gradients(model, *records.batch(part, model.device), loss=self.loss)
-            finite = rows.isfinite().all(dim=1, keepdim=True)
-            total += clip(rows.where(finite, 0.0), self.clip_norm).sum(dim=0, dtype=torch.float64)
-            losses.append(loss)
+            for rows, loss in self._gradients(model, records, part, reading, seed, problems):
+                finite = rows.isfinite().all(dim=1) & loss.isfinite()
+                total += clip(rows.where(finite[:, None], 0.0), self.clip_norm).sum(dim=0, dtype=torch.float64)
+                losses.append(loss[finite])
+                if len(losses[-1]) < len(loss):
+                    problems.add("loss or gradient not finite")
         loss = torch.cat(losses)
+        if problems:
+            what = "records count as zero" if len(loss) else "all records count as zero, the reply is noise alone"
+            log.warning("%s: %s", what, ", ".join(sorted(problems)))
         return total, loss.mean() if len(loss) else torch.zeros((), device=model.device)
+
+    def _gradients(
+        self, model: FlatModel, records: Records, positions: Tensor, reading: OwnDraws, seed: int, problems: set[str]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield gradients [n, d] and losses [n] of some records: of all together, or where that fails of each that has them."""
+        if len(positions) == 0:
+            return
+        try:
+            with reading:
+                inputs, targets = records.batch(positions, model.device)
+            if not len(inputs) == len(targets) == len(positions):
+                raise ValueError(f"{len(positions)} records came with {len(inputs)} inputs and {len(targets)} targets")
+            with OwnDraws(model.vector.device, seed):
+                gradients = record_gradients(model, inputs, targets, loss=self.loss)
+        except Exception as error:
+            if len(positions) == 1:
+                problems.add(type(error).__name__)
+                return
+            for position in torch.split(positions, 1):
+                yield from self._gradients(model, records, position, reading, seed, problems)
+            return
+        yield gradients
 
 
 def record_gradients(
     model: FlatModel, inputs: Tensor, targets: Tensor, *, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights."""
+    """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights.
+
+    What the model draws is the same for all records. Under cross-entropy a record of an unknown class has gradient zero and a
+    loss of NaN: on a GPU it would end the process's use of it.
+    """
     weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
+    checked = _cross_entropy if loss is nn.functional.cross_entropy else loss
 
     def one(weights: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
-        return loss(torch.func.functional_call(model.module, weights, (inputs.unsqueeze(0),)), target.unsqueeze(0))
+        return checked(torch.func.functional_call(model.module, weights, (inputs.unsqueeze(0),)), target.unsqueeze(0))
 
-    each = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
+    each = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
     gradients, values = each(weights, inputs, targets)
     rows = torch.cat([gradients[name].flatten(start_dim=1) for name in model.layout.names], dim=1)
     return rows.detach(), values.detach()
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if targets.dtype != torch.int64:  # probabilities
+        return nn.functional.cross_entropy(outputs, targets)
+    known = ((targets == _IGNORED) | ((targets >= 0) & (targets < outputs.shape[1]))).all()
+    return nn.functional.cross_entropy(outputs, targets.where(known, 0)).where(known, math.nan)
+
+
+def _secret_seed(rng: Generator) -> int:
+    """Draw a seed from the generator of the noise."""
+    if isinstance(rng, np.random.Generator):
+        return int(rng.integers(2**63))
+    return int(torch.randint(2**63 - 1, (), generator=rng, device=rng.device))

@@ -2,9 +2,15 @@
 
 Small models train in microseconds a step, much of which is autograd's own bookkeeping; models of this shape are most of what
 federated learning simulates on processors.
+
+Side by side, no bit of a client's update depends on who else is there, or on its place among them, as long as torch has one
+thread: what is summed up is summed up client by client, by the same call on memory that is aligned alike. A batched matrix
+product would not do: a matrix's last bits depend on where in memory it begins, and on whether it is the only one.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -14,7 +20,8 @@ from torch.nn import functional
 # Records whose steps the first layer takes at once, where it has as many outputs: what saves steps costs more for more records.
 _STRETCH = 128
 _CACHED_FLOATS = 2**22
-_GPU_FLOATS = 2**27
+# 64 bytes, where memory of a tensor's own begins.
+_ALIGNED_FLOATS = 16
 # Multiplications from which on it pays to choose how.
 _LARGE_PRODUCT = 2**20
 
@@ -67,10 +74,8 @@ class LinearStack:
         return [part.view(gradient.shape) for part, gradient in zip(parts, self._gradients, strict=True)]
 
     def clients_side_by_side(self, num_records: int) -> int:
-        """Return for how many clients the weights and records fit a processor's cache, or a small part of a GPU's memory."""
-        weight = self.layers[0].weight
-        floats = max(self.size, num_records * weight.shape[1])
-        return max(1, (_CACHED_FLOATS if weight.device.type == "cpu" else _GPU_FLOATS) // floats)
+        """Return for how many clients the weights and records fit a processor's cache."""
+        return max(1, _CACHED_FLOATS // max(self.size, num_records * self.layers[0].in_features))
 
     @torch.no_grad()
     def gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -85,7 +90,7 @@ class LinearStack:
             values.append(functional.linear(values[-1], layer.weight, layer.bias).relu_())
         log_odds = functional.log_softmax(functional.linear(values[-1], self.layers[-1].weight, self.layers[-1].bias), dim=1)
         loss = functional.nll_loss(log_odds, targets)
-        slope = _slope(log_odds, targets, 1 / len(targets))
+        slope = _slope(log_odds, targets).mul_(1 / len(targets))
         slots = list(self._gradients)
         for index in reversed(range(len(self.layers))):
             if self.layers[index].bias is not None:
@@ -99,7 +104,7 @@ class LinearStack:
 class SideBySide:
     """Plain SGD of a stack for several clients at once, every client with its own weights, from those the stack has now.
 
-    A step is one batched operation for all clients.
+    What is done to each number by itself is one operation for all clients; matrix products are taken client by client.
 
     Args:
         stack: the model; its weights are read until the last update is, and not written.
@@ -111,28 +116,31 @@ class SideBySide:
     def __init__(self, stack: LinearStack, num_clients: int, *, batch_size: int, step_size: float) -> None:
         self._stack, self._batch_size, self._step_size = stack, batch_size, step_size
         first, *others = stack.layers
-        # With few outputs there is nothing to save.
-        wide = first.out_features >= 2 * batch_size
-        self._deferred = _Deferred(first, num_clients) if wide else None
+        # With few outputs, or a stretch of a single step, there is nothing to save.
+        most = min(_STRETCH, first.out_features)
+        self._stretch_size = most // batch_size * batch_size
+        self._deferred = _Deferred(first, num_clients) if most >= 2 * batch_size else None
         lowest = self._deferred or _Formed(first, num_clients, lowest=True)
         self._layers: list[_Deferred | _Formed] = [lowest, *(_Formed(layer, num_clients) for layer in others)]
 
     @torch.no_grad()
-    def descend(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def descend(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Take a gradient step for every `batch_size` records in the order given; the last batch may be smaller.
 
         Args:
-            inputs: [clients, records, features].
-            targets: class indices [clients, records].
+            inputs: every client's [records, features].
+            targets: every client's class indices [records].
 
         Returns:
             the mean loss of every batch, before its step [clients, steps].
         """
+        values = torch.stack(list(inputs), out=_room(inputs[0], len(inputs), *inputs[0].shape))
+        classes = torch.stack(list(targets))
         if self._deferred is None:
-            return self._stretch(inputs, targets)
-        stretch = min(_STRETCH, self._stack.layers[0].out_features) // self._batch_size * self._batch_size
+            return self._stretch(values, classes)
         losses = []
-        for some, their in zip(torch.split(inputs, stretch, dim=1), torch.split(targets, stretch, dim=1), strict=True):
+        stretches = (torch.split(part, self._stretch_size, dim=1) for part in (values, classes))
+        for some, their in zip(*stretches, strict=True):
             self._deferred.begin(some)
             losses.append(self._stretch(some, their))
         return torch.cat(losses, dim=1)
@@ -150,16 +158,29 @@ class SideBySide:
         losses = []
         for start in range(0, inputs.shape[1], self._batch_size):
             batch = slice(start, start + self._batch_size)
-            output = self._layers[0].outputs(inputs[:, batch], batch)
+            output = self._layers[0].outputs(_Matrices(inputs[:, batch]), batch)
             for layer in self._layers[1:]:
-                output = layer.outputs(output.relu(), batch)
-            log_odds = functional.log_softmax(output, dim=2)
+                output.all.relu_()
+                output = layer.outputs(output, batch)
+            log_odds = functional.log_softmax(output.all, dim=2)
             losses.append(-log_odds.gather(2, targets[:, batch, None]).mean((1, 2)))
             # The step size goes into the slope, so that nothing else needs to be scaled.
-            slope = _slope(log_odds, targets[:, batch], self._step_size / output.shape[1])
+            odds = _slope(log_odds, targets[:, batch])
+            slope = _Matrices(torch.mul(odds, self._step_size / odds.shape[1], out=_room(odds, *odds.shape)))
             for layer in reversed(self._layers):
                 slope = layer.step(slope, batch)
         return torch.stack(losses, dim=1)
+
+
+class _Matrices:
+    """A matrix of every client: all in one tensor [clients, rows, columns], and each."""
+
+    def __init__(self, all_: Tensor) -> None:
+        self.all = all_
+
+    @cached_property
+    def each(self) -> tuple[Tensor, ...]:
+        return self.all.unbind()
 
 
 class _Formed:
@@ -167,26 +188,33 @@ class _Formed:
 
     def __init__(self, layer: nn.Linear, num_clients: int, *, lowest: bool = False) -> None:
         self._layer, self._lowest = layer, lowest
-        self._weight = layer.weight.detach().expand(num_clients, -1, -1).clone()
+        self._weights = _room(layer.weight, num_clients, *layer.weight.shape).copy_(layer.weight).unbind()
+        self._transposed = [weight.t() for weight in self._weights]
         self._bias = None if layer.bias is None else layer.bias.detach().expand(num_clients, -1).clone()
 
-    def outputs(self, values: Tensor, batch: slice) -> Tensor:
+    def outputs(self, values: _Matrices, batch: slice) -> _Matrices:
         """Return the outputs [clients, batch, outputs] for inputs [clients, batch, inputs], which are kept for the step."""
         self._values = values
-        outputs = torch.bmm(values, self._weight.mT)
-        return outputs if self._bias is None else outputs.add_(self._bias[:, None])
-
-    def step(self, slope: Tensor, batch: slice) -> Tensor:
-        """Go down the slope [clients, batch, outputs]; return the slope of the loss in what ReLU made the inputs of."""
-        below = slope if self._lowest else torch.bmm(slope, self._weight).mul_(self._values > 0)
-        self._weight.baddbmm_(slope.mT, self._values, alpha=-1)
+        outputs = _products(values, self._transposed, self._layer.out_features)
         if self._bias is not None:
-            self._bias.sub_(slope.sum(1))
+            outputs.all.add_(self._bias[:, None])
+        return outputs
+
+    def step(self, slope: _Matrices, batch: slice) -> _Matrices:
+        """Go down the slope [clients, batch, outputs]; return the slope of the loss in what ReLU made the inputs of."""
+        below = slope
+        if not self._lowest:
+            below = _products(slope, self._weights, self._layer.in_features)
+            below.all.mul_(self._values.all > 0)
+        for weight, own, values in zip(self._weights, slope.all.mT.unbind(), self._values.each, strict=True):
+            weight.addmm_(own, values, alpha=-1)
+        if self._bias is not None:
+            self._bias.sub_(slope.all.sum(1))
         return below
 
     def write_moves(self, client: int, slots: list[Tensor]) -> None:
         """Pop this layer's slots and write how far a client's weight and bias have come."""
-        torch.sub(self._weight[client], self._layer.weight, out=slots.pop(0))
+        torch.sub(self._weights[client], self._layer.weight, out=slots.pop(0))
         if self._bias is not None:
             torch.sub(self._bias[client], self._layer.bias, out=slots.pop(0))
 
@@ -208,27 +236,33 @@ class _Deferred:
     def begin(self, inputs: Tensor) -> None:
         """Begin a stretch with these inputs [clients, records, inputs]."""
         layer = self._layer
-        # One by one, so that the last bits of one client's outputs do not depend on how many others there are.
-        outputs = torch.stack([_product(own, layer.weight) for own in inputs])
+        outputs = _room(inputs, *inputs.shape[:2], layer.out_features)
+        for output, own in zip(outputs, inputs, strict=True):
+            output.copy_(_product(own, layer.weight))
         if layer.bias is not None:
             outputs += layer.bias
         if len(self._slopes):
             self._moves = [self._formed_moves(client) for client in range(len(inputs))]
             for output, own, (weight, bias) in zip(outputs, inputs, self._moves, strict=True):
                 output.addmm_(own, weight.t()).add_(bias)
-        products = torch.bmm(inputs, inputs.mT)
+        products = _products(_Matrices(inputs), inputs.mT.unbind(), inputs.shape[1]).all
         if layer.bias is not None:
             products += 1  # a bias is a weight whose input is 1
-        self._inputs, self._outputs, self._products, self._slopes = inputs, outputs, products, torch.empty_like(outputs)
+        self._inputs, self._outputs, self._products = inputs, outputs, products
+        self._slopes = _room(outputs, *outputs.shape)
 
-    def outputs(self, values: Tensor, batch: slice) -> Tensor:
-        """Return the outputs [clients, batch, outputs] for some records of the stretch."""
-        outputs, before = self._outputs[:, batch], slice(batch.start)
-        return torch.baddbmm(outputs, self._products[:, batch, before], self._slopes[:, before], alpha=-1) if batch.start else outputs
+    def outputs(self, values: _Matrices, batch: slice) -> _Matrices:
+        """Return the outputs [clients, batch, outputs] for some records of the stretch, once."""
+        outputs, before = _Matrices(self._outputs[:, batch]), slice(batch.start)
+        if batch.start:
+            products, slopes = self._products[:, batch, before].unbind(), self._slopes[:, before].unbind()
+            for output, product, slope in zip(outputs.each, products, slopes, strict=True):
+                output.addmm_(product, slope, alpha=-1)
+        return outputs
 
-    def step(self, slope: Tensor, batch: slice) -> Tensor:
+    def step(self, slope: _Matrices, batch: slice) -> _Matrices:
         """Go down the slope [clients, batch, outputs], and return it."""
-        self._slopes[:, batch] = slope
+        self._slopes[:, batch] = slope.all
         return slope
 
     def write_moves(self, client: int, slots: list[Tensor]) -> None:
@@ -245,10 +279,25 @@ class _Deferred:
         return moves
 
 
-def _slope(log_odds: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """Turn log-probabilities [..., classes], in place, into `scale` times the slope of the summed cross-entropy in the logits."""
+def _slope(log_odds: Tensor, targets: Tensor) -> Tensor:
+    """Turn log-probabilities [..., classes], in place, into the slope of the summed cross-entropy in the logits."""
     odds, classes = log_odds.exp_(), targets[..., None]
-    return odds.scatter_add_(-1, classes, odds.new_full(classes.shape, -1.0)).mul_(scale)
+    return odds.scatter_add_(-1, classes, odds.new_full(classes.shape, -1.0))
+
+
+def _room(like: Tensor, num_clients: int, *shape: int) -> Tensor:
+    """Return memory for numbers of every client [clients, ...], where those of each begin as a tensor of its own does."""
+    size = math.prod(shape)
+    padded = -(-size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+    return like.new_empty(num_clients, padded)[:, :size].view(num_clients, *shape)
+
+
+def _products(ones: _Matrices, others: Sequence[Tensor], width: int) -> _Matrices:
+    """Return every client's product of a matrix with another that has so many columns."""
+    results = _Matrices(_room(ones.all, *ones.all.shape[:2], width))
+    for result, one, other in zip(results.each, ones.each, others, strict=True):
+        torch.mm(one, other, out=result)
+    return results
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Local training: global vector + the data of some clients + a recipe -> one update row a client.
 
-A device calls it with one client, a simulation worker with many; the rows are the same.
+A device calls it with one client, a simulation worker with many; the rows are the same to the last bit: training can magnify any
+difference, and what another client changes would no longer be bounded by the clip of that client's own row.
 """
 
 import hashlib
@@ -112,7 +113,14 @@ class LocalTraining:
         return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
 
     def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
-        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor."""
+        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor.
+
+        `rng` shuffles; what model and records draw from torch's process-wide generators follows from its seed as well.
+        """
+        with OwnDraws(model.vector.device, draws_seed(rng.initial_seed())):
+            return self._train(model, records, server_round, rng)
+
+    def _train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
         step_size = self.step_size(server_round)
         stack = self._stack(model)
         velocity = [torch.zeros_like(parameter) for parameter in model.parameters] if self.momentum else []
@@ -138,26 +146,32 @@ class LocalTraining:
                     torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
         return torch.stack(losses).mean()
 
+    def goes_side_by_side(self, model: FlatModel) -> bool:
+        """Whether clients train side by side whose records are plain batches.
+
+        With plain SGD on a stack of linear layers under cross-entropy they do, on one thread of a processor: more of them, or a
+        GPU, may split a sum for one client otherwise than for several.
+        """
+        return self._stack_beside(model) is not None and model.device.type == "cpu" and torch.get_num_threads() == 1
+
     def train_side_by_side(
         self, model: FlatModel, clients: Sequence[Records], seeds: Sequence[int], server_round: int
     ) -> Iterator[tuple[Tensor, Tensor]] | None:
         """Return update [d] and loss of clients with equally many records, from the model as it is and stays.
 
-        None for what must be trained one by one: any recipe but plain SGD on a stack of linear layers under cross-entropy, and
-        records that are not plain batches for it, or fail: who fails alone touches nobody.
+        None for any recipe but plain SGD on a stack of linear layers under cross-entropy, and if records of any client fail or
+        are not plain batches for it.
         """
-        stack = self._stack(model)
-        if stack is None or self.momentum or self.weight_decay or self.sam_radius or self.proximal:
+        stack = self._stack_beside(model)
+        if stack is None:
             return None
         together = SideBySide(stack, len(clients), batch_size=self.batch_size, step_size=self.step_size(server_round))
         losses = []
-        rngs = [torch.Generator().manual_seed(seed) for seed in seeds]
         try:
-            for fetched in zip(*map(partial(self._fetched, model), clients, rngs), strict=True):
+            for fetched in zip(*map(partial(self._fetched_by_itself, model), clients, seeds), strict=True):
                 if not all(stack.takes(*batch) for batch in fetched):
                     return None
-                inputs, targets = torch.stack([x.flatten(1) for x, _ in fetched]), torch.stack([y for _, y in fetched])
-                losses.append(together.descend(inputs, targets))
+                losses.append(together.descend([x.flatten(1) for x, _ in fetched], [y for _, y in fetched]))
         except Exception:
             return None
         means = torch.cat(losses, dim=1).mean(1)
@@ -165,6 +179,10 @@ class LocalTraining:
 
     def _stack(self, model: FlatModel) -> LinearStack | None:
         return model.stack if self.loss is nn.functional.cross_entropy else None
+
+    def _stack_beside(self, model: FlatModel) -> LinearStack | None:
+        plain = not (self.momentum or self.weight_decay or self.sam_radius or self.proximal)
+        return self._stack(model) if plain else None
 
     def _fetched(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the shuffled records of the given number of epochs or steps, some whole batches at a time."""
@@ -178,6 +196,17 @@ class LocalTraining:
             for positions in torch.split(order, fetched):
                 yield records.batch(positions, model.device)
             steps_left -= steps_an_epoch
+
+    def _fetched_by_itself(self, model: FlatModel, records: Records, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what `_fetched` does, while others take turns: as `train` would fetch it."""
+        parts = self._fetched(model, records, torch.Generator().manual_seed(seed))
+        draws = OwnDraws(model.vector.device, draws_seed(seed))
+        while True:
+            with draws:
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     def _gradients(
         self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor
@@ -215,7 +244,8 @@ def local_updates(
 ) -> Iterator[Tensor | Exception]:
     """Yield every client's update, trained model minus global model, one new row [d] each, in order.
 
-    In the place of a client whose training fails stands its error. It touches no other client's row.
+    In the place of a client whose training fails stands its error. It touches no other client's row: how a client trains, side by
+    side with others or alone, follows from the recipe, the model, this process and its own records.
 
     Args:
         vector: the global model [d], float32, on the model's device.
@@ -223,17 +253,23 @@ def local_updates(
         training: the recipe.
         model: where to train; its weights are overwritten, its buffers put back before every client.
         server_round: 1, 2, ...
-        seeds: one seed a client, for the order of its records.
-        losses: receives the mean training loss of every client that trained.
+        seeds: one seed a client, for the order of its records and for all else that is drawn.
+        losses: receives the mean training loss of every client that trained, before its row is yielded.
     """
     if len(seeds) != len(clients):
         raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
-    for group in _groups(clients, seeds, model):
+    # Asked once, for all of them.
+    beside = training.goes_side_by_side(model)
+    for group in _groups(clients, seeds, model.stack if beside else None):
         model.vector.copy_(vector)
-        together = training.train_side_by_side(model, *group, server_round)
+        # Where one of several fails, each of the others still trains as it does beside those who don't.
+        together = training.train_side_by_side(model, *group, server_round) if len(group[0]) > 1 else None
         for records, seed in zip(*group, strict=True):
             try:
-                row, loss = next(together) if together else _alone(vector, records, training, model, server_round, seed)
+                if together:
+                    row, loss = next(together)
+                else:
+                    row, loss = _by_itself(vector, records, training, model, server_round, seed, beside)
             except Exception as error:
                 yield error
                 continue
@@ -242,11 +278,14 @@ def local_updates(
             yield row
 
 
-def _alone(
-    vector: Tensor, records: Records, training: LocalTraining, model: FlatModel, server_round: int, seed: int
+def _by_itself(
+    vector: Tensor, records: Records, training: LocalTraining, model: FlatModel, server_round: int, seed: int, beside: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return one client's update and loss."""
+    """Return one client's update and loss, made as beside others where that is how its records train."""
     model.vector.copy_(vector)
+    together = training.train_side_by_side(model, [records], [seed], server_round) if beside else None
+    if together:
+        return next(together)
     model.reset_buffers()
     try:
         loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
@@ -256,13 +295,13 @@ def _alone(
 
 
 def _groups(
-    clients: Sequence[Records], seeds: Sequence[int], model: FlatModel
+    clients: Sequence[Records], seeds: Sequence[int], stack: LinearStack | None
 ) -> Iterator[tuple[Sequence[Records], Sequence[int]]]:
     """Yield neighbours that could train side by side: with equally many records, and no more than fits a cache."""
     sizes = [_size(records) for records in clients]
     start = 0
     while start < len(clients):
-        most = model.stack.clients_side_by_side(min(sizes[start], _FETCHED_RECORDS)) if model.stack else 1
+        most = stack.clients_side_by_side(min(sizes[start], _FETCHED_RECORDS)) if stack else 1
         stop = start + 1
         while stop < len(clients) and sizes[stop] == sizes[start] and stop - start < most:
             stop += 1
@@ -276,6 +315,37 @@ def _size(records: Records) -> int:
         return len(records)
     except Exception:
         return 0
+
+
+class OwnDraws:
+    """Torch's process-wide generators, lent to one client: what is drawn within follows from its seed alone, dropout for example.
+
+    A second time within, draws go on where they stopped. Without, nothing is seen of them.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        # Of every kind of device that has such generators; the processor's are used beside a GPU's.
+        others = getattr(torch.get_device_module(device), "default_generators", None)
+        self._lent: list[torch.Generator] = [torch.default_generator, *([others[device.index]] if others else [])]
+        self._kept = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._lent]
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        for index, generator in enumerate(self._lent):
+            state = generator.get_state()
+            generator.set_state(self._kept[index])
+            self._kept[index] = state
+
+
+def draws_seed(seed: int) -> int:
+    """Return the seed for all that is drawn beside the order of records, which `seed` itself is for."""
+    digest = hashlib.blake2b(f"{seed}/draws".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def batch_seed(seed: int, server_round: int, client: str) -> int:
