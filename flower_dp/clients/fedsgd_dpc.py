@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flower_dp import checks
 from flower_dp.events import Relation
-from flower_dp.clients.records import Records
+from flower_dp.clients.records import Records, TensorRecords
 from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
 from flower_dp.clipping import clip_l1, clip_l2
 from flower_dp.mechanisms import Generator
@@ -153,8 +153,15 @@ class FedSGDDPCRecipe:
                 inputs, targets = records.batch(positions, model.device)
             if not len(inputs) == len(targets) == len(positions):
                 raise ValueError(f"{len(positions)} records came with {len(inputs)} inputs and {len(targets)} targets")
-            with OwnDraws(model.vector.device, seed):
-                gradients = record_gradients(model, inputs, targets, loss=self.loss)
+            try:
+                with OwnDraws(model.vector.device, seed):
+                    gradients = record_gradients(model, inputs, targets, loss=self.loss)
+            except Exception as error:
+                if len(positions) > 1 or isinstance(records, TensorRecords):  # of one shape, which no single record changes
+                    self._check_model(model, inputs, targets, error)
+                raise
+        except UnfitModelError:
+            raise
         except Exception as error:
             if len(positions) == 1:
                 problems.add(type(error).__name__)
@@ -163,6 +170,17 @@ class FedSGDDPCRecipe:
                 yield from self._gradients(model, records, position, reading, seed, problems)
             return
         yield gradients
+
+    def _check_model(self, model: FlatModel, inputs: Tensor, targets: Tensor, error: Exception) -> None:
+        """Raise if the model has no gradient even for a record of zeros: then no record is to blame, and noise would hide a fault."""
+        try:
+            record_gradients(model, torch.zeros_like(inputs[:1]), torch.zeros_like(targets[:1]), loss=self.loss)
+        except Exception:
+            raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
+
+
+class UnfitModelError(RuntimeError):
+    """The model or the loss can't be differentiated record by record (by `torch.func.vmap`), whatever the record holds."""
 
 
 def record_gradients(
