@@ -263,3 +263,5 @@ def test_presets_of_the_full_data_ask_for_it():
     for path in presets:
         with pytest.raises(ValueError, match="data-dir: this preset needs the full MNIST: --set data-dir="):
             load_task("mnist", tomllib.loads(path.read_text())["data-dir"])
+    with pytest.raises(ValueError, match="this preset needs the full MNIST"):
+        load_task("mnist", "/here/NEEDED")

@@ -60,7 +60,7 @@ def load(data_dir: str, split_seed: int = 0) -> Digits:
     """
     if data_dir == "":
         return _embedded(split_seed)
-    if data_dir == NEEDED:
+    if Path(data_dir).name == NEEDED:  # `flower-dp run` makes paths absolute
         raise ValueError(
             "data-dir: this preset needs the full MNIST: --set data-dir=FOLDER with its idx files, or data-dir=torchvision:FOLDER"
         )
