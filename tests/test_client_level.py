@@ -115,6 +115,13 @@ def test_each_client_adds_its_share_and_no_more():
     assert_std(rows, 0.8 * 0.5 / math.sqrt(4))
 
 
+def test_sparse_messages_carry_the_share_that_is_charged():
+    """Only the four smallest of 4,000 coordinates are left out, so that the std is that of the whole noise."""
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3, keep_ratio=0.999)
+    steps = increments(strategy, LocalGrid(still_app(4), 4), model_arrays(still_model()), 10)
+    assert_std(steps, 0.8 * 0.5 / 4)
+
+
 @pytest.mark.parametrize("drop", [1, 3, 4])
 def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
