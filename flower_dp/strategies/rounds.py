@@ -332,10 +332,12 @@ class RoundStrategy(Strategy):
 
     def _check_fruit(self, *, ended: bool = False) -> None:
         """Fail a run in which no client ever answers usefully: it would only spend budget."""
+        if any(report.replies for report in self.rounds):
+            return
         asked = [report for report in self.rounds if report.cohort_size]
         tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * self.num_clients)
         enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
-        if asked and (enough or ended) and not any(report.replies for report in asked):
+        if asked and (enough or ended):
             rounds = f"the first {len(asked)} rounds" if enough else "any round"
             raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {self._refusal}")
 
