@@ -1,6 +1,5 @@
 """The parts of a run: strings and numbers of the run-config become a strategy and a node's client here and nowhere else."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from flower_dp.accounting import relation_of
 from flower_dp.clients import ClientPolicy, DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe, Records
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.local import LocalRecipe
-from flower_dp.mechanisms import gaussian_share
 from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.rounds import RoundStrategy
@@ -34,6 +32,10 @@ def strategy_of(settings: Settings, sizes: Callable[[], Sizes]) -> RoundStrategy
         return _fedsgd_dpc(settings, sizes())
     if settings.method == "nbafl":
         return _nbafl(settings, sizes())
+    return _client_level(settings)
+
+
+def _client_level(settings: Settings) -> DPFedAvg | DPFedSAM:
     common: dict[str, Any] = {
         "clip_norm": settings.clip_norm,
         "noise_multiplier": settings.noise_multiplier,
@@ -47,7 +49,11 @@ def strategy_of(settings: Settings, sizes: Callable[[], Sizes]) -> RoundStrategy
     if settings.method == "dp-fedavg":
         return DPFedAvg(**common)
     return DPFedSAM(
-        **common, placement=settings.placement, keep_ratio=settings.keep_ratio, trusted_server=settings.trusted_server
+        **common,
+        placement=settings.placement or "distributed",
+        keep_ratio=settings.keep_ratio,
+        trusted_server=settings.trusted_server,
+        min_reply_ratio=settings.min_reply_ratio or None,
     )
 
 
@@ -59,22 +65,12 @@ def client_of(settings: Settings, model: nn.Module, clients: Mapping[str, Record
         policy = ClientPolicy(
             max_clip_norm=settings.clip_norm,
             min_noise_multiplier=settings.noise_multiplier,
-            min_noise_std=_share(settings),
+            min_noise_std=(1 - 1e-9) * _client_level(settings).smallest_share,
             allow_metrics=settings.report_client_metrics,
         )
         return DPClient(**words, training=training_of(settings), policy=policy)
     policy = ClientPolicy(max_clip_norm=settings.clip_norm, allow_metrics=settings.report_client_metrics)
     return LocalDPClient(**words, recipe=_recipe(settings, sizes), policy=policy)
-
-
-def _share(settings: Settings) -> float:
-    """Return the least std of the noise that a client adds itself: its share in the largest cohort there can be."""
-    if settings.method != "dp-fedsam" or settings.placement != "distributed":
-        return 0.0
-    largest = settings.num_clients
-    if settings.keep_ratio < 1:  # shares are by the expected cohort then
-        largest = max(1, math.ceil(_sampler(settings).expected_cohort(settings.num_clients)))
-    return (1 - 1e-9) * gaussian_share(settings.noise_multiplier * settings.clip_norm, largest)
 
 
 def training_of(settings: Settings) -> LocalTraining:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -68,8 +67,7 @@ def _recorder(
         metrics = _test(model, arrays, images, labels) if due or last else None
         line |= metrics or {}
         if server_round:
-            report = asdict(strategy.rounds[-1])
-            line |= {key.replace("_", "-"): value for key, value in report.items() if key != "server_round"}
+            line |= strategy.rounds[-1].public()
         else:
             line["epsilon"] = 0.0
         folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})

@@ -16,7 +16,28 @@ from flower_dp import checks
 from flower_dp.strategies.local_level import AGGREGATIONS
 from flower_dp.terms import MECHANISMS
 
-METHODS = ("dp-fedavg", "dp-fedsam", "fedsgd-dpc", "nbafl")
+_CLIENT_LEVEL = ("noise_multiplier", "target_epsilon", "relation", "sampling_rate")
+_LOCAL = ("epsilon", "num_replies", "aggregation")
+_TRAINING = ("local_epochs", "batch_size", "momentum", "weight_decay", "proximal")
+# What each method reads besides the settings that are read whatever the method.
+READS: dict[str, tuple[str, ...]] = {
+    "dp-fedavg": (*_CLIENT_LEVEL, *_TRAINING),
+    "dp-fedsam": (*_CLIENT_LEVEL, *_TRAINING, "placement", "trusted_server", "min_reply_ratio", "keep_ratio", "sam_radius"),
+    "fedsgd-dpc": (
+        *_LOCAL,
+        "client_epsilons",
+        "mechanism",
+        "record_sampling_rate",
+        "strong_convexity",
+        "smoothness",
+        "noise_constant",
+        "relation",
+    ),
+    "nbafl": (*_LOCAL, *_TRAINING, "uplink_exposures"),
+}
+METHODS = tuple(READS)
+# Clients below which num_clients^-1.1 is no delta that anybody would choose.
+_FEWEST_FOR_DEFAULT_DELTA = 100
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 
 
@@ -24,51 +45,52 @@ SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 class Settings:
     """A run's settings, one field a run-config key (`-` for `_`)."""
 
-    task: str
-    method: str
-    model: str
-    model_bias: bool
-    data_dir: str
-    num_clients: int
-    partition: str
-    dirichlet_alpha: float
-    classes_per_client: int
-    records_per_client: int
-    num_rounds: int
-    sampling: str
-    sampling_rate: float
-    cohort_size: int
-    clip_norm: float
-    noise_multiplier: float
-    delta: float
-    target_epsilon: float
-    relation: str
-    placement: str
-    trusted_server: bool
-    keep_ratio: float
-    epsilon: float
-    client_epsilons: str
-    mechanism: str
-    record_sampling_rate: float
-    num_replies: int
-    aggregation: str
-    strong_convexity: float
-    smoothness: float
-    noise_constant: float
-    uplink_exposures: int
-    local_epochs: int
-    batch_size: int
-    learning_rate: float
-    learning_rate_decay: float
-    momentum: float
-    weight_decay: float
-    sam_radius: float
-    proximal: float
-    report_client_metrics: bool
-    evaluate_every: int
-    round_timeout: float
-    seed: int
-    output_dir: str
+    task: str = "mnist"
+    method: str = "dp-fedsam"
+    model: str = "logistic"
+    model_bias: bool = True
+    data_dir: str = ""
+    num_clients: int = 1000
+    partition: str = "iid"
+    dirichlet_alpha: float = 0.3
+    classes_per_client: int = 2
+    records_per_client: int = 0
+    num_rounds: int = 150
+    sampling: str = "poisson"
+    sampling_rate: float = 0.1
+    cohort_size: int = 0
+    clip_norm: float = 0.5
+    noise_multiplier: float = 0.9
+    delta: float = 0.0
+    target_epsilon: float = 8.0
+    relation: str = ""
+    placement: str = ""
+    trusted_server: bool = True
+    min_reply_ratio: float = 0.0
+    keep_ratio: float = 1.0
+    epsilon: float = 1.0
+    client_epsilons: str = ""
+    mechanism: str = "laplace"
+    record_sampling_rate: float = 1.0
+    num_replies: int = 0
+    aggregation: str = "data-size"
+    strong_convexity: float = 0.0
+    smoothness: float = 0.0
+    noise_constant: float = 0.0
+    uplink_exposures: int = 0
+    local_epochs: int = 1
+    batch_size: int = 4
+    learning_rate: float = 0.15
+    learning_rate_decay: float = 0.0005
+    momentum: float = 0.5
+    weight_decay: float = 0.0
+    sam_radius: float = 0.05
+    proximal: float = 0.0
+    report_client_metrics: bool = False
+    evaluate_every: int = 1
+    round_timeout: float = 600.0
+    seed: int = 0
+    output_dir: str = ""
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any]) -> "Settings":
@@ -100,7 +122,26 @@ class Settings:
         checks.number("target-epsilon", settings.target_epsilon, at_least=0)
         checks.number("delta", settings.delta, at_least=0, below=1)
         checks.number("round-timeout", settings.round_timeout, above=0)
+        settings._refuse_unread()
         return settings
+
+    def _refuse_unread(self) -> None:
+        """Refuse a setting that somebody has set and the method does not read: it would be dropped without a word."""
+        common = {field.name for field in fields(self)} - {name for names in READS.values() for name in names}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in common and field.name not in READS[self.method]:
+                readers = ", ".join(method for method, names in READS.items() if field.name in names)
+                key = field.name.replace("_", "-")
+                raise ValueError(f"{key}={value!r}: is not read by method={self.method!r}, but by {readers}; leave it out")
+        wanted = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
+        for name, samplings in wanted.items():
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default and self.sampling not in samplings:
+                key = name.replace("_", "-")
+                raise ValueError(
+                    f"{key}={value!r}: is not read with sampling={self.sampling!r}, but with {' or '.join(samplings)}"
+                )
 
     @property
     def run_name(self) -> str:
@@ -109,8 +150,18 @@ class Settings:
 
     @property
     def effective_delta(self) -> float:
-        """The delta of client-level methods: as set, or num_clients^-1.1."""
-        return self.delta or float(self.num_clients**-1.1)
+        """The delta of client-level methods: as set, or num_clients^-1.1.
+
+        Raises:
+            ValueError: if it is not set and there are too few clients for the default to be a guarantee.
+        """
+        default = float(self.num_clients**-1.1)
+        if not self.delta and self.noise_multiplier and self.num_clients < _FEWEST_FOR_DEFAULT_DELTA:
+            raise ValueError(
+                f"delta: num-clients={self.num_clients} gives {default:.3g} by default, which is no guarantee; set delta, "
+                f"far below 1/{self.num_clients}"
+            )
+        return self.delta or default
 
     def budgets(self) -> dict[str, float]:
         """Every client's epsilon by name, from `client-epsilons` or else `epsilon`; infinite for no noise.

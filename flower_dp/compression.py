@@ -14,7 +14,8 @@ import numpy as np
 from flower_dp import checks
 from flower_dp.vectors import Array
 
-Header = dict[str, str | int]
+Header = dict[str, str | int | float]
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ def num_kept(keep_ratio: float, length: int) -> int:
 
 
 def dense(vector: Array) -> Payload:
-    """Encode every coordinate as float32: 4 bytes each."""
+    """Encode every coordinate: 4 bytes each where float32 holds all of them exactly, else 8."""
     return Payload(arrays=(_numpy(vector),), header={"encoding": "dense", "length": int(vector.shape[0])})
 
 
@@ -81,7 +82,7 @@ def rand_k(vector: Array, mask: np.ndarray) -> Payload:
 
 
 def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> np.ndarray:
-    """Return the dense float32 vector [length] of a payload; coordinates that were not sent are 0.
+    """Return the dense float32 or float64 vector [length] of a payload; coordinates that were not sent are 0.
 
     Raises:
         ValueError: if header or arrays are not exactly what an honest sender of a vector of this length makes.
@@ -93,7 +94,7 @@ def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> 
     _check_count(arrays, 2 if encoding == "top-k" else 1, encoding)
     values = arrays[-1]
     if encoding == "dense":
-        _check_array("values", values, np.dtype(np.float32), length)
+        _check_values(values, length)
         return values
     if encoding == "rand-k":
         if mask is None:
@@ -101,8 +102,8 @@ def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> 
         indices = mask
     else:
         indices = _decode_indices(arrays[0], values, length)
-    _check_array("values", values, np.dtype(np.float32), indices.size)
-    vector = np.zeros(length, np.float32)
+    _check_values(values, indices.size)
+    vector = np.zeros(length, values.dtype)
     vector[indices] = values
     return vector
 
@@ -145,12 +146,19 @@ def _check_array(name: str, array: np.ndarray, dtype: np.dtype[Any], length: int
         raise ValueError(f"payload {name} are {array.dtype} of shape {array.shape}: must be {dtype} of shape ({length},)")
 
 
+def _check_values(array: np.ndarray, length: int) -> None:
+    _check_array("values", array, array.dtype if array.dtype in _FLOATS else _FLOATS[0], length)
+
+
 def _index_dtype(length: int) -> np.dtype[Any]:
     return np.dtype(np.uint16) if length <= np.iinfo(np.uint16).max + 1 else np.dtype(np.uint32)
 
 
 def _numpy(vector: Array) -> np.ndarray:
-    """A float32 NumPy view or copy, also of a torch tensor on another device."""
-    if isinstance(vector, np.ndarray):
-        return vector.astype(np.float32, copy=False)
-    return np.asarray(vector.detach().to("cpu").numpy(), dtype=np.float32)
+    """A NumPy view or copy, also of a torch tensor on another device: float32 where that is exact, else float64."""
+    values = vector if isinstance(vector, np.ndarray) else np.asarray(vector.detach().to("cpu").numpy())
+    if values.dtype != np.float64:
+        return values.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return narrow if np.array_equal(narrow, values) else values

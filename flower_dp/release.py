@@ -9,7 +9,7 @@ from typing import Literal
 
 from dp_accounting import ComposedDpEvent, DpEvent
 
-from flower_dp import accounting, checks
+from flower_dp import accounting, checks, noise
 from flower_dp.events import Relation
 from flower_dp.mechanisms import Mechanism
 from flower_dp.sampling import Sampler
@@ -49,6 +49,10 @@ class Release:
     def noise_scale(self) -> float:
         """Scale of the noise on the released sum: the standard deviation of Gaussian noise, the Laplace scale."""
         return self.mechanism.noise_multiplier * self.clip_norm
+
+    def lattice_step(self, dimension: int) -> float:
+        """Return the step of the lattice on which contributions [d] and the noise of their sum lie; 0 without noise."""
+        return noise.lattice_step(self.noise_scale, clip_norm=self.clip_norm, dimension=dimension, norm=self.mechanism.norm)
 
     @property
     def sensitivity(self) -> float:

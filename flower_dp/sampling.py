@@ -4,7 +4,9 @@ Cohorts are drawn with a generator that nobody else can replay: amplification by
 know who took part.
 """
 
+import bisect
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +17,13 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
 )
+from scipy.stats import binom
 
 from flower_dp import checks
+
+# Probability of a Poisson cohort so large that it is drawn anew; over 10^6 rounds that is the 1e-12 of delta that the accountant
+# keeps aside for rounding.
+_REDRAWN = 1e-18
 
 
 class Sampler(Protocol):
@@ -27,6 +34,13 @@ class Sampler(Protocol):
 
     def expected_cohort(self, num_clients: int) -> float:
         """Return the expected number of clients in a round: the public denominator of the mean."""
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return the largest number of clients in a round, a public number."""
+
+    @property
+    def secret_size(self) -> bool:
+        """Whether the number of clients in a round is random, and what `event` counts on is that nobody knows it."""
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return what a round's release costs the client whom it costs most, given what a release costs a participant."""
@@ -44,6 +58,15 @@ class FullSampling:
         """Return the number of clients."""
         return float(num_clients)
 
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return the number of clients."""
+        return num_clients
+
+    @property
+    def secret_size(self) -> bool:
+        """False."""
+        return False
+
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the release's own event."""
         return release
@@ -59,12 +82,25 @@ class PoissonSampling:
         checks.number("sampling_rate", self.sampling_rate, above=0, at_most=1)
 
     def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return a cohort of random size, possibly empty."""
-        return np.flatnonzero(rng.random(num_clients) < self.sampling_rate)
+        """Return a cohort of random size, possibly empty; one larger than `largest_cohort` is drawn anew."""
+        largest = self.largest_cohort(num_clients)
+        while True:
+            chosen = np.flatnonzero(rng.random(num_clients) < self.sampling_rate)
+            if len(chosen) <= largest:
+                return chosen
 
     def expected_cohort(self, num_clients: int) -> float:
         """Return sampling_rate x num_clients."""
         return self.sampling_rate * num_clients
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return a size that a cohort exceeds with a probability of at most 1e-18."""
+        return _largest_cohort(self.sampling_rate, num_clients)
+
+    @property
+    def secret_size(self) -> bool:
+        """True."""
+        return True
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the Poisson-sampled event; an empty cohort pays as well."""
@@ -89,6 +125,15 @@ class FixedSizeSampling:
     def expected_cohort(self, num_clients: int) -> float:
         """Return cohort_size."""
         return float(_cohort(self.cohort_size, num_clients))
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return cohort_size."""
+        return _cohort(self.cohort_size, num_clients)
+
+    @property
+    def secret_size(self) -> bool:
+        """False."""
+        return False
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the event of a release on a subset drawn without replacement."""
@@ -117,6 +162,15 @@ class RoundRobinSampling:
         """Return cohort_size."""
         return float(_cohort(self.cohort_size, num_clients))
 
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return cohort_size."""
+        return _cohort(self.cohort_size, num_clients)
+
+    @property
+    def secret_size(self) -> bool:
+        """False."""
+        return False
+
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the release's event in the rounds in which the largest number of participations grows, else nothing."""
         grows = self.participations(server_round, num_clients) > self.participations(server_round - 1, num_clients)
@@ -129,3 +183,9 @@ class RoundRobinSampling:
 
 def _cohort(cohort_size: int, num_clients: int) -> int:
     return checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
+
+
+@lru_cache(maxsize=64)
+def _largest_cohort(sampling_rate: float, num_clients: int) -> int:
+    sizes = range(num_clients + 1)
+    return bisect.bisect_left(sizes, True, key=lambda size: bool(binom.sf(size, num_clients, sampling_rate) <= _REDRAWN))

@@ -33,6 +33,7 @@ class Adversary:
         accountant: what proves it.
         noise_std: standard deviation of the noise on one thing that it sees, the least over all of them.
         paper: the paper's epsilon against it, if there is one.
+        trusted: whether the statement trusts it, and promises nothing against it.
     """
 
     name: str
@@ -40,7 +41,8 @@ class Adversary:
     epsilon: float
     accountant: str
     noise_std: float
-    paper: PaperEpsilon | None
+    paper: PaperEpsilon | None = None
+    trusted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class PrivacyStatement:
         assumptions: what the guarantee leans on.
         not_covered: what left the clients or the server outside the guarantee.
         incidents: dropouts, refused replies and early stops, in words.
-        adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest of them.
+        adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest not trusted.
         clients: where every client has a ledger of its own, the epsilons of all of them; `epsilon` is the worst client's.
     """
 
@@ -122,12 +124,12 @@ class PrivacyStatement:
             f"Sampling: {self.sampling}",
         ]
         lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
-        if self.paper is not None and not self.adversaries:
+        if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
             lines.append(_told(self.paper))
         for adversary in self.adversaries:
             lines.append(
-                f"Against {adversary.name} ({adversary.sees}): tight epsilon {_shown(adversary.epsilon)}, "
-                f"accountant {adversary.accountant}, noise std {adversary.noise_std:.6g}"
+                f"Against {adversary.name}{' (trusted)' if adversary.trusted else ''}: {adversary.sees}: tight epsilon "
+                f"{_shown(adversary.epsilon)}, accountant {adversary.accountant}, noise std {adversary.noise_std:.6g}"
             )
             if adversary.paper is not None:
                 lines.append("  " + _told(adversary.paper))

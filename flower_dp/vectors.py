@@ -14,6 +14,13 @@ from array_api_compat import array_namespace
 Array = Any
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+# The vector itself is float32.
+_LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 255 * 2.0**120,
+    "float32": (2 - 2.0**-23) * 2.0**127,
+    "float64": (2 - 2.0**-23) * 2.0**127,
+}
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -100,6 +107,17 @@ class Layout:
             arrays[name] = xp.astype(part, getattr(xp, dtype), copy=True)
             start += size
         return arrays
+
+    def overflows(self, vector: Array) -> tuple[str, ...]:
+        """Return the names of arrays whose entries, taken from a vector, are NaN or beyond the range of the array's own dtype."""
+        xp = array_namespace(vector)
+        names, start = [], 0
+        for name, dtype, size in zip(self.names, self.dtypes, self.sizes, strict=True):
+            part = vector[start : start + size]
+            if not bool(xp.all(xp.abs(part) <= _LARGEST[dtype])):
+                names.append(name)
+            start += size
+        return tuple(names)
 
 
 def _dtype_name(array: Array) -> str:

@@ -1,5 +1,6 @@
 """The client: its policy, its clip, its noise, its answers, through both ways into Flower."""
 
+import copy
 import json
 import math
 from typing import Any
@@ -16,6 +17,7 @@ import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
 from flower_dp.compression import decode
+from flower_dp.noise import lattice_step
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
 
 SIZE = 20_000
@@ -46,11 +48,26 @@ def _client(clients: dict[str, TensorRecords], **settings: Any) -> DPClient:
     return DPClient(model=Direct(size), clients=clients, training=TRAINING, device="cpu", **settings)
 
 
+def _instruction(names: tuple[str, ...], *, noise_std: float = 0.0, keep_ratio: float = 1.0, **changes: Any) -> Instruction:
+    """What a server asks: noise on the clients if they are to add some or there is none at all, else its own."""
+    words = {"server_round": 1, "method": "dp-fedsam", "clip_norm": 1.0, "noise_multiplier": 1.0, **changes}
+    placement = words.pop("placement", "distributed" if noise_std or not words["noise_multiplier"] else "central")
+    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio}
+    return Instruction(clients=names, order=order, **words)
+
+
+def _step(size: int, **changes: Any) -> float:
+    """The step of the lattice that an instruction leads to."""
+    instruction = _instruction(("a",), **changes)
+    scale = instruction.order["noise_std"] or instruction.noise_multiplier * instruction.clip_norm
+    return lattice_step(scale, clip_norm=instruction.clip_norm, dimension=size)
+
+
 def _fit(client: DPClient, names: tuple[str, ...], **changes: Any) -> tuple[np.ndarray, Answer]:
-    instruction = Instruction(server_round=1, clients=names, **{"clip_norm": 1.0, "noise_multiplier": 1.0, **changes})
+    instruction = _instruction(names, **changes)
     size = client.model.layout.size
     arrays, count, answer = client.fit([np.zeros(size, np.float32)], {wire.KEY: instruction.to_json()})
-    read = Answer.from_json(answer[wire.KEY])
+    read = Answer.from_json(answer[wire.KEY], names)
     assert count == 1  # example counts are private
     assert list(answer) == [wire.KEY]
     return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size), read
@@ -59,29 +76,66 @@ def _fit(client: DPClient, names: tuple[str, ...], **changes: Any) -> tuple[np.n
 # Clip
 
 
-def test_the_sum_is_of_clipped_updates() -> None:
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
+def test_the_sum_is_of_clipped_updates(noise_multiplier: float) -> None:
     client = _client({"long": _records([30.0, 40.0]), "short": _records([0.5, -0.5])})
-    total, answer = _fit(client, ("long", "short"))
-    np.testing.assert_allclose(total, [0.6 + 0.5, 0.8 - 0.5], rtol=1e-6)
-    assert (answer.clients, answer.refused, answer.metrics) == (("long", "short"), {}, {})
+    total, answer = _fit(client, ("long", "short"), noise_multiplier=noise_multiplier)
+    # The lattice takes less than a step off each of two clients' entries; without noise there is none.
+    step = _step(2, noise_multiplier=noise_multiplier)
+    assert bool(step) == bool(noise_multiplier)
+    np.testing.assert_allclose(total, [0.6 + 0.5, 0.8 - 0.5], rtol=1e-6, atol=2 * step)
+    assert (answer.refused, answer.metrics) == ({}, {})
+
+
+def test_each_update_is_rounded_toward_zero_after_its_clip() -> None:
+    """Not their sum: what one client moves it by must stay within the clip norm."""
+    step = _step(2)
+    assert step == 2.0**-10
+    # 0.6 and 0.8 less the clip's margin are between steps 614 and 615, 819 and 820.
+    total, _ = _fit(
+        _client({"a": _records([30.0, 40.0]), "b": _records([-30.0, -40.0]), "c": _records([0.9 * step, -0.9 * step])}),
+        ("a", "c"),
+    )
+    assert (total / step).tolist() == [614, 819]
+    many = {f"{i}": _records([-0.9 * step, 1.9 * step]) for i in range(5)}
+    total, _ = _fit(_client(many), tuple(many))
+    assert (total / step).tolist() == [0, 5]
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 10.0])
-def test_one_client_moves_the_sum_by_at_most_the_clip_norm(clip_norm: float) -> None:
+@pytest.mark.parametrize("noise_multiplier", [0.5, 1e4])
+def test_one_client_moves_the_sum_by_at_most_the_clip_norm(clip_norm: float, noise_multiplier: float) -> None:
     data = {f"{i}": _records(np.random.default_rng(i).standard_normal(50) * 10.0 ** (i - 3)) for i in range(7)}
-    names = tuple(data)
-    everyone, _ = _fit(_client(data), names, clip_norm=clip_norm)
+    names, words = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier}
+    everyone, _ = _fit(_client(data), names, **words)
     for name in names:
-        without, _ = _fit(_client(data), tuple(other for other in names if other != name), clip_norm=clip_norm)
-        # The sum itself is rounded to float32.
+        without, _ = _fit(_client(data), tuple(other for other in names if other != name), **words)
+        # On the lattice the sums are exact, and so is their difference.
+        alone, _ = _fit(_client(data), (name,), **words)
+        np.testing.assert_array_equal(everyone.astype(np.float64) - without, alone)
+        assert np.linalg.norm(alone.astype(np.float64)) <= clip_norm
+    alone, _ = _fit(_client(data), ("6",), **words)
+    shorter = _step(50, **words) * math.sqrt(50)
+    assert shorter <= clip_norm / 256
+    assert clip_norm * (1 - 1e-6) - shorter < np.linalg.norm(alone.astype(np.float64)) <= clip_norm
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 10.0])
+def test_one_client_moves_the_sum_by_at_most_the_clip_norm_without_a_lattice(clip_norm: float) -> None:
+    data = {f"{i}": _records(np.random.default_rng(i).standard_normal(50) * 10.0 ** (i - 3)) for i in range(7)}
+    names, words = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": 0.0}
+    everyone, _ = _fit(_client(data), names, **words)
+    for name in names:
+        without, _ = _fit(_client(data), tuple(other for other in names if other != name), **words)
         assert np.linalg.norm(everyone.astype(np.float64) - without) <= clip_norm * (1 + 1e-5)
-    alone, _ = _fit(_client(data), ("6",), clip_norm=clip_norm)
+    alone, _ = _fit(_client(data), ("6",), **words)
     assert clip_norm * (1 - 1e-6) < np.linalg.norm(alone.astype(np.float64)) <= clip_norm
 
 
-def test_copies_of_a_record_do_not_weigh_more() -> None:
-    once, _ = _fit(_client({"a": _records([0.3, 0.4])}), ("a",))
-    often, _ = _fit(_client({"a": _records(*[[0.3, 0.4]] * 50)}), ("a",))
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
+def test_copies_of_a_record_do_not_weigh_more(noise_multiplier: float) -> None:
+    once, _ = _fit(_client({"a": _records([0.3, 0.4])}), ("a",), noise_multiplier=noise_multiplier)
+    often, _ = _fit(_client({"a": _records(*[[0.3, 0.4]] * 50)}), ("a",), noise_multiplier=noise_multiplier)
     np.testing.assert_allclose(once, often, rtol=1e-6)
 
 
@@ -119,7 +173,7 @@ def test_noise_is_added_to_the_clipped_update_and_not_clipped_itself() -> None:
 def test_noise_is_new_for_every_client_and_every_round() -> None:
     names = ("a", "b", "c")
     client = _client({name: _records(np.zeros(SIZE)) for name in names}, noise_seed=23)
-    draws = [_fit(client, (name,), noise_std=1.0)[0] for name in names for _ in range(2)]
+    draws = [_fit(client, (name,), noise_std=1.0, server_round=number)[0] for name in names for number in (1, 2)]
     correlations = np.abs(np.corrcoef(draws)[np.triu_indices(6, 1)])
     assert correlations.max() < stats.norm.isf(FALSE_ALARM / 30) / math.sqrt(SIZE)
 
@@ -136,6 +190,40 @@ def test_without_a_seed_noise_never_repeats_and_ignores_the_global_seed() -> Non
         assert torch.equal(torch.get_rng_state(), state)
         draws.append(total.tobytes())
     assert len(set(draws)) == 5
+
+
+@pytest.mark.parametrize("noise_std", [1.0, 0.01])
+def test_a_client_asked_twice_and_a_copy_of_it_never_repeat_noise(noise_std: float) -> None:
+    """In the same round, for the same client: no generator is kept that a copy, or a process that was forked, would share."""
+    client = _client({"a": _records(np.zeros(50)), "b": _records(np.zeros(50))})
+    copied = copy.deepcopy(client)
+    draws = [_fit(one, (name,), noise_std=noise_std)[0].tobytes() for one in (client, copied) * 2 for name in ("a", "b")]
+    assert len(set(draws)) == 8
+    assert client.generator(_instruction(("a",)), "a").random() != client.generator(_instruction(("a",)), "a").random()
+
+
+@pytest.mark.parametrize("noise_std", [0.3, 2000.0])
+def test_what_leaves_lies_on_the_lattice_that_follows_from_the_instruction(noise_std: float) -> None:
+    """So the server's sums are exact, whoever of them hosts how many."""
+    rows = {name: np.random.default_rng(i).standard_normal(200) for i, name in enumerate("abc")}
+    step = _step(200, noise_std=noise_std)
+    data = {name: _records(row) for name, row in rows.items()}
+    total, _ = _fit(_client(data, noise_seed=3), tuple(rows), noise_std=noise_std)
+    np.testing.assert_array_equal(total / step, np.rint(total / step))
+    assert (total / step % 2).any()
+    alone = [_fit(_client({name: data[name]}, noise_seed=3), (name,), noise_std=noise_std)[0] for name in rows]
+    np.testing.assert_array_equal(total, np.sum(alone, axis=0, dtype=np.float64))
+    np.testing.assert_array_equal(total, np.sum(alone[::-1], axis=0, dtype=np.float64))
+
+
+def test_the_sign_of_what_is_rounded_to_zero_does_not_leave() -> None:
+    """-0.0 + -0.0 is -0.0, and nothing else is: it would tell an entry a little below zero from one of zero."""
+    words = {"noise_std": 0.3, "clip_norm": 1000.0}
+    step = _step(SIZE, **words)
+    total, _ = _fit(_client({"a": _records(np.full(SIZE, -0.5 * step))}, noise_seed=26), ("a",), **words)
+    zeros = total[total == 0]
+    assert zeros.size > 0
+    assert not np.signbit(zeros).any()
 
 
 def test_seeded_noise_repeats_and_the_server_is_told() -> None:
@@ -180,22 +268,27 @@ def test_a_run_without_privacy_may_choose_by_size() -> None:
     np.testing.assert_allclose(total, [0.5, 0, 0, 0], rtol=1e-6)
 
 
-def test_nothing_is_chosen_by_size_before_the_servers_noise() -> None:
-    total, _ = _fit(_client({"a": _records([0.5, 0.1, 0.2, 0.3])}), ("a",), keep_ratio=0.25)
-    np.testing.assert_allclose(total, [0.5, 0.1, 0.2, 0.3], rtol=1e-6)
+@pytest.mark.parametrize(("placement", "words"), [("central", "must be 0 and 1"), ("distributed", "does not go with")])
+@pytest.mark.parametrize("noise_multiplier", [1.0, 1e-9])
+def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, words: str, noise_multiplier: float) -> None:
+    """A server that asks for it gets nothing."""
+    client = _client({"a": _records([0.5, 0.1, 0.2, 0.3])})
+    with pytest.raises(ValueError, match=words):
+        _fit(client, ("a",), keep_ratio=0.25, placement=placement, noise_multiplier=noise_multiplier)
 
 
 # Who is in the sum
 
 
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
-def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float) -> None:
+def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float, noise_multiplier: float) -> None:
     training = LocalTraining(learning_rate=1.0, num_local_steps=2, loss=lambda outputs, targets: (-outputs * 1e3).mean())
     model, clients = Direct(2), {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])}
     client = DPClient(model=model, clients=clients, training=training, device="cpu")
-    total, answer = _fit(client, ("good", "bad", "fine"))
-    np.testing.assert_allclose(total, [0.2, 0.4], rtol=1e-6)
-    assert answer.clients == ("good", "fine")
+    total, answer = _fit(client, ("good", "bad", "fine"), noise_multiplier=noise_multiplier)
+    # Each entry is one client's, less a step of the lattice at most.
+    np.testing.assert_allclose(total, [0.2, 0.4], rtol=1e-6, atol=_step(2, noise_multiplier=noise_multiplier))
     assert list(answer.refused) == ["bad"]
     assert "NaN or infinite" in answer.refused["bad"]
 
@@ -203,7 +296,7 @@ def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float) -> No
 def test_clients_that_live_elsewhere_are_named() -> None:
     total, answer = _fit(_client({"a": _records([0.5, 0.0])}), ("a", "stranger"))
     assert total.tolist() == [0.5, 0.0]
-    assert (answer.clients, answer.refused) == (("a",), {"stranger": "not hosted here"})
+    assert answer.refused == {"stranger": "not hosted here"}
 
 
 class Broken:
@@ -221,14 +314,16 @@ def test_a_client_that_cant_train_does_not_take_others_out_of_the_sum(bad: Any) 
     records: Any = Broken() if bad is None else TensorRecords(inputs=bad, targets=torch.zeros(0))
     total, answer = _fit(_client({"a": _records([0.5, 0.0]), "bad": records}), ("a", "bad"))
     assert total.tolist() == [0.5, 0.0]
-    assert (answer.clients, list(answer.refused)) == (("a",), ["bad"])
+    assert list(answer.refused) == ["bad"]
 
 
-def test_one_client_a_node_and_many_give_the_same_sum() -> None:
+@pytest.mark.parametrize("words", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
+def test_one_client_a_node_and_many_give_the_same_sum(words: dict[str, float]) -> None:
+    """To the last bit on the lattice; the noise, of one seed here, does not depend on the others either."""
     data = {name: _records(np.random.default_rng(i).standard_normal(20)) for i, name in enumerate("abcd")}
-    together, _ = _fit(_client(data), tuple(data))
-    alone = sum(_fit(_client({name: data[name]}), (name,))[0] for name in data)
-    np.testing.assert_allclose(together, alone, atol=1e-6)
+    together, _ = _fit(_client(data, noise_seed=5), tuple(data), **words)
+    alone = sum(_fit(_client({name: data[name]}, noise_seed=5), (name,), **words)[0].astype(np.float64) for name in data)
+    np.testing.assert_allclose(together, alone, atol=1e-6 if words == {"noise_multiplier": 0.0} else 0, rtol=0)
 
 
 def test_metrics_leave_only_if_both_sides_agree() -> None:
@@ -256,7 +351,7 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     policy = ClientPolicy(allow_metrics=True)
     client = DPClient(model=Direct(2), clients=data, training=training, device="cpu", policy=policy)
     _, answer = _fit(client, tuple(data), report_metrics=True)
-    assert (answer.clients, list(answer.refused)) == (("good", "fine"), ["bad"])
+    assert list(answer.refused) == ["bad"]
     assert answer.metrics == {"loss": 5.0}
 
 
@@ -293,6 +388,41 @@ def test_nonsense_policies_are_refused_by_name(field: str, value: Any) -> None:
         ClientPolicy(**{field: value})
 
 
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam"])
+def test_instructions_of_every_method_that_it_names_are_followed(method: str) -> None:
+    total, _ = _fit(_client({"a": _records([0.25, 0.5])}), ("a",), method=method)
+    assert total.tolist() == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("method", ["nbafl", "fedsgd-dpc", "DP-FedSAM", "dp"])
+def test_instructions_of_other_methods_are_refused(method: str) -> None:
+    """Whatever they say of clip and noise, it may mean something else there."""
+    with pytest.raises(ValueError, match=f"method='{method}': this client runs dp-fedavg, dp-fedsam"):
+        _fit(_client({"a": _records([0.5, 0.0])}), ("a",), method=method)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {},
+        {"placement": "central"},
+        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "extra": 1},
+        {"placement": "edge", "noise_std": 0.0, "keep_ratio": 1.0},
+        {"placement": "central", "noise_std": 0.1, "keep_ratio": 1.0},
+        {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0},
+        {"placement": "distributed", "noise_std": -0.1, "keep_ratio": 1.0},
+        {"placement": "distributed", "noise_std": "0.1", "keep_ratio": 1.0},
+        {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]},
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(order: dict[str, Any]) -> None:
+    instruction = Instruction(
+        server_round=1, method="dp-fedsam", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=order
+    )
+    with pytest.raises(ValueError, match=r"placement|noise_std|keys"):
+        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: instruction.to_json()})
+
+
 def test_servers_that_say_nothing_are_refused() -> None:
     client = _client({"a": _records([0.5, 0.0])})
     for config in ({}, {"server-round": 1}, {wire.KEY: "{}"}):
@@ -302,7 +432,7 @@ def test_servers_that_say_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("parameters", [[], [np.zeros(2, np.float32)] * 2, [np.zeros(3, np.float32)], [np.zeros(2, np.int64)]])
 def test_models_that_do_not_fit_are_refused(parameters: list[np.ndarray]) -> None:
-    instruction = Instruction(server_round=1, clients=("a",), clip_norm=1.0, noise_multiplier=1.0)
+    instruction = _instruction(("a",))
     with pytest.raises(ValueError, match=r"model|float"):
         _client({"a": _records([0.5, 0.0])}).fit(parameters, {wire.KEY: instruction.to_json()})
 
@@ -345,7 +475,7 @@ def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None
         record = ArrayRecord(record.to_numpy_ndarrays())
     reply = app(wire.train_message(1, dialect, record, {}, instruction), _context())
     assert not reply.has_error()
-    answer = wire.answer_of(reply.content)
+    answer = wire.answer_of(reply.content, instruction.clients)
     assert answer is not None
     payload = wire.payload_of(wire.arrays_of(reply.content), answer.payload, 30)
     return list(payload.arrays), answer
@@ -353,20 +483,18 @@ def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None
 
 @pytest.mark.parametrize("keep_ratio", [1.0, 0.2])
 def test_both_ways_into_flower_give_the_same_payload(keep_ratio: float) -> None:
-    instruction = Instruction(
-        server_round=1, clients=("a", "b"), clip_norm=1.0, noise_multiplier=1.0, noise_std=0.3, keep_ratio=keep_ratio
-    )
+    instruction = _instruction(("a", "b"), noise_std=0.3, keep_ratio=keep_ratio)
     (one, said), (other, also) = (_reply(name, instruction) for name in APPS)
     assert said == also
     assert said.seeded_noise
-    assert said.clients == ("a", "b")
+    assert said.refused == {}
     assert [array.tobytes() for array in one] == [array.tobytes() for array in other]
 
 
 @pytest.mark.parametrize("name", APPS)
 def test_replies_hold_nothing_else_about_the_data(name: str) -> None:
     app, dialect = APPS[name]
-    instruction = Instruction(server_round=1, clients=("a",), clip_norm=1.0, noise_multiplier=1.0, noise_std=0.3)
+    instruction = _instruction(("a",), noise_std=0.3)
     record = wire.model_record(np.zeros(30, np.float32), _client(DATA).model.layout)
     content = app(wire.train_message(1, dialect, record, {}, instruction), _context()).content
     metrics = {key: value for part in content.metric_records.values() for key, value in part.items()}
@@ -375,11 +503,11 @@ def test_replies_hold_nothing_else_about_the_data(name: str) -> None:
     assert len(texts) == 1
 
 
-def test_the_query_names_the_clients() -> None:
+def test_the_query_names_the_clients_and_the_methods() -> None:
     message = Message(RecordDict(), 1, "query")
     reply = client_app(_make)(message, _context())
     (config,) = reply.content.config_records.values()
-    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"]}
+    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"], "methods": ["dp-fedavg", "dp-fedsam"]}
 
 
 def test_a_node_that_cant_make_its_client_says_why() -> None:
@@ -393,7 +521,7 @@ def test_a_node_that_cant_make_its_client_says_why() -> None:
 
 def test_the_message_api_matches_arrays_by_name() -> None:
     app, _ = APPS["message API"]
-    instruction = Instruction(server_round=1, clients=("a",), clip_norm=1.0, noise_multiplier=1.0)
+    instruction = _instruction(("a",))
     record = ArrayRecord({"other": wire.model_record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
     with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['weight'\]"):
         app(wire.train_message(1, MESSAGE_API, record, {}, instruction), _context())

@@ -130,58 +130,67 @@ def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
     steps = increments(strategy, grid, model_arrays(still_model()), 10)
     assert strategy.num_missing == 9 * drop
     assert_std(steps, 0.8 * 0.5 / 4)
-    assert strategy.statement.epsilon == pytest.approx(
-        accounting.epsilon(SelfComposedDpEvent(GaussianDpEvent(0.8), 10), delta=1e-3, relation="add-or-remove-one").epsilon
-    )
+    # Against a participant, who knows one of the four shares; against outsiders with all the noise.
+    against = {adversary.name: adversary for adversary in strategy.statement.adversaries}
+    for name, multiplier in (("participants", 0.8 * math.sqrt(3 / 4)), ("outsiders", 0.8)):
+        event = SelfComposedDpEvent(GaussianDpEvent(multiplier), 10)
+        assert against[name].epsilon == pytest.approx(accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon)
+        assert against[name].noise_std == pytest.approx(multiplier * 0.5)
+    assert strategy.statement.epsilon == against["participants"].epsilon
 
 
-def test_without_a_trusted_server_missing_noise_is_charged_as_missing():
-    grid = LocalGrid(still_app(4), 4, tamper=lambda node, reply: [] if node == 1 else [reply])
-    strategy = DPFedSAM(
-        clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3, trusted_server=False
-    )
-    steps = increments(strategy, grid, model_arrays(still_model()), 10)
-    # Three of four shares came back.
-    assert_std(steps, 0.8 * 0.5 * math.sqrt(3 / 4) / 4)
-    weaker = SelfComposedDpEvent(GaussianDpEvent(0.8 * math.sqrt(3 / 4)), 10)
-    assert strategy.statement.epsilon == pytest.approx(
-        accounting.epsilon(weaker, delta=1e-3, relation="add-or-remove-one").epsilon
-    )
-    assert not strategy.statement.paper.valid
-    assert "in 10 rounds shares of noise were missing" in str(strategy.statement)
+@pytest.mark.parametrize(("ratio", "fewest"), [(None, 6), (0.5, 4), (1.0, 8), (0.01, 1)])
+def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(ratio, fewest):
+    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 8, "delta": 1e-3}
+
+    def run(answering):
+        strategy = DPFedSAM(**words, trusted_server=False, min_reply_ratio=ratio)
+        grid = LocalGrid(still_app(8), 8, tamper=lambda node, reply: [reply] if node <= answering or not strategy.rounds else [])
+        return strategy, increments(strategy, grid, model_arrays(still_model()), 10)
+
+    strategy, steps = run(fewest)
+    # One participant's share is known to it; where one share is all the noise, that participant is the whole sum.
+    left = 0.8 * math.sqrt((fewest - 1) / fewest) if fewest > 1 else 0.8
+    event = SelfComposedDpEvent(GaussianDpEvent(left), 10)
+    cost = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one")
+    assert strategy.statement.epsilon == pytest.approx(cost.epsilon)
+    # The first round has all eight replies, the others as few as there may be: no less noise than is charged.
+    assert_std(steps[1:], 0.8 * 0.5 / 8)
+    assert std_is(steps[0], 0.8 * 0.5 / 8 * math.sqrt(8 / fewest))
+    if fewest > 1:
+        strategy, steps = run(fewest - 1)
+        # Too few: charged, and not released.
+        assert steps[0].any()
+        assert not steps[1:].any()
+        assert strategy.ledger.num_charges == 10
+        assert sum("too few for the noise" in line for line in strategy.statement.incidents) == 9
 
 
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_without_a_trusted_server_sampling_lowers_no_cost(relation):
-    """The std of the sum tells how many of the drawn clients answered, and so who was drawn; complete rounds tell as well."""
+    """The std of the sum tells how many of the drawn clients answered, and so who was drawn."""
     sampler = PoissonSampling if relation == "add-or-remove-one" else FixedSizeSampling
     words = {"sampling_rate": 0.5} if relation == "add-or-remove-one" else {"cohort_size": 3}
-    grid = LocalGrid(still_app(6), 6, tamper=lambda node, reply: [] if node == 1 else [reply])
     strategy = DPFedSAM(
         clip_norm=0.5, noise_multiplier=3.0, sampling=sampler(**words), num_clients=6, delta=1e-3, trusted_server=False
     )
-    strategy.start(grid, model_arrays(still_model()), num_rounds=12)
-    parts = [report.replies / report.cohort_size if report.replies else 1 for report in strategy.rounds]
-    assert {1.0} < set(parts)
-    event = ComposedDpEvent([GaussianDpEvent(3.0 * math.sqrt(part)) for part in parts])
+    strategy.start(LocalGrid(still_app(6), 6), model_arrays(still_model()), num_rounds=12)
+    shares = [max(1, math.ceil(0.75 * report.cohort_size)) for report in strategy.rounds]
+    assert len(set(shares)) > (relation == "add-or-remove-one")
+    event = ComposedDpEvent([GaussianDpEvent(3.0 * math.sqrt((n - 1) / n) if n > 1 else 3.0) for n in shares])
     assert strategy.statement.epsilon == pytest.approx(accounting.epsilon(event, delta=1e-3, relation=relation).epsilon)
     assert "sampling lowers no cost" in str(strategy.statement)
     assert "cohorts that nobody knows" in strategy.statement.paper.reason
 
 
-def test_missing_noise_counts_against_the_target():
-    words = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-
-    def rounds(**more):
-        grid = LocalGrid(still_app(4), 4, tamper=lambda node, reply: [] if node <= 2 else [reply])
-        strategy = DPFedSAM(**words, target_epsilon=6.0, **more)
-        strategy.start(grid, model_arrays(still_model()), num_rounds=60)
-        return len(strategy.rounds), strategy.statement.epsilon
-
-    topped_up, weakened = rounds(trusted_server=True), rounds(trusted_server=False)
-    assert weakened[0] < topped_up[0] < 60
-    # The last round was charged in full before it was known that half of its noise would be missing.
-    assert topped_up[1] <= 6.0
+@pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
+def test_dropouts_pass_no_target(sampling):
+    words = {"clip_norm": 0.5, "noise_multiplier": 5.0, "sampling": sampling, "num_clients": 6, "delta": 1e-3}
+    grid = LocalGrid(still_app(6), 6, tamper=lambda node, reply: [] if node <= 2 else [reply])
+    strategy = DPFedSAM(**words, target_epsilon=2.0, trusted_server=False)
+    strategy.start(grid, model_arrays(still_model()), num_rounds=90)
+    assert 1 < len(strategy.rounds) < 90
+    assert 1.5 < strategy.statement.epsilon <= 2.0
 
 
 def test_central_top_k_keeps_the_largest_of_the_noised_mean():
@@ -268,7 +277,10 @@ def test_every_round_is_charged_as_its_release(strategy_class, sampling, relatio
     )
     strategy.start(LocalGrid(still_app(6), 2), model_arrays(still_model()), num_rounds=5)
     expected = accounting.epsilon(SelfComposedDpEvent(event, 5), delta=1e-3, relation=relation)
-    assert strategy.statement.epsilon == pytest.approx(expected.epsilon)
+    outsiders = strategy.statement.adversaries[0]
+    assert (outsiders.name, outsiders.epsilon) == ("outsiders", pytest.approx(expected.epsilon))
+    assert (strategy.statement.epsilon == outsiders.epsilon) == (strategy_class is DPFedAvg)
+    assert strategy.statement.epsilon >= outsiders.epsilon
     assert strategy.statement.num_rounds == 5
 
 
@@ -375,11 +387,9 @@ def test_a_statement_read_during_a_round_is_not_the_last_word():
         return [] if node <= 3 else [reply]
 
     words = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    strategy = DPFedSAM(**words, trusted_server=False)
+    strategy = DPFedSAM(**words)
     strategy.start(LocalGrid(still_app(4), 4, tamper=peek), model_arrays(still_model()), num_rounds=1)
-    weaker = accounting.epsilon(GaussianDpEvent(3.0 / 2), delta=1e-3, relation="add-or-remove-one").epsilon
-    assert strategy.statement.epsilon == pytest.approx(weaker)
-    assert strategy.statement.epsilon > read[-1].epsilon
+    assert not read[-1].incidents
     assert any("3 updates" in line for line in strategy.statement.incidents)
 
     def client_fn(context):
@@ -404,37 +414,51 @@ def test_a_statement_read_during_a_round_is_not_the_last_word():
     assert any(line.startswith("ended before round") for line in strategy.statement.incidents)
 
 
-def test_huge_messages_of_clients_leave_the_round_out_not_the_model():
-    """Where clients add the noise the server can't clip."""
+@pytest.mark.parametrize("size", [3e38, 1e30, 1.0])
+def test_rows_beyond_any_honest_one_are_refused_where_the_server_cannot_clip(size):
+    """Where clients add the noise the server can't clip; but it knows how long an honest row can be."""
 
     def forge(node, reply):
-        if strategy._round.cohort_size > 1:
-            record = next(iter(reply.content.array_records.values()))
-            for name, array in record.items():
-                record[name] = FlowerArray(np.full_like(array.numpy(), 3e38))
+        if node > 1:
+            return [reply]
+        record = next(iter(reply.content.array_records.values()))
+        for name, array in record.items():
+            record[name] = FlowerArray(np.full_like(array.numpy(), size))
         return [reply]
 
-    sampling = PoissonSampling(sampling_rate=0.25)  # of 4: a sum of two is divided by one
+    sampling = PoissonSampling(sampling_rate=0.25)
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=4, delta=1e-3)
-    steps = increments(strategy, LocalGrid(still_app(4), 4, tamper=forge), model_arrays(still_model()), 40)
-    assert np.isfinite(steps).all()
-    left_out = [report.server_round for report in strategy.rounds if report.cohort_size > 1]
-    assert left_out == [index + 1 for index, step in enumerate(steps) if not step.any()]
-    beyond = "the replies' sum is beyond the range of float32"
-    assert list(strategy.statement.incidents) == [f"round {number} was left out: {beyond}" for number in left_out]
+    steps = increments(strategy, LocalGrid(still_app(4), 4, tamper=forge), model_arrays(still_model()), 20)
+    # The noise of a refused client is made up for: every round is as without it.
+    assert_std(steps, 0.8 * 0.5)
+    asked = sum(report.cohort_size for report in strategy.rounds)
+    assert 0 < strategy.num_missing < asked
 
 
-def test_round_robin_with_an_untrusted_server_and_distributed_noise_is_refused():
-    words = {
-        "clip_norm": 1,
-        "noise_multiplier": 1,
-        "sampling": RoundRobinSampling(cohort_size=2),
-        "num_clients": 6,
-        "delta": 1e-3,
-    }
-    with pytest.raises(ValueError, match="trusted_server=False: round-robin"):
-        DPFedSAM(**words, trusted_server=False)
-    DPFedSAM(**words, trusted_server=False, placement="central")
+def test_honest_rows_are_not_refused_for_their_length():
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
+    strategy.start(LocalGrid(still_app(4), 2), model_arrays(still_model()), num_rounds=30)
+    assert strategy.num_missing == 0
+
+
+def test_a_model_that_leaves_the_range_of_its_own_dtype_is_left_out():
+    start = {"w": np.full(4, 65000, np.float16)}
+    strategy = DPFedAvg(clip_norm=1e4, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3)
+    grid = LocalGrid(stock_app(lambda node, arrays: {"w": arrays["w"].astype(np.float32) + 400}), 1)
+    with np.errstate(over="ignore"):
+        result = strategy.start(grid, arrays(**start), num_rounds=3)
+    # 65,000 + 400 is in float16's range, + 800 is not.
+    assert result.arrays["w"].numpy().tolist() == [65408] * 4
+    assert [line.split(":")[0] for line in strategy.incidents] == ["round 2 was left out", "round 3 was left out"]
+
+
+def test_min_reply_ratio_is_refused_where_nobody_reads_it():
+    words = {"clip_norm": 1, "noise_multiplier": 1, "sampling": FullSampling(), "num_clients": 6, "delta": 1e-3}
+    for more in ({}, {"placement": "central", "trusted_server": False}):
+        with pytest.raises(ValueError, match=r"min_reply_ratio=0\.5: is read with"):
+            DPFedSAM(**words, min_reply_ratio=0.5, **more)
+    with pytest.raises(ValueError, match=r"min_reply_ratio=1\.1"):
+        DPFedSAM(**words, min_reply_ratio=1.1, trusted_server=False)
 
 
 def test_the_papers_epsilon_is_that_of_the_rounds_that_ran():

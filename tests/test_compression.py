@@ -36,6 +36,41 @@ def test_dense_round_trip_is_exact_and_four_bytes_a_coordinate(size: int, librar
     np.testing.assert_array_equal(decode(payload, size), vector)
 
 
+# Numbers with more bits than float32 has, as exact sums on a lattice may be, and numbers beyond its range.
+WIDE = st.sampled_from([0.0, 0.0, 0.0, -1.5, 1 + 2.0**-40, 2.0**-149, 2.0**-1074, 3e38, -1e300, 2.0**53 - 1])
+
+
+@given(hnp.arrays(np.float64, st.integers(0, 200), elements=WIDE), st.sampled_from([np.asarray, torch.from_numpy]))
+def test_float64_is_without_loss_and_four_bytes_a_coordinate_wherever_float32_is_exact(vector: np.ndarray, library: Any) -> None:
+    with np.errstate(over="ignore"):
+        bytes_each = 4 if (vector.astype(np.float32).astype(np.float64) == vector).all() else 8
+    payload = dense(library(vector.copy()))
+    assert payload.num_bytes == bytes_each * vector.size
+    np.testing.assert_array_equal(decode(payload, vector.size), vector)
+    small = smallest(library(vector.copy()))
+    assert small.num_bytes <= payload.num_bytes
+    np.testing.assert_array_equal(decode(small, vector.size), vector)
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_top_k_of_float64_keeps_every_bit_of_the_largest(library: Any) -> None:
+    vector = np.random.default_rng(5).standard_normal(1000)
+    payload = top_k(library(vector), 0.1)
+    decoded = decode(payload, 1000)
+    assert decoded.dtype == np.float64
+    assert payload.num_bytes == 8 * 100 + 125
+    np.testing.assert_array_equal(decoded, np.where(np.abs(vector) >= np.sort(np.abs(vector))[900], vector, 0))
+    # Differences that float32 does not see decide too.
+    close = 1 + np.arange(20) * 2.0**-40
+    assert np.flatnonzero(decode(top_k(library(close), 0.25), 20)).tolist() == [15, 16, 17, 18, 19]
+
+
+def test_nan_and_infinity_are_not_made_to_look_finite() -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        decoded = decode(smallest(np.array([0.0, value, 1.0, 0, 0, 0, 0])), 7)
+        np.testing.assert_array_equal(decoded, [0.0, value, 1.0, 0, 0, 0, 0])
+
+
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.4, 0.999, 1.0])
 @pytest.mark.parametrize("size", [1, 9, 1000, 70_000])
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
@@ -140,8 +175,12 @@ def _bits(*indices: int, length: int = 24) -> np.ndarray:
 def test_the_forgeries_below_are_one_step_from_a_valid_payload() -> None:
     listed = _sparse(np.array([3, 7], np.uint16), np.ones(2, F))
     packed = _sparse(_bits(3, 7), np.ones(2, F))
-    for payload in (listed, packed):
+    wide = _sparse(_bits(3, 7), np.ones(2, np.float64))
+    for payload in (listed, packed, wide):
         assert np.flatnonzero(decode(payload, LENGTH)).tolist() == [3, 7]
+    for values in (np.ones(LENGTH, F), np.ones(LENGTH)):
+        dense_one = Payload(arrays=(values,), header={"encoding": "dense", "length": LENGTH})
+        assert decode(dense_one, LENGTH).dtype == values.dtype
 
 
 @pytest.mark.parametrize(
@@ -168,13 +207,29 @@ def test_the_forgeries_below_are_one_step_from_a_valid_payload() -> None:
         pytest.param(_sparse(_bits(3, 7)[:2], np.ones(2, F)), id="too few bytes of bits"),
         pytest.param(_sparse(_bits(3, 7, length=32), np.ones(2, F)), id="too many bytes of bits"),
         pytest.param(_sparse(_bits(), np.ones(0, F)), id="no bit"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.float64)), id="float64 values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.float16)), id="float16 values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, ">f8")), id="big-endian float64 values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.longdouble)), id="wider values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.complex64)), id="complex values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(2, bool)), id="true or false"),
+        pytest.param(_sparse(np.array([3.0, 7.0]), np.ones(2)), id="float indices, float64 values"),
+        pytest.param(_sparse(_bits(3, 7), np.ones(3)), id="more float64 values than bits"),
         pytest.param(_sparse(_bits(3, 7), np.ones(2, ">f4")), id="big-endian values"),
         pytest.param(_sparse(_bits(3, 7), np.ones(2, np.int32)), id="integer values"),
         pytest.param(Payload(arrays=(np.ones(19, F),), header={"encoding": "dense", "length": LENGTH}), id="short"),
         pytest.param(Payload(arrays=(np.ones(21, F),), header={"encoding": "dense", "length": LENGTH}), id="long"),
         pytest.param(Payload(arrays=(np.ones((20, 1), F),), header={"encoding": "dense", "length": LENGTH}), id="column"),
-        pytest.param(Payload(arrays=(np.ones(20),), header={"encoding": "dense", "length": LENGTH}), id="dense float64"),
+        pytest.param(
+            Payload(arrays=(np.ones(20, np.float16),), header={"encoding": "dense", "length": LENGTH}), id="dense float16"
+        ),
+        pytest.param(
+            Payload(arrays=(np.ones(20, np.int64),), header={"encoding": "dense", "length": LENGTH}), id="dense integers"
+        ),
+        pytest.param(
+            Payload(arrays=(np.ones(20, ">f8"),), header={"encoding": "dense", "length": LENGTH}), id="dense big-endian"
+        ),
+        pytest.param(Payload(arrays=(np.ones(19),), header={"encoding": "dense", "length": LENGTH}), id="short float64"),
+        pytest.param(Payload(arrays=(np.ones((20, 1)),), header={"encoding": "dense", "length": LENGTH}), id="float64 column"),
         pytest.param(Payload(arrays=(np.ones(20, F),), header={"encoding": "top-k", "length": LENGTH}), id="one array"),
         pytest.param(Payload(arrays=(np.ones(20, F),) * 2, header={"encoding": "dense", "length": LENGTH}), id="two arrays"),
         pytest.param(Payload(arrays=(), header={"encoding": "dense", "length": LENGTH}), id="no array"),
@@ -230,7 +285,7 @@ _NEAR_INDICES = st.lists(st.integers(0, 21), max_size=6).map(lambda values: np.a
 _NEAR_BITS = hnp.arrays(np.uint8, 3, elements=st.sampled_from([0, 1, 64, 255]))
 _ARRAYS = st.one_of(
     st.lists(_ANY_ARRAY, max_size=3),
-    st.tuples(st.one_of(_NEAR_INDICES, _NEAR_BITS), hnp.arrays(np.float32, st.integers(0, 6))),
+    st.tuples(st.one_of(_NEAR_INDICES, _NEAR_BITS), hnp.arrays(st.sampled_from([np.float32, np.float64]), st.integers(0, 6))),
 )
 
 
@@ -242,7 +297,8 @@ def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arra
     except ValueError:
         return
     assert vector.shape == (LENGTH,)
-    assert vector.dtype == np.float32
+    assert vector.dtype in (np.float32, np.float64)
+    assert vector.dtype == arrays[-1].dtype
 
 
 @settings(max_examples=300)

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_weights_are_public_numbers_in_the_instruction():
     grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), data, num_nodes=1)
     start(strategy, grid, 2)
     sent = [wire.instruction_of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"]
-    assert [dict(zip(i.clients, i.weights, strict=True)) for i in sent] == [
+    assert [dict(zip(i.clients, wire.LocalOrder.of(i).weights, strict=True)) for i in sent] == [
         pytest.approx({"c0": 0.2, "c1": 0.4}),
         pytest.approx({"c2": 0.6, "c3": 0.8}),
     ]
@@ -137,7 +138,10 @@ def changed(message, change):
         lambda values: values * np.float32("nan"),
         lambda values: values[:-1],
         lambda values: np.concatenate([values, values]),
-        lambda values: values.astype(np.float64),
+        lambda values: values.astype(np.float16),
+        lambda values: values.astype(np.float64)[:-1],
+        lambda values: values.astype(np.float64) * math.nan,
+        lambda values: values.astype(np.int64),
     ],
 )
 def test_nan_and_wrong_sizes_are_refused_and_count_as_zeros(change):
@@ -163,13 +167,18 @@ def test_a_reply_counts_once():
     torch.testing.assert_close(*finals)
 
 
-def test_names_that_were_not_asked_are_refused():
+@pytest.mark.parametrize(
+    "words", [{"refused": {"why": [7]}}, {"refused": {"why": [1]}}, {"refused": {"why": ["c3"]}}, {"clients": ["c3"]}]
+)
+def test_names_that_were_not_asked_are_refused(words):
+    """In an answer clients stand by their position among those asked, here one; it can't name who is in the sum."""
+
     def pretend(node, reply):
         if node != 1:
             return [reply]
         record = reply.content.config_records[wire.KEY]
         answer = json.loads(record[wire.KEY])
-        answer["clients"] = ["c3"]
+        answer |= words
         record[wire.KEY] = json.dumps(answer)
         return [reply]
 
@@ -179,31 +188,53 @@ def test_names_that_were_not_asked_are_refused():
 
 
 def test_a_sum_beyond_float32_leaves_the_model_as_it_was():
-    strategy = server(num_replies=1, learning_rate=1e9)
-    huge = lambda node, reply: [changed(reply, lambda values: np.full_like(values, 3e38))]  # noqa: E731
-    final = start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), FOUR, tamper=huge), 1)
-    torch.testing.assert_close(final, vector_of(linear()))
-    assert any("beyond the range of float32" in line for line in strategy.incidents)
+    """A step size that is, for float64, still a number."""
+    strategy = server(num_replies=1, learning_rate=1e45)
+    final = start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), FOUR), 1)
+    torch.testing.assert_close(final, vector_of(linear()), rtol=0, atol=0)
+    assert strategy.rounds[0].replies == 2
+    assert any(line.startswith("round 1 was left out: array ") for line in strategy.incidents)
+    assert strategy.ledgers["c0"].num_charges == 1
+
+
+@pytest.mark.parametrize("size", [3e38, 1e5])
+def test_a_reply_longer_than_any_honest_one_does_not_move_the_model(size):
+    """It is refused, and the run goes on with those of the others."""
+    huge = lambda node, reply: [changed(reply, lambda values: np.full_like(values, size))] if node == 1 else [reply]  # noqa: E731
+    recipe = FedSGDDPCRecipe(**WORDS | {"epsilon": math.inf}, num_replies=1)
+    finals = []
+    for tamper in (huge, lambda node, reply: [] if node == 1 else [reply]):
+        strategy = server(epsilon=math.inf, cohort_size=4)
+        finals.append(start(strategy, grid_of(recipe, FOUR, tamper=tamper), 1))
+        assert strategy.rounds[0].replies == 3
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+
+
+def test_honest_noise_is_never_too_long():
+    """Of budgets and models small and large."""
+    for epsilon, mechanism in ((1e-3, "laplace"), (50.0, "laplace"), (20.0, "gaussian")):
+        words = {**WORDS, "mechanism": mechanism, "epsilon": epsilon, "delta": 0.0 if mechanism == "laplace" else 1e-5}
+        strategy = server(**words, cohort_size=4, num_replies=3)
+        start(strategy, grid_of(FedSGDDPCRecipe(**words, num_replies=3), FOUR, num_nodes=2), 3)
+        assert [report.replies for report in strategy.rounds] == [4, 4, 4]
 
 
 # The client's own account
 
 
-def instruction(*, clients=("c0",), num_replies=(2,), server=None, **words):
+def instruction(*, clients=("c0",), num_replies=(2,), server=None, order=None, **words):
     """What a server asks whose recipe is `server`; by default the one of the clients."""
     agreed = [
         FedSGDDPCRecipe(**WORDS | (server or {}), num_replies=number).terms(name, records(name))
         for name, number in zip(clients, num_replies, strict=True)
     ]
-    options = {
-        "server_round": 1,
-        "clients": clients,
-        "clip_norm": 0.5,
-        "noise_multiplier": 0.0,
-        "terms": tuple(terms.kind for terms in agreed),
-        "noise_multipliers": tuple(terms.release.mechanism.noise_multiplier for terms in agreed),
-    }
-    return wire.Instruction(**options | words)
+    said = wire.LocalOrder(
+        weights=(1.0,) * len(clients),
+        terms=tuple(terms.kind for terms in agreed),
+        noise_multipliers=tuple(terms.release.mechanism.noise_multiplier for terms in agreed),
+    )
+    options = {"server_round": 1, "method": "fedsgd-dpc", "clients": clients, "clip_norm": 0.5, "noise_multiplier": 0.0}
+    return wire.Instruction(**options | words, order=asdict(said) | (order or {}))
 
 
 def client(state, *, recipe=None, policy=None, names=("c0",)):
@@ -220,11 +251,10 @@ def client(state, *, recipe=None, policy=None, names=("c0",)):
 def ask(state, *, recipe=None, policy=None, names=("c0",), **words):
     """Make a new client on an old state, ask it, and return who replied, who refused, and the row."""
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
-    arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(
-        parameters, {wire.KEY: instruction(**words).to_json()}
-    )
-    told = wire.Answer.from_json(answer[wire.KEY])
-    return told.clients, told.refused, arrays[-1]
+    asked = instruction(**words)
+    arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(parameters, {wire.KEY: asked.to_json()})
+    refused = wire.Answer.from_json(answer[wire.KEY], asked.clients).refused
+    return tuple(name for name in asked.clients if name not in refused), refused, arrays[-1]
 
 
 def test_a_client_refuses_what_it_cannot_pay_whatever_the_server_says():
@@ -284,9 +314,40 @@ def test_a_client_with_more_noise_than_the_server_states_replies():
 
 
 def test_a_server_that_names_no_terms_gets_no_reply():
-    for words in ({"terms": ()}, {"noise_multipliers": ()}):
-        with pytest.raises(ValueError, match="terms: the server names none"):
-            ask(RecordDict(), **words)
+    for field in ("terms", "noise_multipliers", "weights"):
+        state = RecordDict()
+        with pytest.raises(ValueError, match=f"{field}: must have one value for each of 1 clients"):
+            ask(state, order={field: ()})
+        assert Account(state).replies("c0") == 0
+
+
+@pytest.mark.parametrize("method", ["nbafl", "dp-fedsam"])
+def test_a_server_of_another_method_gets_no_reply(method):
+    state = RecordDict()
+    with pytest.raises(ValueError, match=f"method='{method}': this client runs fedsgd-dpc"):
+        ask(state, method=method)
+    assert Account(state).replies("c0") == 0
+
+
+def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
+    """Theirs follows from their own budgets; and a policy of some noise on the device can't be kept here."""
+    state = RecordDict()
+    with pytest.raises(ValueError, match=r"fedsgd-dpc: unknown keys \['noise_std'\]"):
+        ask(state, order={"noise_std": 1e-9})
+    with pytest.raises(ValueError, match=r"min_noise_std=0\.1: this client's noise follows from its own budget alone"):
+        ask(state, policy=ClientPolicy(min_noise_std=0.1))
+    assert Account(state).replies("c0") == 0
+
+
+def test_a_node_says_which_method_it_runs():
+    told = json.loads(client(RecordDict(), names=("c1", "c0")).get_properties({})[wire.KEY])
+    assert told == {"clients": ["c0", "c1"], "methods": ["fedsgd-dpc"]}
+
+
+def test_replies_made_of_the_same_state_by_clients_made_anew_never_repeat_noise():
+    """No generator outlives a reply: nothing to be copied with the client."""
+    rows = {ask(RecordDict())[2].tobytes() for _ in range(10)}
+    assert len(rows) == 10
 
 
 def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
@@ -303,8 +364,7 @@ def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
         recipe = FedSGDDPCRecipe(**WORDS, num_replies=2)
         node = LocalDPClient(model=linear(), clients=data, recipe=recipe, state=RecordDict(), device="cpu")
         _, _, config = node.fit(parameters, {wire.KEY: instruction(clients=("c0", "c1"), num_replies=(2, 2)).to_json()})
-        answer = wire.Answer.from_json(config[wire.KEY])
-        assert answer.clients == ("c0",)
+        answer = wire.Answer.from_json(config[wire.KEY], ("c0", "c1"))
         assert answer.refused == {"c1": f"training failed: {type(error).__name__}"}
 
 
@@ -312,7 +372,7 @@ def test_the_servers_numbers_do_not_move_the_noise():
     """The row's distribution follows from the client's own terms: what the server says of the noise is not used."""
     release = FedSGDDPCRecipe(**WORDS, num_replies=2).terms("c0", records("c0")).release
     scale = release.noise_scale / release.expected_cohort
-    rows = np.concatenate([ask(RecordDict(), noise_multiplier=0.0, noise_std=1e-9)[2] for _ in range(120)])
+    rows = np.concatenate([ask(RecordDict(), noise_multiplier=0.0, order={"noise_multipliers": (1e-9,)})[2] for _ in range(120)])
     # The gradient's mean is at most clip_norm / 18 a coordinate on average; 2,160 draws, 5 sigma and that.
     assert np.abs(rows).mean() / scale == pytest.approx(1.0, abs=5 / math.sqrt(rows.size) + 0.02)
 
@@ -322,8 +382,8 @@ def test_weights_are_applied_after_the_noise():
                            state=RecordDict(), device="cpu", noise_seed=1) for _ in range(2)]  # fmt: skip
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
     plain, heavy = (
-        one.fit(parameters, {wire.KEY: instruction(weights=weights).to_json()})[0][-1]
-        for one, weights in zip(seeds, ((), (4.0,)), strict=True)
+        one.fit(parameters, {wire.KEY: instruction(order={"weights": weights}).to_json()})[0][-1]
+        for one, weights in zip(seeds, ((1.0,), (4.0,)), strict=True)
     )
     np.testing.assert_allclose(heavy, 4 * plain, rtol=1e-6)
 
@@ -378,8 +438,8 @@ def test_the_charge_is_on_the_state_before_records_are_touched():
     assert set(seen) == {1}
     assert Account(state).replies("c0") == 1
     # No record can make the client fall silent, not even all of them: the reply is noise.
-    answer = wire.Answer.from_json(config[wire.KEY])
-    assert (answer.clients, answer.refused) == (("c0",), {})
+    answer = wire.Answer.from_json(config[wire.KEY], ("c0",))
+    assert answer.refused == {}
     assert arrays[-1].any()
     assert "disk gone" not in config[wire.KEY]
 

@@ -1,7 +1,7 @@
 import json
 import math
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,11 @@ from flwr.app import Context, RecordDict
 from apps.client_app import app as client_app
 from apps.methods import client_of, strategy_of
 from apps.server_app import app as server_app
-from apps.settings import METHODS, Settings
+from apps.settings import METHODS, READS, Settings
 from apps.tasks.models import make
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
 from flower_dp.strategies import FedSGDDPC, NbAFL
+from flower_dp.wire import ClientLevelOrder
 from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +102,7 @@ def test_an_infinite_epsilon_is_no_noise():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({**LAPLACE, "sampling": "poisson"}, "sampling='poisson': must be one of round-robin"),
+        ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be one of round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
         ({**LAPLACE, "client-epsilons": "1,two"}, "must be numbers with commas"),
         ({**LAPLACE, "cohort-size": 11}, "cohort-size=11"),
@@ -111,7 +112,14 @@ def test_an_infinite_epsilon_is_no_noise():
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**NBAFL, "sampling": "poisson"}, "sampling='poisson': must be one of full, fixed-size"),
         ({**NBAFL, "relation": "add-or-remove-one"}, "relation='add-or-remove-one'"),
-        ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1'"),
+        ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1': is not read by method='nbafl', but by fedsgd-dpc"),
+        ({**NBAFL, "target-epsilon": 0.01}, "target-epsilon=0.01: is not read by method='nbafl', but by dp-fedavg, dp-fedsam"),
+        ({"method": "dp-fedavg", "placement": "distributed"}, "placement='distributed': is not read by method='dp-fedavg'"),
+        ({"method": "dp-fedavg", "keep-ratio": 0.5}, "keep-ratio=0.5: is not read by method='dp-fedavg', but by dp-fedsam"),
+        ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
+        ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),
+        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
+        ({"min-reply-ratio": 0.5}, "min_reply_ratio=0.5: is read with"),
         ({**NBAFL, "delta": 0.0}, "delta=0.0"),
     ],
 )
@@ -122,7 +130,8 @@ def test_nonsense_is_refused_naming_the_key(words, message):
 
 @pytest.mark.parametrize(("name", "num_rounds"), [("the default", 3), ("mnist-fedsgd-dpc-laplace", 5)])
 def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rounds, tmp_path):
-    config = {"sampling": "full", **PRESETS.get(name, {}), "num-clients": 4, "num-rounds": 5, "output-dir": str(tmp_path)}
+    preset = PRESETS.get(name, {"delta": 1e-3, "sampling": "full", "target-epsilon": 0.0})
+    config = {**preset, "num-clients": 4, "num-rounds": 5, "output-dir": str(tmp_path)}
     config = {**DEFAULTS, **config}
     grid = LocalGrid(client_app, 2, tamper=lambda node, reply: [], **config)
     with pytest.raises(RuntimeError, match="no client has sent a usable update"):
@@ -144,19 +153,35 @@ def test_before_the_first_round_nothing_is_spent(name):
 @pytest.mark.parametrize("keep_ratio", [1.0, 0.4])
 def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
     settings = settings_of(
-        {"num-clients": 7, "sampling": "full", "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
+        {"num-clients": 7, "sampling": "full", "delta": 1e-3, "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
     )
     strategy, node = strategy_of(settings, sizes_of(settings)), client(settings)
-    names = tuple(node.clients)
-    node.policy.check(strategy._instruction(1, names, 7))
-    for weaker in (0.0, 0.99 * strategy._share(7)):
+    order = ClientLevelOrder.of(strategy._instruction(1, tuple(node.clients), 7))
+    assert order.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
+    node.policy.check_noise(order)
+    for weaker in (0.0, 0.99 * order.noise_std):
         with pytest.raises(ValueError, match="noise_std="):
-            node.policy.check(replace(strategy._instruction(1, names, 7), noise_std=weaker))
+            node.policy.check_noise(replace(order, noise_std=weaker))
 
 
 def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
-    config = {**DEFAULTS, "num-clients": 4, "sampling": "full", "target-epsilon": 0.5, "output-dir": str(tmp_path)}
+    config = {**DEFAULTS, "num-clients": 4, "sampling": "full", "delta": 1e-3, "target-epsilon": 0.5, "output-dir": str(tmp_path)}
     grid = LocalGrid(client_app, 2, **config)
     with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
         server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
     assert json.loads((tmp_path / "statement.json").read_text())["epsilon"] == 0
+
+
+def test_defaults_in_code_and_in_the_app_are_the_same():
+    assert {field.name.replace("_", "-"): field.default for field in fields(Settings)} == DEFAULTS
+
+
+def test_every_setting_of_a_method_is_a_setting():
+    assert {name for names in READS.values() for name in names} <= {field.name for field in fields(Settings)}
+
+
+def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():
+    settings = settings_of({"num-clients": 3, "delta": 0.5, "sampling": "full"})
+    assert "DELTA IS NO GUARANTEE: 0.5 is at least 1 / 3" in str(strategy_of(settings, sizes_of(settings)).statement)
+    settings = settings_of({"num-clients": 3, "delta": 0.01, "sampling": "full"})
+    assert "NO GUARANTEE" not in str(strategy_of(settings, sizes_of(settings)).statement)

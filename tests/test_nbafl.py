@@ -252,22 +252,26 @@ def test_missing_and_unequal_clients_never_lower_the_ratio_of_noise_to_a_clients
 # The statement
 
 
-def test_both_adversaries_are_stated_with_what_clipping_proves():
+def test_all_adversaries_are_stated_with_what_clipping_proves():
     strategy, recipe = pair()
     start(strategy, grid_of(recipe, FOUR), 4)
     statement = strategy.statement
-    uplink, downlink = statement.adversaries
+    uplink, inside, downlink = statement.adversaries
     up = uplink_noise_std(uplink_exposures=4, epsilon=2.0, delta=0.01, clip_norm=1.5, min_records=8)
     assert uplink.epsilon == pytest.approx(exact_epsilon(up / (2 * 1.5) / math.sqrt(4), 0.01), rel=1e-4)
     # An average over 4 of sensitivity 2 C / 4 with noise of sigma_U / 2: as if the clip were halved.
     assert strategy.downlink_noise_std == 0.0
     assert downlink.epsilon == pytest.approx(exact_epsilon(2 * up / (2 * 1.5) / math.sqrt(4), 0.01), rel=1e-4)
-    assert statement.epsilon == uplink.epsilon > downlink.epsilon
+    # A participant knows a quarter of that noise, in variance.
+    assert inside.epsilon == pytest.approx(exact_epsilon(math.sqrt(3) * up / (2 * 1.5) / math.sqrt(4), 0.01), rel=1e-4)
+    assert inside.noise_std == pytest.approx(up / 2 * math.sqrt(3 / 4))
+    assert statement.epsilon == uplink.epsilon > inside.epsilon > downlink.epsilon
     assert statement.clients.each == pytest.approx(dict.fromkeys(FOUR, uplink.epsilon))
     text = str(statement)
-    assert "Against uplink" in text
-    assert "Against downlink" in text
-    assert [entry["name"] for entry in statement.to_dict()["adversaries"]] == ["uplink", "downlink"]
+    assert "Against the server: every message" in text
+    assert "Against outsiders: the 4 broadcasts" in text
+    names = ["the server", "participants", "outsiders"]
+    assert [entry["name"] for entry in statement.to_dict()["adversaries"]] == names
 
 
 def test_downlink_charges_what_was_there_when_clients_are_missing():
@@ -277,7 +281,7 @@ def test_downlink_charges_what_was_there_when_clients_are_missing():
         strategy, recipe = pair(uplink_exposures=1)
         grid = grid_of(recipe, FOUR, tamper=lambda node, message, lost=lost: [] if node in lost else [message])
         start(strategy, grid, 1)
-        costs.append(strategy.statement.adversaries[1].epsilon)
+        costs.append(strategy.statement.adversaries[2].epsilon)
     assert strategy.added_noise_stds[0] == pytest.approx(strategy.uplink_noise_std * math.sqrt(4 - 1))
     assert costs[1] == pytest.approx(costs[0], rel=1e-6)
 

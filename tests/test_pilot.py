@@ -133,7 +133,7 @@ def test_what_follows_from_given_keys_follows_from_them():
 
 @pytest.mark.parametrize(("decay", "asked", "used"), [(0.0, None, 0.1), (0.5, None, 0.5), (0.5, 2.0, 2.0)])
 def test_the_l2_coefficient(decay, asked, used):
-    values = pilot("fedsgd-dpc", config(FEDSGD | {"weight-decay": decay}), l2=asked).values
+    values = pilot("fedsgd-dpc", config(NBAFL | {"weight-decay": decay}), l2=asked).values
     assert values["strong_convexity"] == used
 
 

@@ -471,13 +471,15 @@ def test_reports_count_bytes_as_they_were_sent():
     sent = [message for message in grid.sent if message.metadata.message_type == "train"]
 
     def size(messages):
-        arrays_size = sum(len(a.data) for m in messages for r in m.content.array_records.values() for a in r.values())
-        return arrays_size + sum(len(str(v)) for m in messages for r in m.content.config_records.values() for v in r.values())
+        arrays_size = sum(len(k) + len(a.data) for m in messages for r in m.content.array_records.values() for k, a in r.items())
+        words = [item for m in messages for r in m.content.config_records.values() for item in r.items()]
+        return arrays_size + sum(len(k) + (len(v) if isinstance(v, str) else 8) for k, v in words)
 
     assert strategy.rounds[0].bytes_down == size(sent)
     assert strategy.rounds[0].bytes_up == size(grid.received)
     # 6 x 5 + 5 + 5 x 3 + 3 = 53 parameters of 4 bytes, down to and up from each of two nodes.
     assert min(strategy.rounds[0].bytes_down, strategy.rounds[0].bytes_up) >= 2 * 53 * 4
+    assert strategy.rounds[0].bytes_per_client == 53 * 4
 
 
 def test_client_metrics_are_sent_only_when_server_and_client_agree_and_the_statement_says_so():

@@ -3,11 +3,12 @@
 import json
 import struct
 import tracemalloc
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,27 +16,44 @@ import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.compression import decode, dense, top_k
 from flower_dp.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Dialect, Instruction
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, Dialect, Instruction, LocalOrder
 
+NAMES = ("a", "ü 7")
+CLIENT_LEVEL = ClientLevelOrder(placement="distributed", noise_std=0.033, keep_ratio=0.4)
+LOCAL = LocalOrder(weights=(0.25, 0.75), terms=("4 replies, Laplace", "9 replies, Laplace"), noise_multipliers=(8.0, 18.0))
 INSTRUCTION = Instruction(
     server_round=3,
-    clients=("a", "ü 7"),
+    method="dp-fedsam",
+    clients=NAMES,
     clip_norm=0.3,
     noise_multiplier=1.1,
-    noise_std=0.033,
-    keep_ratio=0.4,
     report_metrics=True,
-    weights=(0.25, 0.75),
-    terms=("4 replies, Laplace", "9 replies, Laplace"),
-    noise_multipliers=(8.0, 18.0),
+    order=asdict(CLIENT_LEVEL),
 )
+# As it is read: JSON has lists, no tuples.
+LOCAL_INSTRUCTION = replace(INSTRUCTION, method="fedsgd-dpc", order={key: list(value) for key, value in asdict(LOCAL).items()})
+INSTRUCTIONS = [INSTRUCTION, LOCAL_INSTRUCTION]
+ORDERS: list[tuple[Any, Instruction, Any]] = [
+    (ClientLevelOrder, INSTRUCTION, CLIENT_LEVEL),
+    (LocalOrder, LOCAL_INSTRUCTION, LOCAL),
+]
 ANSWER = Answer(
-    clients=("a",),
     refused={"ü 7": "NaN"},
     payload={"encoding": "dense", "length": 5},
     seeded_noise=False,
     metrics={"loss": 0.1 + 0.2},
 )
+
+
+def _text(part: Instruction | Answer) -> str:
+    return part.to_json() if isinstance(part, Instruction) else part.to_json(NAMES)
+
+
+def _read(kind: type, text: str) -> Any:
+    """Read a text as an instruction, or as an answer to the clients above."""
+    return kind.from_json(text) if kind is Instruction else kind.from_json(text, NAMES)
+
+
 LAYOUT = Layout.of({"w": np.zeros((2, 2), np.float32), "b": np.zeros((), np.float32)})
 
 
@@ -56,37 +74,90 @@ def _record(data: bytes, stype: str = "numpy.ndarray") -> ArrayRecord:
 
 
 @pytest.mark.parametrize("dialect", [MESSAGE_API, NUMPY_CLIENT])
-def test_an_instruction_survives_a_message(dialect: Dialect) -> None:
+@pytest.mark.parametrize(("kind", "instruction", "order"), ORDERS)
+def test_an_instruction_survives_a_message(dialect: Dialect, kind: Any, instruction: Instruction, order: Any) -> None:
     arrays = wire.model_record(np.arange(5, dtype=np.float32), LAYOUT)
-    message = wire.train_message(12, dialect, arrays, {"lr": 0.5, "server-round": 99}, INSTRUCTION)
+    message = wire.train_message(12, dialect, arrays, {"lr": 0.5, "server-round": 99}, instruction)
     assert message.metadata.dst_node_id == 12
     assert message.metadata.message_type == "train"
     assert list(message.content.array_records) == [dialect.arrays]
     config = dict(message.content.config_records[dialect.config])
     assert (config["lr"], config["server-round"]) == (0.5, 3)
-    assert wire.instruction_of(config) == INSTRUCTION
+    assert wire.instruction_of(config) == instruction
+    assert kind.of(wire.instruction_of(config)) == order
     vector = wire.model_vector(wire.arrays_of(message.content), LAYOUT)
     np.testing.assert_array_equal(vector, np.arange(5))
 
 
 def test_an_answer_survives_a_reply() -> None:
-    content = RecordDict({"arrays": ArrayRecord([np.ones(5, np.float32)]), "any": ConfigRecord({wire.KEY: ANSWER.to_json()})})
-    assert wire.answer_of(content) == ANSWER
-    assert wire.answer_of(RecordDict({"config": ConfigRecord({"num": 1})})) is None
+    text = ANSWER.to_json(NAMES)
+    content = RecordDict({"arrays": ArrayRecord([np.ones(5, np.float32)]), "any": ConfigRecord({wire.KEY: text})})
+    assert wire.answer_of(content, NAMES) == ANSWER
+    assert wire.answer_of(RecordDict({"config": ConfigRecord({"num": 1})}), NAMES) is None
 
 
 @given(
     names=st.lists(st.text(min_size=1, max_size=5), max_size=4, unique=True),
+    method=st.sampled_from(["dp-fedavg", "dp-fedsam", "another"]),
     clip=st.floats(1e-30, 1e30),
     noise=st.floats(0, 1e30),
     number=st.integers(1, 10**9),
     ratio=st.floats(1e-9, 1),
+    metrics=st.booleans(),
 )
-def test_instructions_round_trip_bit_for_bit(names: list[str], clip: float, noise: float, number: int, ratio: float) -> None:
+def test_instructions_round_trip_bit_for_bit(
+    names: list[str], method: str, clip: float, noise: float, number: int, ratio: float, metrics: bool
+) -> None:
+    order = ClientLevelOrder(placement="distributed", noise_std=noise, keep_ratio=ratio)
     instruction = Instruction(
-        server_round=number, clients=tuple(names), clip_norm=clip, noise_multiplier=noise, noise_std=noise, keep_ratio=ratio
+        server_round=number,
+        method=method,
+        clients=tuple(names),
+        clip_norm=clip,
+        noise_multiplier=noise,
+        report_metrics=metrics,
+        order=asdict(order),
     )
-    assert Instruction.from_json(instruction.to_json()) == instruction
+    read = Instruction.from_json(instruction.to_json())
+    assert read == instruction
+    assert ClientLevelOrder.of(read) == order
+
+
+@given(
+    numbers=st.lists(st.tuples(st.floats(0, 1e30), st.text(max_size=5), st.floats(0, 1e30)), max_size=4),
+    clip=st.floats(1e-30, 1e30),
+)
+def test_local_orders_round_trip_bit_for_bit(numbers: list[tuple[float, str, float]], clip: float) -> None:
+    weights, terms, multipliers = (tuple(column[i] for column in numbers) for i in range(3))
+    order = LocalOrder(weights=weights, terms=terms, noise_multipliers=multipliers)
+    clients = tuple(f"c{i}" for i in range(len(numbers)))
+    instruction = replace(LOCAL_INSTRUCTION, clients=clients, clip_norm=clip, order=asdict(order))
+    read = Instruction.from_json(instruction.to_json())
+    assert LocalOrder.of(read) == order
+    assert replace(read, order={}) == replace(instruction, order={})
+
+
+@given(
+    names=st.lists(st.text(min_size=1, max_size=5), max_size=6, unique=True),
+    reasons=st.lists(st.text(max_size=5), min_size=6, max_size=6),
+    kept=st.sets(st.integers(0, 5)),
+    metrics=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+    seeded=st.booleans(),
+)
+def test_answers_round_trip_bit_for_bit(
+    names: list[str], reasons: list[str], kept: set[int], metrics: dict[str, float], seeded: bool
+) -> None:
+    refused = {name: reason for i, (name, reason) in enumerate(zip(names, reasons, strict=False)) if i not in kept}
+    answer = Answer(refused=refused, payload={"encoding": "dense", "length": 7}, seeded_noise=seeded, metrics=metrics)
+    assert Answer.from_json(answer.to_json(names), names) == answer
+
+
+def test_who_is_refused_stands_by_position_and_only_who_was_asked_can() -> None:
+    data = json.loads(ANSWER.to_json(NAMES))
+    assert data["refused"] == {"NaN": [1]}
+    # A name that was not asked has no position.
+    stray = replace(ANSWER, refused={"ü 7": "NaN", "stranger": "NaN"})
+    assert Answer.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": "NaN"}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +165,13 @@ def test_instructions_round_trip_bit_for_bit(names: list[str], clip: float, nois
     [
         ("server_round", 0),
         ("server_round", 1.5),
+        ("method", ""),
+        ("method", None),
+        ("method", 5),
+        ("method", ["dp-fedsam"]),
+        ("method", "dp-fedavg"),  # its table is under another name
+        ("method", "clients"),
+        ("method", "protocol"),
         ("clip_norm", 0),
         ("clip_norm", float("nan")),
         ("clip_norm", float("inf")),
@@ -102,10 +180,9 @@ def test_instructions_round_trip_bit_for_bit(names: list[str], clip: float, nois
         ("clip_norm", [1.0]),
         ("noise_multiplier", -1),
         ("noise_multiplier", None),
-        ("noise_std", -1e-9),
-        ("noise_std", float("nan")),
-        ("keep_ratio", 0),
-        ("keep_ratio", 1.1),
+        ("report_metrics", None),
+        ("report_metrics", "no"),
+        ("report_metrics", 0),
         ("clients", "a"),
         ("clients", None),
         ("clients", {"a": 1}),
@@ -113,65 +190,185 @@ def test_instructions_round_trip_bit_for_bit(names: list[str], clip: float, nois
         ("clients", [["a"]]),
         ("clients", [""]),
         ("clients", ["a", "a"]),
-        ("weights", [1.0]),
-        ("weights", [1.0, -1.0]),
-        ("weights", [1.0, None]),
-        ("weights", "ab"),
-        ("terms", ["a", "b", "c"]),
-        ("terms", ["a", 1]),
-        ("terms", None),
-        ("noise_multipliers", [1.0]),
-        ("noise_multipliers", [1.0, -1.0]),
-        ("noise_multipliers", [1.0, float("nan")]),
-        ("noise_multipliers", [1.0, "1"]),
-        ("noise_multipliers", None),
+        ("dp-fedsam", None),
+        ("dp-fedsam", []),
+        ("dp-fedsam", "noise_std"),
+        ("dp-fedsam", 1),
     ],
 )
 def test_instructions_that_make_no_sense_are_refused(field: str, value: Any) -> None:
     data = {**json.loads(INSTRUCTION.to_json()), field: value}
-    with pytest.raises(ValueError, match=f"{field}|weight|keys"):
+    with pytest.raises(ValueError, match=f"{field.replace('dp-fedsam', 'no table')}|method=|keys"):
         Instruction.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("clients", ["a", "a"]),
-        ("clients", [None]),
-        ("clients", 5),
+        ("placement", "edge"),
+        ("placement", None),
+        ("placement", ["central"]),
+        ("placement", "central"),  # with noise on clients
+        ("noise_std", -1e-9),
+        ("noise_std", 0.0),  # with a noise multiplier
+        ("noise_std", float("nan")),
+        ("noise_std", "0.1"),
+        ("keep_ratio", 0),
+        ("keep_ratio", 1.1),
+        ("keep_ratio", None),
+    ],
+)
+def test_client_level_orders_that_make_no_sense_are_refused(field: str, value: Any) -> None:
+    order = {**INSTRUCTION.order, field: value}
+    read = Instruction.from_json(replace(INSTRUCTION, order=order).to_json())
+    with pytest.raises(ValueError, match=field if field != "placement" else "placement|central"):
+        ClientLevelOrder.of(read)
+
+
+@pytest.mark.parametrize("keep_ratio", [1.0, 0.4])
+def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) -> None:
+    """A client that adds noise is told what it is part of, and one that adds none, that there is none."""
+    order = {"placement": "distributed", "noise_std": 0.0, "keep_ratio": keep_ratio}
+    assert ClientLevelOrder.of(replace(INSTRUCTION, noise_multiplier=0.0, order=order)).keep_ratio == keep_ratio
+    with pytest.raises(ValueError, match="does not go with noise_multiplier=0"):
+        ClientLevelOrder.of(replace(INSTRUCTION, noise_multiplier=0.0))
+
+
+@pytest.mark.parametrize(("noise_std", "keep_ratio"), [(0.1, 1.0), (0.0, 0.5)])
+def test_where_the_server_adds_the_noise_clients_add_and_choose_nothing(noise_std: float, keep_ratio: float) -> None:
+    ClientLevelOrder(placement="central")
+    with pytest.raises(ValueError, match="must be 0 and 1 for placement='central'"):
+        ClientLevelOrder(placement="central", noise_std=noise_std, keep_ratio=keep_ratio)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights", [1.0]),
+        ("weights", []),
+        ("weights", [1.0, -1.0]),
+        ("weights", [1.0, None]),
+        ("weights", "ab"),
+        ("terms", ["a", "b", "c"]),
+        ("terms", []),
+        ("terms", ["a", 1]),
+        ("terms", "ab"),
+        ("terms", None),
+        ("noise_multipliers", [1.0]),
+        ("noise_multipliers", []),
+        ("noise_multipliers", [1.0, -1.0]),
+        ("noise_multipliers", [1.0, float("nan")]),
+        ("noise_multipliers", [1.0, "1"]),
+        ("noise_multipliers", {"a": 1.0, "ü 7": 1.0}),
+        ("noise_multipliers", None),
+    ],
+)
+def test_local_orders_that_make_no_sense_are_refused(field: str, value: Any) -> None:
+    read = Instruction.from_json(replace(LOCAL_INSTRUCTION, order={**LOCAL_INSTRUCTION.order, field: value}).to_json())
+    with pytest.raises(ValueError, match=field):
+        LocalOrder.of(read)
+
+
+@pytest.mark.parametrize(("kind", "instruction", "order"), ORDERS)
+def test_orders_with_missing_or_unknown_keys_are_refused(kind: Any, instruction: Instruction, order: Any) -> None:
+    table = dict(instruction.order)
+    for changed in ({**table, "extra": 1}, {key: table[key] for key in list(table)[1:]}, {}):
+        with pytest.raises(ValueError, match=f"{instruction.method}: unknown keys"):
+            kind.of(replace(instruction, order=changed))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
         ("refused", []),
         ("refused", None),
+        ("refused", "a"),
+        ("refused", {"why": 1}),
+        ("refused", {"why": None}),
+        ("refused", {"why": {"1": 1}}),
+        ("refused", {"why": [2]}),
+        ("refused", {"why": [-1]}),
+        ("refused", {"why": [0.0]}),
+        ("refused", {"why": [True]}),
+        ("refused", {"why": ["a"]}),
+        ("refused", {"why": [None]}),
+        ("refused", {"why": [[0]]}),
+        ("refused", {"why": [10**30]}),
+        ("refused", {"why": [1, 1]}),
+        ("refused", {"why": [1], "why else": [1]}),
+        ("refused", {f"why {i}": [] for i in range(18)}),
         ("payload", "dense"),
         ("payload", [1]),
+        ("payload", None),
+        ("payload", {f"word {i}": 1 for i in range(17)}),
         ("metrics", [1]),
+        ("metrics", None),
         ("metrics", {"loss": float("nan")}),
         ("metrics", {"loss": float("inf")}),
         ("metrics", {"loss": "0"}),
         ("metrics", {"loss": None}),
         ("metrics", {"loss": True}),
+        ("metrics", {f"loss {i}": 1.0 for i in range(17)}),
     ],
 )
 def test_answers_that_make_no_sense_are_refused(field: str, value: Any) -> None:
-    data = {**json.loads(ANSWER.to_json()), field: value}
-    with pytest.raises(ValueError, match=r"."):
-        Answer.from_json(json.dumps(data))
+    data = {**json.loads(ANSWER.to_json(NAMES)), field: value}
+    with pytest.raises(ValueError, match=r"answer|position|reason|metric"):
+        Answer.from_json(json.dumps(data), NAMES)
 
 
 def test_numbers_beyond_float_are_refused() -> None:
     with pytest.raises(ValueError, match="metric loss"):
-        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json()), "metrics": {"loss": 10**400}}))
+        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "metrics": {"loss": 10**400}}), NAMES)
 
 
 @pytest.mark.parametrize("value", [None, "no", 0, [], {}])
 def test_seeded_noise_must_be_true_or_false(value: Any) -> None:
     with pytest.raises(ValueError, match="seeded_noise"):
-        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json()), "seeded_noise": value}))
+        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "seeded_noise": value}), NAMES)
 
 
 def test_numpy_scalars_are_numbers() -> None:
     clip_norm: Any = np.float32(0.5)
-    instruction = Instruction(server_round=1, clients=("a",), clip_norm=clip_norm, noise_multiplier=1.0)
-    assert Instruction.from_json(instruction.to_json()).clip_norm == 0.5
+    noise_std: Any = np.float64(0.25)
+    instruction = replace(INSTRUCTION, clip_norm=clip_norm, order={**INSTRUCTION.order, "noise_std": noise_std})
+    read = Instruction.from_json(instruction.to_json())
+    assert read.clip_norm == 0.5
+    assert ClientLevelOrder.of(read).noise_std == 0.25
+
+
+# The length of an honest answer
+
+MANY_NAMES = [f"client-{i}" for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    "letter", ["x", "ü", "\n", "\x01", "\ud800", "\U0001f600"], ids=["ascii", "umlaut", "\\n", "\\1", "half", "astral"]
+)
+def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
+    """As many reasons as clients, each longer than can be told, of letters that take more room in JSON than others."""
+    refused = {name: chr(ord("A") + i) + 300 * letter for i, name in enumerate(MANY_NAMES)}
+    answer = replace(ANSWER, refused=refused)
+    read = Answer.from_json(answer.to_json(MANY_NAMES), MANY_NAMES)
+    assert set(read.refused) == set(MANY_NAMES)
+    assert all(len(reason) <= wire.MOST_REASON for reason in read.refused.values())
+    told = [read.refused[name] == refused[name][: wire.MOST_REASON] for name in MANY_NAMES]
+    assert sum(told) == wire.MOST_REASONS
+    assert {read.refused[name] for name, said in zip(MANY_NAMES, told, strict=True) if not said} == {"another reason"}
+
+
+@pytest.mark.parametrize("count", [1, 1000, 200_000])
+def test_an_answer_for_very_many_clients_who_are_all_refused_is_not_too_long(count: int) -> None:
+    names = [f"{i}" for i in range(count)]
+    refused = {name: "no reason" if int(name) % 3 else "another" for name in names}
+    text = replace(ANSWER, refused=refused).to_json(names)
+    assert len(text) <= wire.most_answer_characters(count)
+    assert Answer.from_json(text, names).refused == refused
+
+
+def test_reasons_longer_than_honest_ones_are_cut() -> None:
+    data = {**json.loads(ANSWER.to_json(NAMES)), "refused": {"x" * 3000: [0]}}
+    assert Answer.from_json(json.dumps(data), NAMES).refused == {"a": "x" * wire.MOST_REASON}
 
 
 MALFORMED = [
@@ -185,6 +382,7 @@ MALFORMED = [
     "\x00",
     '{"protocol": 1}',
     '{"protocol": 2}',
+    '{"protocol": 3}',
     "[" * 100_000,
     '{"a":' * 50_000,
     "1" * 5000,
@@ -193,29 +391,50 @@ MALFORMED = [
 
 @pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:12])
 def test_texts_that_are_no_instruction_or_answer_are_refused(text: str) -> None:
-    for kind in (Instruction, Answer):
-        with pytest.raises(ValueError, match="flower-dp"):
-            kind.from_json(text)
+    for kind, words in ((Instruction, "flower-dp|instruction: has no table"), (Answer, "flower-dp|answer: unknown keys")):
+        with pytest.raises(ValueError, match=words):
+            _read(kind, text)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("protocol", [0, 1, 3, "2", None, [2]])
 @pytest.mark.parametrize("part", [INSTRUCTION, ANSWER])
 def test_other_protocols_are_refused(protocol: Any, part: Instruction | Answer) -> None:
-    with pytest.raises(ValueError, match="not of protocol 1"):
-        type(part).from_json(json.dumps({**json.loads(part.to_json()), "protocol": protocol}))
+    with pytest.raises(ValueError, match="not of protocol 2"):
+        _read(type(part), json.dumps({**json.loads(_text(part)), "protocol": protocol}))
 
 
 @pytest.mark.parametrize("part", [INSTRUCTION, ANSWER])
 def test_missing_and_unknown_keys_are_refused(part: Instruction | Answer) -> None:
-    data = json.loads(part.to_json())
-    for changed in ({**data, "extra": 1}, {key: value for key, value in data.items() if key != "clients"}):
-        with pytest.raises(ValueError, match="has keys"):
-            type(part).from_json(json.dumps(changed))
+    data = json.loads(_text(part))
+    missing = "clients" if part is INSTRUCTION else "metrics"
+    for changed in ({**data, "extra": 1}, {key: value for key, value in data.items() if key != missing}):
+        with pytest.raises(ValueError, match=r"unknown keys .*missing"):
+            _read(type(part), json.dumps(changed))
 
 
-def test_texts_that_are_too_long_are_refused_unread() -> None:
-    with pytest.raises(ValueError, match="too long"):
-        Instruction.from_json("1" * (16 * 2**20 + 1))
+def test_an_answer_can_not_say_itself_who_is_in_the_sum() -> None:
+    with pytest.raises(ValueError, match=r"unknown keys \['clients'\]"):
+        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "clients": ["a"]}), NAMES)
+
+
+def test_tables_of_other_methods_are_passed_over() -> None:
+    data = {**json.loads(INSTRUCTION.to_json()), "fedsgd-dpc": {"weights": "nonsense"}, "unheard-of": {}}
+    assert Instruction.from_json(json.dumps(data)) == INSTRUCTION
+
+
+def test_texts_that_are_too_long_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(text: str) -> Any:
+        raise AssertionError("was parsed")
+
+    monkeypatch.setattr(json, "loads", never)
+    with pytest.raises(ValueError, match=f"has {2**28 + 1} characters: at most {2**28}"):
+        Instruction.from_json("1" * (2**28 + 1))
+    most = wire.most_answer_characters(2)
+    with pytest.raises(ValueError, match=f"has {most + 1} characters: at most {most}"):
+        Answer.from_json("1" * (most + 1), NAMES)
+    with pytest.raises(AssertionError, match="was parsed"):
+        Answer.from_json("1" * most, NAMES)
+    assert most < 50_000  # an answer for two clients
 
 
 _JSON = st.recursive(
@@ -225,18 +444,27 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=300)
-@given(part=st.sampled_from([INSTRUCTION, ANSWER]), changes=st.dictionaries(st.integers(0, 9), _JSON, min_size=1, max_size=3))
-def test_any_json_is_read_or_refused_with_a_value_error(part: Instruction | Answer, changes: dict[int, Any]) -> None:
-    data = json.loads(part.to_json())
-    keys = list(data)
+@settings(max_examples=600)
+@given(
+    part=st.sampled_from([*INSTRUCTIONS, ANSWER]),
+    changes=st.dictionaries(st.integers(0, 9), _JSON, min_size=1, max_size=3),
+    inside=st.booleans(),
+)
+def test_any_json_is_read_or_refused_with_a_value_error(
+    part: Instruction | Answer, changes: dict[int, Any], inside: bool
+) -> None:
+    data = json.loads(_text(part))
+    table = data[part.method] if inside and isinstance(part, Instruction) else data
+    keys = list(table)
     for index, value in changes.items():
-        data[keys[index % len(keys)]] = value
+        table[keys[index % len(keys)]] = value
     try:
-        read = type(part).from_json(json.dumps(data))
+        read = _read(type(part), json.dumps(data))
+        if isinstance(read, Instruction):
+            next(kind for kind, instruction, _ in ORDERS if instruction is part).of(read)
     except ValueError:
         return
-    assert len(set(read.clients)) == len(read.clients)
+    assert set(read.refused) <= set(NAMES) if isinstance(read, Answer) else len(set(read.clients)) == len(read.clients)
 
 
 @pytest.mark.parametrize("config", [{}, {wire.KEY: 5}, {wire.KEY: b"x"}, {"other": "x"}, {wire.KEY: ["x"]}])
@@ -246,12 +474,12 @@ def test_a_config_without_an_instruction_is_refused(config: dict[str, Any]) -> N
 
 
 def test_two_answers_or_one_that_is_not_text_are_refused() -> None:
-    text = ANSWER.to_json()
+    text = ANSWER.to_json(NAMES)
     two = RecordDict({"a": ConfigRecord({wire.KEY: text}), "b": ConfigRecord({wire.KEY: text})})
     number = RecordDict({"a": ConfigRecord({wire.KEY: 7})})
     for content in (two, number):
         with pytest.raises(ValueError, match="more than one answer, or one that is not text"):
-            wire.answer_of(content)
+            wire.answer_of(content, NAMES)
 
 
 def test_a_message_has_one_array_record() -> None:
@@ -381,13 +609,48 @@ def test_other_serialisations_are_refused() -> None:
         wire.numpy_arrays(_record(_HONEST, stype="torch.save"), limit=8)
 
 
-def test_payloads_come_through_and_may_not_be_larger_than_dense_ones() -> None:
-    vector = np.random.default_rng(1).standard_normal(500, dtype=np.float32)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_payloads_come_through_and_may_not_be_larger_than_dense_ones(dtype: Any) -> None:
+    vector = np.random.default_rng(1).standard_normal(500, dtype=dtype)
     for payload in (dense(vector), top_k(vector, 0.2)):
         read = wire.payload_of(ArrayRecord(list(payload.arrays)), payload.header, 500)
         np.testing.assert_array_equal(decode(read, 500), decode(payload, 500))
+    # Dense float64 is the largest.
     with pytest.raises(ValueError, match="bytes"):
-        wire.payload_of(ArrayRecord([np.zeros(1000, np.float32)]), {"encoding": "dense", "length": 500}, 500)
+        wire.payload_of(ArrayRecord([np.zeros(1000, dtype)] * 2), {"encoding": "dense", "length": 100}, 100)
+
+
+def test_payloads_of_more_arrays_than_honest_ones_are_refused() -> None:
+    arrays = [np.zeros(1, np.float32)] * 5
+    with pytest.raises(ValueError, match="payload has 5 arrays: at most 4"):
+        wire.payload_of(ArrayRecord(arrays), {"encoding": "dense", "length": 500}, 500)
+
+
+# Messages
+
+
+def test_messages_are_measured_before_they_are_parsed() -> None:
+    record = ArrayRecord({"x": Array(np.zeros(10, np.float32))})
+    content = RecordDict({"a": record, "c": ConfigRecord({"k": "abc"})})
+    size = wire.content_bytes(content)
+    assert wire.check_content(content, most_entries=2, most_bytes=size) == size
+    with pytest.raises(ValueError, match=f"has {size} bytes: at most {size - 1}"):
+        wire.check_content(content, most_entries=2, most_bytes=size - 1)
+    with pytest.raises(ValueError, match="2 records, 2 entries: at most 8 and 1"):
+        wire.check_content(content, most_entries=1, most_bytes=size)
+
+
+def test_messages_of_very_many_records_or_very_long_texts_are_refused() -> None:
+    many = RecordDict({f"{i}": ConfigRecord({"k": 1}) for i in range(9)})
+    with pytest.raises(ValueError, match="has 9 records"):
+        wire.check_content(many, most_entries=100, most_bytes=10**6)
+    for value in ("x" * 5000, b"x" * 5000, [1] * 5000, ["x" * 10] * 5000):
+        with pytest.raises(ValueError, match="bytes: at most 4000"):
+            wire.check_content(RecordDict({"c": ConfigRecord({"k": value})}), most_entries=10, most_bytes=4000)
+    with pytest.raises(ValueError, match="bytes: at most 4000"):
+        wire.check_content(RecordDict({"c": ConfigRecord({"k" * 5000: 1})}), most_entries=10, most_bytes=4000)
+    with pytest.raises(ValueError, match="bytes: at most 4000"):
+        wire.check_content(RecordDict({"m": MetricRecord({"k": [1.0] * 5000})}), most_entries=10, most_bytes=4000)
 
 
 # Models
@@ -442,4 +705,8 @@ def test_models_of_other_dtypes_are_refused(dtype: Any) -> None:
 
 def test_bytes_are_counted_as_sent() -> None:
     record = ArrayRecord({"x": Array(np.zeros(10, np.float32))})
-    assert wire.content_bytes(RecordDict({"a": record, "c": ConfigRecord({"k": "abc"})})) == 40 + 128 + 3
+    words = ConfigRecord({"k": "abc", "flag": True, "list": [1, 2]})
+    assert wire.content_bytes(RecordDict({"a": record})) == 1 + 40 + 128
+    # Names count: a forged one may be long.
+    assert wire.content_bytes(RecordDict({"a": record, "c": words})) == 1 + 40 + 128 + (1 + 3) + (4 + 8) + (4 + 16)
+    assert wire.content_bytes(RecordDict({"m": MetricRecord({"loss": 0.5})})) == 4 + 8

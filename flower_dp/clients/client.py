@@ -2,7 +2,6 @@
 
 import json
 import logging
-import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -13,25 +12,22 @@ from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from flower_dp import compression, wire
+from flower_dp import compression, noise, wire
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining, batch_seed, local_updates
 from flower_dp.clipping import clip_l2
-from flower_dp.mechanisms import Gaussian, noise_generator
-from flower_dp.wire import Answer, Instruction
+from flower_dp.noise import Generator
+from flower_dp.wire import Answer, ClientLevelOrder, Instruction
 
 log = logging.getLogger("flwr")
-
-# How much of a clip norm the noise is, is in the instruction; the mechanism itself only draws.
-_GAUSSIAN = Gaussian(noise_multiplier=1.0)
 
 
 class NodeClient(NumPyClient):
     """What all clients of this package share: whom they host, the model, the way in and the way out.
 
     It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
-    it, no metric. Subclasses say in `_sum` what a row is and what protects it.
+    it, no metric. Subclasses say in `methods` what they run, and in `_sum` what a row is and what protects it.
 
     Args:
         model: the architecture; its weights are overwritten. Without BatchNorm.
@@ -60,16 +56,28 @@ class NodeClient(NumPyClient):
         self.policy = policy or ClientPolicy()
         self.seed = seed
         self.state: RecordDict | None = None
-        self.seeded_noise = noise_seed is not None
-        self._noise = _noise_generator(chosen, noise_seed)
+        self.noise_seed = noise_seed
+
+    @property
+    @abstractmethod
+    def methods(self) -> tuple[str, ...]:
+        """Names of the methods that this client runs; it refuses the instructions of all others."""
+
+    def generator(self, instruction: Instruction, name: str, *, on: Tensor | None = None) -> Generator:
+        """Return a fresh generator for the noise of one client's reply.
+
+        Every call takes new entropy from the operating system: the client holds no state that a copy of it, or another process,
+        could repeat. With a `noise_seed`, for tests, it follows from seed, round and client.
+        """
+        return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
 
     def attach(self, state: RecordDict) -> None:
         """Take the node's Flower state, for clients that keep an account there; called before `fit`."""
         self.state = state
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Say which clients live here."""
-        return {wire.KEY: json.dumps({"clients": sorted(self.clients)})}
+        """Say which clients live here, and which methods they run."""
+        return {wire.KEY: json.dumps({"clients": sorted(self.clients), "methods": list(self.methods)})}
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return the payload arrays, 1 in the place of an example count, and the answer that describes the payload.
@@ -79,6 +87,8 @@ class NodeClient(NumPyClient):
                 not fit.
         """
         instruction = wire.instruction_of(config)
+        if instruction.method not in self.methods:
+            raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
         self.policy.check(instruction)
         layout = self.model.layout
         if len(parameters) != len(layout.names):
@@ -89,14 +99,12 @@ class NodeClient(NumPyClient):
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and answered:
             metrics["loss"] = float(torch.stack(losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
-        answer = Answer(
-            clients=tuple(answered), refused=refused, payload=payload.header, seeded_noise=self.seeded_noise, metrics=metrics
-        )
-        return list(payload.arrays), 1, {wire.KEY: answer.to_json()}
+        answer = Answer(refused=refused, payload=payload.header, seeded_noise=self.noise_seed is not None, metrics=metrics)
+        return list(payload.arrays), 1, {wire.KEY: answer.to_json(instruction.clients)}
 
     @abstractmethod
     def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
-        """Return the sum [d] of the rows, who is in it, who is not and why, and the training losses of those in it."""
+        """Return the exact float64 sum [d] of the rows, who is in it, who is not and why, and the losses of those in it."""
 
 
 class DPClient(NodeClient):
@@ -130,7 +138,17 @@ class DPClient(NodeClient):
         super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
         self.training = training
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods with one noised sum of clipped updates."""
+        return ("dp-fedavg", "dp-fedsam")
+
     def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
+        order = ClientLevelOrder.of(instruction)
+        self.policy.check_noise(order)
+        # All clients of the round round to this lattice, so that their sum, here and on the server, is exact.
+        scale = order.noise_std or instruction.noise_multiplier * instruction.clip_norm
+        step = noise.lattice_step(scale, clip_norm=instruction.clip_norm, dimension=vector.numel())
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
         hosted: dict[str, Records] = {}
         for name in [name for name in instruction.clients if name not in refused]:
@@ -141,7 +159,7 @@ class DPClient(NodeClient):
         answered: list[str] = []
         losses: list[Tensor] = []
         trained: list[Tensor] = []
-        total = torch.zeros_like(vector)
+        total = torch.zeros_like(vector, dtype=torch.float64)
         rows = local_updates(
             vector,
             list(hosted.values()),
@@ -156,24 +174,24 @@ class DPClient(NodeClient):
                 refused[name] = failure(name, row)
                 continue
             try:
-                clipped = clip_l2(row, instruction.clip_norm)
+                clipped = noise.toward_zero(clip_l2(row, instruction.clip_norm), step)
             except ValueError as error:
                 refused[name] = str(error)
                 continue
-            total += self._released(clipped, instruction)
+            total += self._released(clipped, step, order, instruction, name)
             answered.append(name)
             losses.append(trained[-1])
         return total, answered, refused, losses
 
-    def _released(self, clipped: Tensor, instruction: Instruction) -> Tensor:
+    def _released(self, clipped: Tensor, step: float, order: ClientLevelOrder, instruction: Instruction, name: str) -> Tensor:
         """Return a clipped update as it leaves its client: with its noise, then compressed."""
         noised: Tensor = clipped
-        if instruction.noise_std:
-            noised = clipped + _GAUSSIAN.noise(clipped, instruction.noise_std, self._noise)
-        # Coordinates are chosen after noise, or in a run that claims no privacy at all.
-        if instruction.keep_ratio == 1 or (instruction.noise_multiplier and not instruction.noise_std):
+        if order.noise_std:
+            rng = self.generator(instruction, name, on=clipped)
+            noised = clipped + noise.gaussian(clipped, order.noise_std, step, rng)
+        if order.keep_ratio == 1:
             return noised
-        sparse = compression.decode(compression.top_k(noised, instruction.keep_ratio), noised.numel())
+        sparse = compression.decode(compression.top_k(noised, order.keep_ratio), noised.numel())
         return torch.from_numpy(sparse).to(noised.device)
 
 
@@ -181,13 +199,3 @@ def failure(name: str, error: Exception) -> str:
     """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
     log.warning("client %s: %s: %s", name, type(error).__name__, error)
     return f"training failed: {type(error).__name__}"
-
-
-def _noise_generator(device: torch.device, seed: int | None) -> Any:
-    """Return a generator of noise for tensors on a device, seeded by the operating system unless a test names a seed."""
-    if device.type == "cpu":
-        # torch's own generator for the CPU keeps 32 bits of a seed, which can be guessed.
-        return noise_generator(seed)
-    generator = torch.Generator(device)
-    generator.manual_seed(secrets.randbits(64) if seed is None else seed)
-    return generator

@@ -14,7 +14,7 @@ from flower_dp.events import Relation
 from flower_dp.clients.records import Records, TensorRecords
 from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
 from flower_dp.clipping import clip_l1, clip_l2
-from flower_dp.mechanisms import Generator
+from flower_dp.noise import toward_zero
 from flower_dp.release import Release
 from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_in
 
@@ -61,6 +61,8 @@ class FedSGDDPCRecipe:
     relation: Relation = "replace-one"
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
+    method = "fedsgd-dpc"
+
     def __post_init__(self) -> None:
         checks.one_of("mechanism", self.mechanism, MECHANISMS)
         if self.num_records is None and self.relation != "replace-one":
@@ -91,13 +93,15 @@ class FedSGDDPCRecipe:
         model: FlatModel,
         server_round: int,
         seed: int,
-        rng: Generator,
+        rng: np.random.Generator,
     ) -> tuple[Tensor, Tensor]:
         """Return minus the noised mean gradient [d], and the mean loss of the batch's records that count."""
         model.vector.copy_(vector)
-        total, loss = self._clipped_sum(model, records, self._batch(len(records), rng), _secret_seed(rng))
+        step = release.lattice_step(vector.numel())
+        batch = self._batch(len(records), rng)
+        total, loss = self._clipped_sum(model, records, batch, int(rng.integers(2**63)), step)
         # The noise is of the sum's size, and sum and noise are divided together.
-        noised = total + release.mechanism.noise(total.to(torch.float32), release.noise_scale, rng)
+        noised = total + release.mechanism.noise(total, release.noise_scale, step, rng)
         return (-noised / release.expected_cohort).to(torch.float32), loss
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
@@ -112,17 +116,16 @@ class FedSGDDPCRecipe:
             relation=self.relation,
         )
 
-    def _batch(self, num_records: int, rng: Generator) -> Tensor:
+    def _batch(self, num_records: int, rng: np.random.Generator) -> Tensor:
         """Draw the positions of a batch; all of them at sampling rate 1."""
         if self.sampling_rate == 1:
             return torch.arange(num_records)
-        if isinstance(rng, np.random.Generator):
-            return torch.from_numpy(np.flatnonzero(rng.random(num_records) < self.sampling_rate))
-        drawn = torch.rand(num_records, generator=rng, device=rng.device, dtype=torch.float64) < self.sampling_rate
-        return drawn.nonzero().flatten().cpu()
+        return torch.from_numpy(np.flatnonzero(rng.random(num_records) < self.sampling_rate))
 
-    def _clipped_sum(self, model: FlatModel, records: Records, positions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Return the float64 sum [d] of the records' clipped gradients, and their mean loss."""
+    def _clipped_sum(
+        self, model: FlatModel, records: Records, positions: Tensor, seed: int, step: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss."""
         clip = clip_l1 if self.mechanism == "laplace" else clip_l2
         total = torch.zeros_like(model.vector, dtype=torch.float64)
         losses = [torch.zeros(0, device=model.device)]
@@ -132,7 +135,8 @@ class FedSGDDPCRecipe:
         for part in torch.split(positions, max(1, largest // model.layout.size)):
             for rows, loss in self._gradients(model, records, part, reading, seed, problems):
                 finite = rows.isfinite().all(dim=1) & loss.isfinite()
-                total += clip(rows.where(finite[:, None], 0.0), self.clip_norm).sum(dim=0, dtype=torch.float64)
+                clipped = toward_zero(clip(rows.where(finite[:, None], 0.0), self.clip_norm), step)
+                total += clipped.sum(dim=0, dtype=torch.float64)
                 losses.append(loss[finite])
                 if len(losses[-1]) < len(loss):
                     problems.add("loss or gradient not finite")
@@ -208,10 +212,3 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, targets)
     known = ((targets == _IGNORED) | ((targets >= 0) & (targets < outputs.shape[1]))).all()
     return nn.functional.cross_entropy(outputs, targets.where(known, 0)).where(known, math.nan)
-
-
-def _secret_seed(rng: Generator) -> int:
-    """Draw a seed from the generator of the noise."""
-    if isinstance(rng, np.random.Generator):
-        return int(rng.integers(2**63))
-    return int(torch.randint(2**63 - 1, (), generator=rng, device=rng.device))

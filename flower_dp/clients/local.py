@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from flower_dp.clients.client import NodeClient, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, batch_seed
-from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import Terms
-from flower_dp.wire import Instruction
+from flower_dp.wire import Instruction, LocalOrder
 
 # How far apart two machines may compute one noise multiplier from one budget.
 _TOLERANCE = 1e-6
@@ -23,6 +23,10 @@ _TOLERANCE = 1e-6
 
 class LocalRecipe(Protocol):
     """How one client makes a reply that is private on its own."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method that this is a reply of."""
 
     def terms(self, name: str, records: Records) -> Terms:
         """Return the client's terms, from its own budget and data size alone."""
@@ -36,11 +40,11 @@ class LocalRecipe(Protocol):
         model: FlatModel,
         server_round: int,
         seed: int,
-        rng: Generator,
+        rng: np.random.Generator,
     ) -> tuple[Tensor, Tensor]:
         """Return the noised row [d] that leaves, and the training loss, a 0-d tensor that stays.
 
-        Noise and every secret choice come from `rng`; `seed` is public and governs the order of records only.
+        Noise and every secret choice come from `rng`, made for this reply; `seed` is public and governs the order of records only.
         """
 
 
@@ -83,11 +87,19 @@ class LocalDPClient(NodeClient):
         if state is not None:
             self.attach(state)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The method of the recipe."""
+        return (self.recipe.method,)
+
     def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
         if self.state is None:
             raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
-        weights = dict(zip(instruction.clients, instruction.weights or (1.0,) * len(instruction.clients), strict=True))
-        agreed, refused = self._agreed(instruction)
+        order = LocalOrder.of(instruction)
+        if self.policy.min_noise_std:
+            raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+        weights = dict(zip(instruction.clients, order.weights, strict=True))
+        agreed, refused = self._agreed(instruction, order)
         refused |= Account(self.state).charge(agreed)
         answered, losses = [], []
         total = torch.zeros_like(vector, dtype=torch.float64)
@@ -101,7 +113,7 @@ class LocalDPClient(NodeClient):
                     model=self.model,
                     server_round=instruction.server_round,
                     seed=batch_seed(self.seed, instruction.server_round, name),
-                    rng=self._noise,
+                    rng=self.generator(instruction, name),
                 )
             except Exception as error:
                 refused[name] = failure(name, error)
@@ -112,13 +124,11 @@ class LocalDPClient(NodeClient):
         self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
         return total.to(torch.float32), answered, refused, losses
 
-    def _agreed(self, instruction: Instruction) -> tuple[dict[str, Terms], dict[str, str]]:
+    def _agreed(self, instruction: Instruction, order: LocalOrder) -> tuple[dict[str, Terms], dict[str, str]]:
         """Return the terms of the clients whose own terms are what the server says, and why the others refuse."""
         agreed: dict[str, Terms] = {}
         refused: dict[str, str] = {}
-        if not instruction.terms or not instruction.noise_multipliers:
-            raise ValueError("terms: the server names none; this client works for strategies of local privacy")
-        said = zip(instruction.clients, instruction.terms, instruction.noise_multipliers, strict=True)
+        said = zip(instruction.clients, order.terms, order.noise_multipliers, strict=True)
         for name, kind, multiplier in said:
             if name not in self.clients:
                 refused[name] = "not hosted here"

@@ -1,26 +1,33 @@
 """NbAFL on the client: proximal training, clipping of the whole weights, noise on them (Wei et al. 2020, Algorithm 1)."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flower_dp import checks
+from flower_dp.clients.fedsgd_dpc import UnfitModelError
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.clipping import clip_l2
-from flower_dp.mechanisms import Generator
+from flower_dp.noise import lattice_step, toward_zero
 from flower_dp.release import Release
 from flower_dp.terms import Terms, value_of, values_in, weights_terms
+
+log = logging.getLogger("flwr")
+
+_FINER = 2.0**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NbAFLRecipe:
     """One reply: the locally trained *weights*, clipped to L2 norm `clip_norm`, plus Gaussian noise.
 
-    Weights that training has driven to NaN or infinity are replaced by the global model that the server sent, so that whether a
-    client replies doesn't depend on its data.
+    Where training fails, or drives the weights to NaN or infinity, the reply is made of the global model that the server sent: no
+    record decides whether a client replies.
 
     Attributes:
         training: the recipe of local training; its `proximal` is the paper's mu.
@@ -40,6 +47,8 @@ class NbAFLRecipe:
     uplink_exposures: int
     min_records: int
     num_replies: int | Mapping[str, int] | None = None
+
+    method = "nbafl"
 
     def __post_init__(self) -> None:
         for epsilon in values_in(self.epsilon):
@@ -67,14 +76,35 @@ class NbAFLRecipe:
         model: FlatModel,
         server_round: int,
         seed: int,
-        rng: Generator,
+        rng: np.random.Generator,
     ) -> tuple[Tensor, Tensor]:
         """Return the clipped and noised weights [d], and the training loss."""
         model.vector.copy_(vector)
-        loss = self.training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        try:
+            loss = self.training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        except Exception as error:
+            self._check_model(model, vector, records, error)
+            log.warning("training failed (%s): the reply is made of the global model", type(error).__name__)
+            loss = torch.zeros((), device=vector.device)
+            model.vector.copy_(vector)
         weights = model.vector if bool(model.vector.isfinite().all()) else vector
-        clipped = clip_l2(weights, release.clip_norm)
-        return clipped + release.mechanism.noise(clipped, release.noise_scale, rng), loss
+        # Finer than needed here: averages are rounded to a lattice on which this one must not show.
+        step = release.lattice_step(weights.numel()) / _FINER
+        clipped = toward_zero(clip_l2(weights, release.clip_norm), step)
+        return clipped + release.mechanism.noise(clipped, release.noise_scale, step, rng), loss
+
+    def _check_model(self, model: FlatModel, vector: Tensor, records: Records, error: Exception) -> None:
+        """Raise if the model can't be trained on a record of zeros either: then no record is to blame."""
+        try:
+            inputs, targets = records.batch(torch.zeros(1, dtype=torch.int64), model.device)
+        except Exception:
+            return
+        model.vector.copy_(vector)
+        try:
+            outputs = model.module(torch.zeros_like(inputs))
+            torch.autograd.grad(self.training.loss(outputs, torch.zeros_like(targets)), model.parameters, allow_unused=True)
+        except Exception:
+            raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error
 
     def _terms(self, epsilon: float, num_replies: int) -> Terms:
         return weights_terms(

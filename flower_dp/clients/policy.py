@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flower_dp import checks
-from flower_dp.wire import Instruction
+from flower_dp.wire import ClientLevelOrder, Instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,5 +40,12 @@ class ClientPolicy:
             raise ValueError(
                 f"noise_multiplier={instruction.noise_multiplier:g}: this client's policy asks for {self.min_noise_multiplier:g}"
             )
-        if instruction.noise_std < self.min_noise_std:
-            raise ValueError(f"noise_std={instruction.noise_std:g}: this client's policy asks for {self.min_noise_std:g}")
+
+    def check_noise(self, order: ClientLevelOrder) -> None:
+        """Refuse an order by which this client would add less noise itself than this policy asks for.
+
+        Raises:
+            ValueError: naming the limit and the value asked for.
+        """
+        if order.noise_std < self.min_noise_std:
+            raise ValueError(f"noise_std={order.noise_std:g}: this client's policy asks for {self.min_noise_std:g}")

@@ -1,27 +1,36 @@
 """Client-level differential privacy: clipped client updates, and Gaussian noise on their sum."""
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 from dp_accounting import ComposedDpEvent
 
-from flower_dp import accounting, checks, compression, wire
+from flower_dp import accounting, checks, compression, noise, wire
 from flower_dp.events import Relation
 from flower_dp.ledger import Ledger
-from flower_dp.mechanisms import Gaussian, gaussian_share
+from flower_dp.mechanisms import Gaussian
+from flower_dp.noise import gaussian_share
 from flower_dp.release import Release
 from flower_dp.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.statement import PrivacyStatement
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.roster import Roster
 from flower_dp.strategies.rounds import Round, RoundStrategy
 from flower_dp.strategies.stating import state
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
-    "distributed": "everyone who sees sums or global models; who adds up the messages is trusted not to look at single ones",
+    "distributed": "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not "
+    "to look at single ones",
 }
+# Of the drawn clients, how many must answer where nobody tops up the noise of the others.
+_MIN_REPLY_RATIO = 0.75
+# More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
+_NORM_DEVIATIONS = 10.0
+# Rounds to look ahead where nobody has said how many there will be.
+_FIRST_LOOK = 64
 
 
 class ClientLevelStrategy(RoundStrategy):
@@ -42,8 +51,10 @@ class ClientLevelStrategy(RoundStrategy):
         relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         placement: `central`: the server adds the noise; `distributed`: every client adds its share to its own update.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, the
-            ledger charges the noise that was really there, and counts on no sampling.
+        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
+            are sized for the fewest clients that may answer, and the ledger counts on no sampling.
+        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
+            large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         report_client_metrics: as `RoundStrategy`.
         registration_timeout: as `RoundStrategy`.
         noise_seed: as `RoundStrategy`.
@@ -67,6 +78,7 @@ class ClientLevelStrategy(RoundStrategy):
         placement: str = "central",
         keep_ratio: float = 1.0,
         trusted_server: bool = True,
+        min_reply_ratio: float | None = None,
         report_client_metrics: bool = False,
         registration_timeout: float = 600.0,
         noise_seed: int | None = None,
@@ -76,6 +88,14 @@ class ClientLevelStrategy(RoundStrategy):
         self.keep_ratio = checks.number("keep_ratio", keep_ratio, above=0, at_most=1)
         self.target_epsilon = None if target_epsilon is None else checks.number("target_epsilon", target_epsilon, above=0)
         self.trusted_server = checks.flag("trusted_server", trusted_server)
+        if min_reply_ratio is not None and (self.trusted_server or self.placement == "central"):
+            raise ValueError(
+                f"min_reply_ratio={min_reply_ratio}: is read with placement='distributed' and trusted_server=False only; else the "
+                "server adds the noise of clients that do not answer"
+            )
+        self.min_reply_ratio = checks.number(
+            "min_reply_ratio", _MIN_REPLY_RATIO if min_reply_ratio is None else min_reply_ratio, above=0, at_most=1
+        )
         default_relation: Relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
         self._relation = accounting.relation_of(relation) if relation else default_relation
         part = isinstance(sampling, FixedSizeSampling) and sampling.cohort_size != num_clients
@@ -99,19 +119,19 @@ class ClientLevelStrategy(RoundStrategy):
             sampler=sampling,
             num_clients=num_clients,
         )
-        if isinstance(sampling, RoundRobinSampling) and self.placement == "distributed" and not trusted_server:
-            raise ValueError(
-                "trusted_server=False: round-robin sampling charges the busiest client alone, and can't charge missing noise "
-                "to others; use another sampler, or trusted_server=True"
-            )
         if self.target_epsilon is not None and noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
 
     def _begin(self) -> None:
         super()._begin()
+        # Against any single client; against those who are no clients.
         self.ledger = Ledger(owner="every client", relation=self._relation)
-        self.num_weakened = 0
+        self.outside_ledger = Ledger(owner="every client, against outsiders", relation=self._relation)
+        self.least_noise_multiplier = math.inf
         self._affordable = 0
+        self._all_affordable = True
+        self._asked: tuple[object, ...] = ()
+        self._pays = False
         self._curve = np.zeros(1)
         self._stated: tuple[tuple[object, ...], PrivacyStatement] | None = None
 
@@ -124,107 +144,190 @@ class ClientLevelStrategy(RoundStrategy):
 
     @property
     def cohort_shows(self) -> bool:
-        """Whether what leaves tells who takes part: by the coordinates sent, or by how much noise is missing from the sum."""
+        """Whether the release reveals the cohort, which voids amplification by sampling.
+
+        It does by the coordinates that are sent, or by a noise that depends on how many clients answered.
+        """
         return self.sparse_messages or (self.placement == "distributed" and not self.trusted_server)
 
     @property
-    def charged(self) -> Release:
-        """The release that the ledger charges: what can be proved of what leaves."""
+    def secret_cohort(self) -> bool:
+        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
+        return self.release.sampler.secret_size and not self.cohort_shows
+
+    @property
+    def outside(self) -> Release:
+        """The release as those who are no clients see it: with all its noise."""
         release = self.release
         if self.cohort_shows and not isinstance(release.sampler, RoundRobinSampling):
             # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
             release = replace(release, sampler=FullSampling())
         if self.sparse_messages:
             # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
-            share = gaussian_share(release.mechanism.noise_multiplier, max(1, math.ceil(self.expected_cohort)))
-            release = replace(release, mechanism=Gaussian(noise_multiplier=share))
+            release = replace(release, mechanism=Gaussian(noise_multiplier=self._share(0) / release.clip_norm))
         return release
+
+    def _charged(self, shares: int) -> Release:
+        """Return the release as one of its own clients sees it, who knows its own share of the noise and subtracts it.
+
+        Args:
+            shares: how many shares make up the noise of the release.
+        """
+        release = self.outside
+        if self.placement == "central" or self.sparse_messages or shares <= 1:
+            return release
+        left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
+        return replace(release, mechanism=Gaussian(noise_multiplier=left))
+
+    @property
+    def charged(self) -> Release:
+        """The release that the ledger charges, at most: what can be proved of what any single client sees."""
+        # Two shares are the worst case: of one alone, the client who knows it is the only one in the sum.
+        return self._charged(2 if self._shares_vary else self._shares(self._most_shares()))
+
+    @property
+    def _shares_vary(self) -> bool:
+        """Whether the number of shares, and so the charge, depends on the cohort that is drawn."""
+        return self.placement == "distributed" and not self.trusted_server and self.release.sampler.secret_size
+
+    def _most_shares(self) -> int:
+        """Return how many shares make up the noise of the sum: as many as there can ever be clients in a round.
+
+        A public number: shares by the number of clients that were drawn would tell each of them how many there are.
+        """
+        return self.release.sampler.largest_cohort(self.num_clients)
+
+    def _fewest(self, cohort_size: int) -> int:
+        """Return how many of the drawn clients must answer where nobody tops up the noise."""
+        return max(1, math.ceil(self.min_reply_ratio * cohort_size - 1e-9))
+
+    def _shares(self, cohort_size: int) -> int:
+        """Return how many shares make up the noise of a round."""
+        return self._most_shares() if self.trusted_server else self._fewest(cohort_size)
 
     def _share(self, cohort_size: int) -> float:
         """Std of the noise that each of a cohort's clients adds to its own update."""
         if self.placement == "central":
             return 0.0
         if self.sparse_messages:
-            return self.charged.noise_scale
-        # By the cohort that was drawn, so that the noise of the sum has the same std whoever is in it: a std that depends on
-        # whether one client takes part would itself tell of that client.
-        return gaussian_share(self.release.noise_scale, cohort_size)
+            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.expected_cohort)))
+        return gaussian_share(self.release.noise_scale, self._shares(cohort_size))
 
-    def _server_noise_std(self, heard: int, cohort_size: int) -> float:
+    @property
+    def smallest_share(self) -> float:
+        """Std of the least noise that a client is ever asked to add itself: 0 where the server adds it."""
+        return self._share(self._most_shares())
+
+    def _step(self, layout_size: int, cohort_size: int) -> float:
+        """Return the step of the lattice on which the clients of a cohort, and the server, work."""
+        scale = self.release.noise_scale if self.placement == "central" else self._share(cohort_size)
+        return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=layout_size)
+
+    def _server_noise_std(self, heard: int) -> float:
         """Std of the noise that the server adds to the sum of the updates that came back."""
         if self.placement == "central":
             return self.release.noise_scale
         if self.cohort_shows:
             return 0.0
-        return self.release.noise_scale * math.sqrt((cohort_size - heard) / cohort_size if cohort_size else 1.0)
+        shares = self._most_shares()
+        return self.release.noise_scale * math.sqrt((shares - heard) / shares)
 
     def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
-        heard = len(collected.clients)
-        self._settle(now.server_round, heard, now.cohort_size)
-        noise = self.release.mechanism.noise(collected.total, self._server_noise_std(heard, now.cohort_size), self.rng)
-        mean = (collected.total + noise) / self.expected_cohort
+        heard, step = len(collected.clients), self._step(now.layout.size, now.cohort_size)
+        if self.placement == "distributed" and not self.trusted_server and heard < self._fewest(now.cohort_size):
+            return self._left_out(now, f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
+        std = self._server_noise_std(heard)
+        rng = self._generator("noise", now.server_round)
+        # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
+        total = collected.total + noise.gaussian(collected.total, std, step, rng)
+        if not noise.exact(total, step):
+            return self._left_out(now, "the replies' sum is too large to be exact")
+        mean = total / self.expected_cohort
         if self.keep_ratio < 1 and self.placement == "central":
             mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
-        return self._sane(now.vector + mean, now.vector, now.server_round)
+        return self._sane(now.vector + mean, now)
 
     # Clients
 
     def _fits(self, roster: Roster) -> str | None:
         if self.placement == "distributed" and not roster.hosting:
             return "placement='distributed': stock clients add no noise; use flower_dp.clients, or placement='central'"
-        return None
+        return super()._fits(roster)
 
-    def _server_clip_norm(self) -> float | None:
-        return self.release.clip_norm if self.placement == "central" else None
+    def _bounds(self, now: Round) -> Bounds:
+        share, clip_norm = self._share(now.cohort_size), self.release.clip_norm
+
+        def honest_norm(names: Sequence[str]) -> float:
+            count = len(names)
+            return count * clip_norm + math.sqrt(count) * share * (math.sqrt(now.layout.size) + _NORM_DEVIATIONS)
+
+        return Bounds(
+            clip_norm=clip_norm if self.placement == "central" else None,
+            step=self._step(now.layout.size, now.cohort_size),
+            honest_norm=honest_norm,
+        )
 
     def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> wire.Instruction:
+        order = wire.ClientLevelOrder(
+            placement=self.placement,
+            noise_std=self._share(cohort_size),
+            keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
+        )
         return wire.Instruction(
             server_round=server_round,
+            method=self.name,
             clients=names,
             clip_norm=self.release.clip_norm,
             noise_multiplier=self.release.mechanism.noise_multiplier,
-            noise_std=self._share(cohort_size),
-            keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
             report_metrics=self.report_client_metrics,
+            order=asdict(order),
         )
 
     # Cost
 
     def _plan(self, num_rounds: int) -> None:
-        events, delta, relation = self.charged.events, self.delta, self._relation
-        self._curve = accounting.curve(events, num_rounds=num_rounds, delta=delta, relation=relation)
-        self._affordable = num_rounds
-        if self.target_epsilon is not None and self._curve[-1] > self.target_epsilon:
-            self._affordable = accounting.affordable(
-                events, epsilon=self.target_epsilon, delta=delta, relation=relation, limit=num_rounds
-            )
+        self._curve = accounting.curve(self.charged.events, num_rounds=num_rounds, delta=self.delta, relation=self._relation)
+        if self.target_epsilon is not None:
+            self._look_ahead(num_rounds, self.target_epsilon)
 
-    def _why_stop(self, server_round: int) -> str | None:
-        if self.target_epsilon is None:
+    def _look_ahead(self, num_rounds: int, target: float) -> None:
+        """Find out how many rounds in order the target pays for, up to a number."""
+        self._affordable = accounting.affordable(
+            self.charged.events, epsilon=target, delta=self.delta, relation=self._relation, limit=num_rounds
+        )
+        self._all_affordable = self._affordable == num_rounds
+
+    def _why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        if self.target_epsilon is None or (cohort_size is None) == self._shares_vary:
             return None
-        pays = server_round <= self._affordable
-        if self.num_weakened:
-            ahead = ComposedDpEvent([self.ledger.event, self.charged.event(server_round)])
-            pays = accounting.epsilon(ahead, delta=self.delta, relation=self._relation).epsilon <= self.target_epsilon
-        return None if pays else f"it would pass target_epsilon={self.target_epsilon:g}"
+        if self.ledger.num_charges == server_round - 1:
+            # Rounds in order, each charged at most as planned, cost at most what is planned.
+            if server_round > self._affordable and self._all_affordable:
+                self._look_ahead(max(2 * self._affordable, _FIRST_LOOK), self.target_epsilon)
+            if server_round <= self._affordable:
+                return None
+        # All others are composed anew: what was charged, and this round.
+        charged = self.charged if cohort_size is None else self._charged(self._shares(cohort_size))
+        event = charged.event(server_round)
+        key = (*self.ledger.lines(), event)
+        if key != self._asked:  # a run that can't pay is often asked again
+            ahead = ComposedDpEvent([self.ledger.event, event])
+            cost = accounting.epsilon(ahead, delta=self.delta, relation=self._relation).epsilon
+            self._asked, self._pays = key, cost <= self.target_epsilon
+        return None if self._pays else f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def _charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        self.ledger.charge(self.charged.event(server_round))
-
-    def _settle(self, server_round: int, heard: int, cohort_size: int) -> None:
-        """Charge what was really added where shares of noise are missing and nobody may top them up."""
-        if self.placement == "central" or self.trusted_server or self.sparse_messages or heard in (0, cohort_size):
-            return
-        weaker = Gaussian(noise_multiplier=self.release.mechanism.noise_multiplier * math.sqrt(heard / cohort_size))
-        self.ledger.amend(self.charged.event(server_round), replace(self.charged, mechanism=weaker).event(server_round))
-        self.num_weakened += 1
+        charged = self._charged(self._shares(len(names)))
+        self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
+        self.ledger.charge(charged.event(server_round))
+        self.outside_ledger.charge(self.outside.event(server_round))
 
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
         if self.seeded_noise:
             return math.inf
-        if not self.num_weakened and self.ledger.num_charges < len(self._curve):
+        if not self._shares_vary and self.ledger.num_charges < len(self._curve):
             return float(self._curve[self.ledger.num_charges])
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 

@@ -27,6 +27,7 @@ class DPFedAvg(ClientLevelStrategy):
         ValueError: for a value that makes no sense, naming field and value.
     """
 
+    name = "dp-fedavg"
     method = "DP-FedAvg"
 
     def __init__(

@@ -53,6 +53,8 @@ class FedSGDDPC(LocalLevelStrategy):
         ValueError: for a value that makes no sense, naming field and value.
     """
 
+    name = "fedsgd-dpc"
+
     def __init__(
         self,
         *,
@@ -139,7 +141,7 @@ class FedSGDDPC(LocalLevelStrategy):
     def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
         # A client's row is minus its noised gradient.
         vector = now.vector + self.step_size(now.server_round) * collected.total
-        return self._sane(vector, now.vector, now.server_round)
+        return self._sane(vector, now)
 
     @staticmethod
     def _check_steps(learning_rate: float | None, strong_convexity: float | None, smoothness: float | None) -> None:

@@ -3,6 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from flower_dp.ledger import Ledger
 from flower_dp.sampling import Sampler
 from flower_dp.statement import PrivacyStatement
 from flower_dp.strategies.local_stating import state
+from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.roster import Roster
-from flower_dp.strategies.rounds import RoundStrategy
+from flower_dp.strategies.rounds import Round, RoundStrategy
 from flower_dp.terms import Terms, per_client, values_in
 
 AGGREGATIONS = ("data-size", "uniform")
+# Of the norm of a noise vector, above its mean: e^-60 is 1e-26.
+_NORM_DEVIATIONS = 60.0
 PerClient = Sequence[float] | Mapping[str, float]
 
 
@@ -136,7 +140,7 @@ class LocalLevelStrategy(RoundStrategy):
     def _fits(self, roster: Roster) -> str | None:
         if not roster.hosting:
             return f"{self.method}: stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
-        return None
+        return super()._fits(roster)
 
     def can_pay(self, name: str) -> bool:
         """Tell whether a client's budget has one more reply in it."""
@@ -148,7 +152,7 @@ class LocalLevelStrategy(RoundStrategy):
         self.num_unasked += len(chosen) - len(able)
         return able
 
-    def _why_stop(self, server_round: int) -> str | None:
+    def _why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         if any(self.can_pay(name) for name in self.ledgers):
             return None
         return "every client's budget is spent"
@@ -166,17 +170,41 @@ class LocalLevelStrategy(RoundStrategy):
 
     def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> wire.Instruction:
         releases = [self.terms[name].release for name in names]
+        order = wire.LocalOrder(
+            weights=tuple(self._weight(self._share(name)) for name in names),
+            terms=tuple(self.terms[name].kind for name in names),
+            noise_multipliers=tuple(release.mechanism.noise_multiplier for release in releases),
+        )
         return wire.Instruction(
             server_round=server_round,
+            method=self.name,
             clients=names,
             clip_norm=releases[0].clip_norm,
             # Clients work by their own; the least of them, for policies that ask for some noise at all.
             noise_multiplier=min(release.mechanism.noise_multiplier for release in releases),
             report_metrics=self.report_client_metrics,
-            weights=tuple(self._weight(self._share(name)) for name in names),
-            terms=tuple(self.terms[name].kind for name in names),
-            noise_multipliers=tuple(release.mechanism.noise_multiplier for release in releases),
+            order=asdict(order),
         )
+
+    def _bounds(self, now: Round) -> Bounds:
+        size = now.layout.size
+
+        def honest_norm(names: Sequence[str]) -> float:
+            total = 0.0
+            for name in names:
+                release = self.terms[name].release
+                # A row is a noised sum, over its denominator for a mean; Laplace vectors are up to twice as long, and spread more.
+                noise = release.noise_scale * (2 * math.sqrt(size) + _NORM_DEVIATIONS)
+                contributions = 1.0 if release.unit == "client" else self.num_records[name]
+                row = (contributions * release.clip_norm + noise) / (1.0 if release.unit == "client" else release.expected_cohort)
+                total += self._weight(self._share(name)) * row
+            return total
+
+        return Bounds(clip_norm=None, step=0.0, honest_norm=honest_norm)
+
+    def _bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
+        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
 
     # Cost
 

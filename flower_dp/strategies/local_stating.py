@@ -4,6 +4,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
+from flower_dp.accounting import Cost
 from flower_dp.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
 
 if TYPE_CHECKING:
@@ -57,8 +58,29 @@ def state(
         assumptions=(*_assumptions(strategy), *assumptions),
         not_covered=tuple(_not_covered(strategy)),
         incidents=tuple(_incidents(strategy)),
-        adversaries=adversaries if private else (),
+        adversaries=(adversaries or _everyone(costs, worst, strategy)) if private else (),
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}),
+    )
+
+
+def _everyone(costs: dict[str, Cost], worst: str | None, strategy: "LocalLevelStrategy") -> tuple[Adversary, ...]:
+    """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
+    if worst is None:
+        return ()
+    release = strategy.terms[worst].release
+    return tuple(
+        Adversary(
+            name=name,
+            sees=sees,
+            epsilon=costs[worst].epsilon,
+            accountant=costs[worst].accountant,
+            noise_std=release.noise_scale * (math.sqrt(2) if release.mechanism.norm == "l1" else 1) / release.expected_cohort,
+        )
+        for name, sees in (
+            ("the server", "every message of a client"),
+            ("participants", "models that are made of messages; their own messages tell them nothing of others'"),
+            ("outsiders", "models that are made of messages"),
+        )
     )
 
 
@@ -89,8 +111,7 @@ def _assumptions(strategy: "LocalLevelStrategy") -> list[str]:
 def _not_covered(strategy: "LocalLevelStrategy") -> list[str]:
     lines = [
         "other runs on the same records: a client's account lasts one run, and budgets of several runs add up",
-        "everything else that is computed from client data: choice of settings, timing, logs on devices; attacks on "
-        "floating-point noise",
+        "everything else that is computed from client data: choice of settings, timing, logs on devices",
     ]
     if strategy.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")

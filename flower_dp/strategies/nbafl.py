@@ -1,14 +1,13 @@
 """NbAFL (Wei et al. 2020): clipped weights with noise from every client, and noise on what the server broadcasts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 
-from flower_dp import checks
+from flower_dp import checks, noise
 from flower_dp.ledger import Ledger
-from flower_dp.mechanisms import Gaussian
 from flower_dp.planning.nbafl import downlink_noise_std
 from flower_dp.sampling import FixedSizeSampling, FullSampling
 from flower_dp.statement import PrivacyStatement
@@ -18,7 +17,8 @@ from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rounds import Round
 from flower_dp.terms import Terms, values_in, weights_terms
 
-_GAUSSIAN = Gaussian(noise_multiplier=1.0)
+# The server's noise is drawn on a lattice that much finer than the broadcast's.
+_FINER = 2.0**10
 
 
 class NbAFL(LocalLevelStrategy):
@@ -55,6 +55,7 @@ class NbAFL(LocalLevelStrategy):
         ValueError: for a value that makes no sense, naming field and value.
     """
 
+    name = "nbafl"
     method = "NbAFL"
 
     def __init__(
@@ -102,7 +103,9 @@ class NbAFL(LocalLevelStrategy):
         self.planned_rounds = 0
         self.added_noise_stds: list[float] = []
         self.least_broadcast_std = math.inf
+        self.least_participant_std = math.inf
         self.broadcast_ledgers: dict[str, Ledger] = {}
+        self.participant_ledgers: dict[str, Ledger] = {}
 
     def _plan(self, num_rounds: int) -> None:
         super()._plan(num_rounds)
@@ -122,7 +125,14 @@ class NbAFL(LocalLevelStrategy):
 
     def _open(self, names: tuple[str, ...]) -> None:
         super()._open(names)
+        if not self.planned_rounds and not math.isinf(self.paper_epsilon):
+            raise RuntimeError(
+                "num_rounds: the downlink noise depends on it; call NbAFL's own start(), or plan(num_rounds) before the first round"
+            )
         self.broadcast_ledgers = {name: Ledger(owner=f"{name}, broadcasts", relation=self.relation) for name in names}
+        self.participant_ledgers = {
+            name: Ledger(owner=f"{name}, broadcasts, against participants", relation=self.relation) for name in names
+        }
 
     def _terms(self, name: str, num_records: int, num_replies: int) -> Terms:
         return weights_terms(
@@ -150,7 +160,21 @@ class NbAFL(LocalLevelStrategy):
         std = self.added_noise_std(list(parts.values()))
         self._charge_broadcast(parts, std)
         mean = collected.total / all_shares
-        return self._sane(mean + _GAUSSIAN.noise(mean, std, self.rng), now.vector, now.server_round)
+        # An average of lattice values with any weights lies on no lattice. The broadcast is rounded to one that is much coarser
+        # than the clients' and much finer than the noise, so that it is a rounded value plus Gaussian noise.
+        step = self._broadcast_step(parts.values(), std)
+        rng = self._generator("noise", now.server_round)
+        drawn = noise.gaussian(mean, std, step / _FINER, rng) if std else 0.0
+        return self._sane(noise.nearest(mean + drawn, step), now)
+
+    def _broadcast_std(self, parts: Iterable[float], std: float) -> float:
+        """Return the std of all noise on a broadcast: the server's, and the average of the clients' own."""
+        return math.sqrt(std**2 + self.uplink_noise_std**2 * sum(part**2 for part in parts))
+
+    def _broadcast_step(self, parts: Iterable[float], std: float) -> float:
+        """Return the step of the lattice of a broadcast, at most 1/1024 of every part of the noise on it that is not 0."""
+        scales = [scale for scale in (self._broadcast_std(parts, std), std) if scale]
+        return noise.lattice_step(min(scales), clip_norm=min(scales), dimension=1) if scales else 0.0
 
     def added_noise_std(self, parts: Sequence[float]) -> float:
         """Return the std of the noise that the server adds to an average with these weights, which sum to 1.
@@ -166,12 +190,21 @@ class NbAFL(LocalLevelStrategy):
         return math.sqrt(missing) if missing > 1e-12 * there else 0.0
 
     def _charge_broadcast(self, parts: Mapping[str, float], std: float) -> None:
-        total = math.sqrt(std**2 + self.uplink_noise_std**2 * sum(part**2 for part in parts.values()))
+        total = self._broadcast_std(parts.values(), std)
         self.added_noise_stds.append(std)
         self.least_broadcast_std = min(self.least_broadcast_std, total)
+        two_largest = sorted(parts.values(), reverse=True)[:2]
         for name, part in parts.items():
-            event: DpEvent = GaussianDpEvent(total / (part * self.clip_norm)) if total else NonPrivateDpEvent()
-            self.broadcast_ledgers[name].charge(event)
+            # Another client in the average knows its own noise and subtracts it; the one with the largest part knows most.
+            others = two_largest[1:] if part == two_largest[0] else two_largest[:1]
+            known = self.uplink_noise_std**2 * max(others, default=0.0) ** 2
+            left = math.sqrt(max(0.0, total**2 - known))
+            self.least_participant_std = min(self.least_participant_std, left)
+            self.broadcast_ledgers[name].charge(self._broadcast_event(part, total))
+            self.participant_ledgers[name].charge(self._broadcast_event(part, left))
+
+    def _broadcast_event(self, part: float, std: float) -> DpEvent:
+        return GaussianDpEvent(std / (part * self.clip_norm)) if std else NonPrivateDpEvent()
 
     def _state(self) -> PrivacyStatement:
         return state_nbafl(self)

@@ -17,25 +17,35 @@ if TYPE_CHECKING:
 
 def state_nbafl(strategy: "NbAFL") -> PrivacyStatement:
     """Return the statement of both ledgers of every client."""
-    uplink = _worst([strategy.cost(ledger) for ledger in strategy.ledgers.values()], strategy)
-    downlink = _worst([strategy.cost(ledger) for ledger in strategy.broadcast_ledgers.values()], strategy)
+    uplink, outside, inside = (
+        _worst([strategy.cost(ledger) for ledger in ledgers.values()], strategy)
+        for ledgers in (strategy.ledgers, strategy.broadcast_ledgers, strategy.participant_ledgers)
+    )
     replies = max((ledger.num_charges for ledger in strategy.ledgers.values()), default=0)
     seen = max((ledger.num_charges for ledger in strategy.broadcast_ledgers.values()), default=0)
     broadcasts = len(strategy.added_noise_stds)
+    of_them = f"the {broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part"
     adversaries = (
         Adversary(
-            name="uplink",
-            sees=f"every message of a client, at most {replies} of one; the server, and who listens to it",
+            name="the server",
+            sees=f"every message of a client, at most {replies} of one; so does who listens to it",
             epsilon=uplink.epsilon,
             accountant=uplink.accountant,
             noise_std=strategy.uplink_noise_std,
             paper=_paper(strategy, exposures=replies, limit=strategy.uplink_exposures, what="uplink"),
         ),
         Adversary(
-            name="downlink",
-            sees=f"the {broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part",
-            epsilon=downlink.epsilon,
-            accountant=downlink.accountant,
+            name="participants",
+            sees=f"each by itself, {of_them}; a participant knows its own noise",
+            epsilon=inside.epsilon,
+            accountant=inside.accountant,
+            noise_std=strategy.least_participant_std if broadcasts else 0.0,
+        ),
+        Adversary(
+            name="outsiders",
+            sees=of_them,
+            epsilon=outside.epsilon,
+            accountant=outside.accountant,
             noise_std=strategy.least_broadcast_std if broadcasts else 0.0,
             paper=_paper(strategy, exposures=broadcasts, limit=strategy.planned_rounds, what="downlink"),
         ),
@@ -54,7 +64,7 @@ def state_nbafl(strategy: "NbAFL") -> PrivacyStatement:
         assumptions=(
             "clipped weights lie in a ball of radius C, so all of a client's records together move a message by at most 2 C: "
             "epsilon holds for the whole client, and so for each of its records; no smaller bound is proved for one record",
-            "downlink: the other clients add their noise and don't share it with the adversary; the server adds its own",
+            "participants, outsiders: the other clients add their noise and don't share it; the server adds its own",
         ),
         adversaries=adversaries,
     )

@@ -4,17 +4,24 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from flwr.app import Message
 
-from flower_dp import compression, wire
-from flower_dp.clipping import clip_l2
+from flower_dp import compression, noise, wire
+from flower_dp.clipping import clip_l2, l2_norms
 from flower_dp.vectors import Layout
 
 log = logging.getLogger("flwr")
+
+# Of what an exception says that has come with a reply.
+_MOST_REASON = 500
+# Of a reply, besides the model's arrays: a stock client's metrics, for example.
+_MOST_ENTRIES = 1000
+# How many times the norm of the longest honest reply a reply's norm may be.
+_HONEST_NORMS = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,23 +36,34 @@ class Collected:
     seeded_noise: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a server enforces on the replies of a round.
+
+    Attributes:
+        clip_norm: L2 bound on the update of one client, which the server enforces by clipping; None where updates carry their
+            own noise, so that only the client can have clipped.
+        step: of the lattice that the server rounds updates to, toward zero; 0 for none.
+        honest_norm: for methods in which clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with
+            a probability below 1e-20. A reply of more than twice that is refused.
+    """
+
+    clip_norm: float | None
+    step: float
+    honest_norm: Callable[[Sequence[str]], float]
+
+
 def collect(
-    replies: Iterable[Message],
-    *,
-    asked: Mapping[int, tuple[str, ...]],
-    vector: np.ndarray,
-    layout: Layout,
-    clip_norm: float | None,
+    replies: Iterable[Message], *, asked: Mapping[int, tuple[str, ...]], vector: np.ndarray, layout: Layout, bounds: Bounds
 ) -> Collected:
-    """Add up the replies of a round.
+    """Add up the replies of a round; exactly, where they lie on a lattice.
 
     Args:
         replies: as they came, errors among them.
         asked: the clients that were asked, by node.
         vector: the global model that was sent [d], float32.
         layout: its layout.
-        clip_norm: L2 bound that the server enforces on every client's update; None where updates carry their own noise, so
-            that only the client can have clipped.
+        bounds: what the server enforces.
     """
     collected = Collected(total=np.zeros(layout.size, np.float64))
     open_nodes = dict(asked)
@@ -58,11 +76,11 @@ def collect(
         try:
             if reply.has_error():
                 raise ValueError(f"error reply: {_last_words(reply.error.reason)}")
-            collected.num_bytes += wire.content_bytes(reply.content)
-            _add(collected, reply, names, vector, layout, clip_norm)
+            _add(collected, reply, names, vector, layout, bounds)
         except Exception as error:  # whatever a forged reply may raise, it must not end the run
-            log.warning("node %s: reply refused: %s", node, error)
-            collected.refused |= dict.fromkeys(names, str(error))
+            reason = str(error)[:_MOST_REASON]
+            log.warning("node %s: reply refused: %s", node, reason)
+            collected.refused |= dict.fromkeys(names, reason)
     for node, names in open_nodes.items():
         log.warning("node %s: no reply", node)
         collected.refused |= dict.fromkeys(names, "no reply")
@@ -70,34 +88,32 @@ def collect(
 
 
 def _add(
-    collected: Collected,
-    reply: Message,
-    names: tuple[str, ...],
-    vector: np.ndarray,
-    layout: Layout,
-    clip_norm: float | None,
+    collected: Collected, reply: Message, names: tuple[str, ...], vector: np.ndarray, layout: Layout, bounds: Bounds
 ) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
+    # Twice the model in float64, and what an array's name and header take.
+    most = 16 * layout.size + 2048 * len(layout.names) + 6 * wire.most_answer_characters(len(names))
+    num_bytes = wire.check_content(reply.content, most_entries=len(layout.names) + _MOST_ENTRIES, most_bytes=most)
     record = wire.arrays_of(reply.content)
-    answer = wire.answer_of(reply.content)
+    answer = wire.answer_of(reply.content, names)
     if answer is None:
         update, clients = wire.model_vector(record, layout) - vector, names
     else:
-        clients = answer.clients
-        if not set(clients) | set(answer.refused) <= set(names):
-            raise ValueError("answer names clients that were not asked")
+        clients = tuple(name for name in names if name not in answer.refused)
         update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size)
     if not np.isfinite(update).all():
         raise ValueError("update has NaN or infinite entries")
     if answer is None and len(clients) != 1:
         raise ValueError("a stock client's reply can stand for one client only")
-    if clients and clip_norm is not None:
+    if clients and bounds.clip_norm is not None:
         # Clients are not trusted to have clipped. A node's sum of n clipped updates is at most n clip norms long.
-        update = clip_l2(update, len(clients) * clip_norm)
+        update = noise.toward_zero(_clipped(update, len(clients) * bounds.clip_norm), bounds.step)
+    elif clients and (norm := float(l2_norms(update))) > _HONEST_NORMS * bounds.honest_norm(clients):
+        raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
     if clients:
         collected.total += update
+    collected.num_bytes += num_bytes
     collected.clients.extend(clients)
-    collected.refused |= dict.fromkeys(set(names) - set(clients), "not in the node's answer")
     if answer is not None:
         collected.refused |= answer.refused
         collected.seeded_noise |= answer.seeded_noise
@@ -105,7 +121,13 @@ def _add(
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
 
 
+def _clipped(update: np.ndarray, bound: float) -> np.ndarray:
+    """Return the update with an L2 norm of at most the bound; exactly as it came if that is what it has."""
+    return update if float(l2_norms(update)) <= bound * (1 - 2.0**-40) else clip_l2(update, bound)
+
+
 def _last_words(reason: str | None) -> str:
     """Return what an exception said, out of the traceback that Flower's simulation sends along."""
-    lines = [line.strip() for line in (reason or "").splitlines() if line.strip()]
-    return lines[-1].rpartition(" Message: ")[2].removesuffix("'>") if len(lines) > 1 else str(reason)
+    tail = (reason or "")[-4 * _MOST_REASON :]
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    return lines[-1].rpartition(" Message: ")[2].removesuffix("'>") if len(lines) > 1 else tail

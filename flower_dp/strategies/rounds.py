@@ -8,7 +8,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -16,10 +16,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp import checks, wire
-from flower_dp.mechanisms import noise_generator
+from flower_dp.noise import Generator, noise_generator
 from flower_dp.sampling import Sampler
 from flower_dp.statement import PrivacyStatement
-from flower_dp.strategies.replies import Collected, collect
+from flower_dp.strategies.replies import Bounds, Collected, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.vectors import Layout
 
@@ -35,9 +35,21 @@ _LARGEST_ARRAY = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """What a round did, in numbers: clients asked and heard, bytes of arrays and text sent, seconds from request to model.
+    """What a round did, in numbers.
 
-    `epsilon` is an upper bound of the cost of all rounds so far; the statement has the tight value.
+    Where cohorts are secret (`secret_cohort`), the first four numbers must not leave the server: they tell how many clients took
+    part, which the epsilon counts on nobody to know. `public` leaves them out.
+
+    Attributes:
+        server_round: 1, 2, ...
+        cohort_size: clients that were asked.
+        replies: clients whose updates count.
+        bytes_down: bytes of arrays and text sent to nodes.
+        bytes_up: bytes of arrays and text in the replies that count.
+        bytes_per_client: bytes of arrays that one client sends, as far as they follow from public numbers.
+        seconds: from request to model.
+        epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
+        secret_cohort: whether the size of the cohort is secret.
     """
 
     server_round: int
@@ -45,8 +57,16 @@ class RoundReport:
     replies: int
     bytes_down: int
     bytes_up: int
+    bytes_per_client: float
     seconds: float
     epsilon: float
+    secret_cohort: bool
+
+    def public(self) -> dict[str, int | float]:
+        """Return the numbers that may be published, by run-config style names."""
+        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up") if self.secret_cohort else ()
+        left_out = ("server_round", "secret_cohort", *hidden)
+        return {key.replace("_", "-"): value for key, value in asdict(self).items() if key not in left_out}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +102,8 @@ class RoundStrategy(Strategy):
     """
 
     method = "differential privacy"
+    # The method's name on the wire.
+    name = ""
 
     def __init__(
         self,
@@ -93,7 +115,7 @@ class RoundStrategy(Strategy):
         registration_timeout: float = 600.0,
         noise_seed: int | None = None,
     ) -> None:
-        if not hasattr(sampling, "choose"):
+        if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
             raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.sampling, such as PoissonSampling")
         self.sampling = sampling
         self.num_clients = checks.integer("num_clients", num_clients, at_least=1)
@@ -104,6 +126,10 @@ class RoundStrategy(Strategy):
         self.noise_seed = noise_seed
         self._begin()
 
+    def _generator(self, *purpose: object) -> Generator:
+        """Return a fresh generator for one draw of noise or of a cohort; nothing of it stays in the strategy, or in its copies."""
+        return noise_generator(self.noise_seed, "server", *purpose)
+
     def _begin(self) -> None:
         """Forget the last run."""
         self.rounds: list[RoundReport] = []
@@ -111,9 +137,17 @@ class RoundStrategy(Strategy):
         self.num_missing = 0
         self._refusal = "no reply"
         self.seeded_noise = self.noise_seed is not None
-        self.rng = noise_generator(self.noise_seed)
         self._roster: Roster | None = None
         self._round: Round | None = None
+        self._unpaid: set[int] = set()
+
+    def plan(self, num_rounds: int) -> None:
+        """Prepare for up to `num_rounds` rounds; `start` does it. For subclasses with a `start` of their own.
+
+        Raises:
+            ValueError: if `num_rounds` is not a whole number >= 0.
+        """
+        self._plan(checks.integer("num_rounds", num_rounds, at_least=0))
 
     # What a method says
 
@@ -122,8 +156,8 @@ class RoundStrategy(Strategy):
         """Prepare for up to `num_rounds` rounds, while clients are still registering."""
 
     @abstractmethod
-    def _why_stop(self, server_round: int) -> str | None:
-        """Return why this round can't be paid for, None if it can."""
+    def _why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return why this round can't be paid for, None if it can; asked before the cohort is drawn (None), and after that."""
 
     @abstractmethod
     def _charge(self, server_round: int, names: tuple[str, ...]) -> None:
@@ -147,17 +181,25 @@ class RoundStrategy(Strategy):
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
 
-    def _server_clip_norm(self) -> float | None:
-        """L2 bound that the server enforces on a client's update; None where updates carry their own noise."""
-        return None
+    @abstractmethod
+    def _bounds(self, now: Round) -> Bounds:
+        """Return what the server enforces on the replies of a round."""
+
+    @property
+    def secret_cohort(self) -> bool:
+        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
+        return False
 
     def _fits(self, roster: Roster) -> str | None:
         """Return why these clients can't run this method, None if they can."""
+        if roster.hosting and self.name not in roster.methods:
+            runs = ", ".join(sorted(roster.methods)) or "no common method"
+            return f"{self.method}: clients must run {self.name!r}; these run {runs}"
         return None
 
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
         """Return the indices of the clients that are asked in a round."""
-        return self.sampling.choose(server_round, self.num_clients, self.rng)
+        return self.sampling.choose(server_round, self.num_clients, self._generator("cohort", server_round))
 
     # Flower's Strategy
 
@@ -211,14 +253,12 @@ class RoundStrategy(Strategy):
         """Run the rounds; what they give is in the result as they come."""
         due = 0.0
         for server_round in range(1, num_rounds + 1):
-            if reason := self._why_stop(server_round):
-                self.incidents.append(f"ended before round {server_round}: {reason}")
-                log.info("%s", self.incidents[-1])
-                break
             if time.monotonic() >= due or server_round == num_rounds:
                 log.info("[ROUND %s/%s]", server_round, num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
             messages = self.configure_train(server_round, result.arrays, train_config, grid)
+            if server_round in self._unpaid:
+                break
             replies = grid.send_and_receive(messages, timeout=timeout)
             arrays, metrics = self.aggregate_train(server_round, replies)
             if arrays is not None:
@@ -228,12 +268,20 @@ class RoundStrategy(Strategy):
             self._evaluate(evaluate_fn, server_round, result)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Draw the cohort, charge the round's release to the ledger, and return one message a node."""
+        """Draw the cohort, charge the round's release to the ledger, and return one message a node.
+
+        No message, and no charge, where the round can't be paid for.
+        """
         roster = self._call_roll(grid)
+        # Asked here, so that no `start` of a subclass can go past it: nothing is sent then, and nothing is charged.
+        if reason := self._why_stop(server_round, None):
+            return self._stop(server_round, reason)
         started = time.monotonic()
         layout = Layout.of(wire.numpy_arrays(arrays, limit=_LARGEST_ARRAY))
         asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
+        if reason := self._why_stop(server_round, len(cohort)):
+            return self._stop(server_round, reason)
         self._charge(server_round, cohort)
         messages = [
             wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort)))
@@ -250,8 +298,13 @@ class RoundStrategy(Strategy):
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers."""
+        """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
+
+        None and None for a round that could not be paid for.
+        """
         now = self._round
+        if now is None and server_round in self._unpaid:
+            return None, None
         if now is None or now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         self._round = None
@@ -260,23 +313,14 @@ class RoundStrategy(Strategy):
             asked=now.asked,
             vector=now.vector,
             layout=now.layout,
-            clip_norm=self._server_clip_norm(),
+            bounds=self._bounds(now),
         )
         self.seeded_noise |= collected.seeded_noise
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
         self._refusal = next(iter(collected.refused.values()), self._refusal)
         self._check_fruit()
-        metrics = MetricRecord(
-            {
-                "cohort-size": report.cohort_size,
-                "replies": report.replies,
-                "bytes-down": report.bytes_down,
-                "bytes-up": report.bytes_up,
-                "seconds": report.seconds,
-                "epsilon": report.epsilon,
-            }
-        )
+        metrics = MetricRecord({**report.public()})
         if self.report_client_metrics and collected.clients:
             metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
         return wire.model_record(vector, now.layout), metrics
@@ -312,8 +356,10 @@ class RoundStrategy(Strategy):
             replies=len(collected.clients),
             bytes_down=now.bytes_down,
             bytes_up=collected.num_bytes,
+            bytes_per_client=self._bytes_per_client(now, collected),
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
+            secret_cohort=self.secret_cohort,
         )
         self.rounds.append(report)
         return report
@@ -322,13 +368,30 @@ class RoundStrategy(Strategy):
         """Return what a statement tells besides the ledger's charges."""
         return (self.seeded_noise, self.num_missing, *self.incidents)
 
-    def _sane(self, vector: np.ndarray, before: np.ndarray, server_round: int) -> np.ndarray:
-        """Return the next model as float32, or the last one if a client's huge update has pushed it out of float32's range."""
-        if (np.abs(vector) <= np.finfo(np.float32).max).all():
+    def _bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return how many bytes of arrays a client sends, as far as that is public: those of a dense vector."""
+        return 4.0 * now.layout.size
+
+    def _stop(self, server_round: int, reason: str) -> list[Message]:
+        """Write down that a round is not run, once for all that follow; return its messages: none."""
+        self._round = None
+        if not self._unpaid:
+            self.incidents.append(f"ended before round {server_round}: {reason}")
+            log.info("%s", self.incidents[-1])
+        self._unpaid.add(server_round)
+        return []
+
+    def _sane(self, vector: np.ndarray, now: Round) -> np.ndarray:
+        """Return the next model as float32, or the last one if the replies have pushed it out of the range of its own dtypes."""
+        if not (names := now.layout.overflows(vector)):
             return vector.astype(np.float32)
-        self.incidents.append(f"round {server_round} was left out: the replies' sum is beyond the range of float32")
+        return self._left_out(now, f"array {names[0]!r} would leave the range of its dtype")
+
+    def _left_out(self, now: Round, why: str) -> np.ndarray:
+        """Write down that a round that was paid for does not change the model; return the model as it was."""
+        self.incidents.append(f"round {now.server_round} was left out: {why}")
         log.warning("%s", self.incidents[-1])
-        return before
+        return now.vector
 
     def _check_fruit(self, *, ended: bool = False) -> None:
         """Fail a run in which no client ever answers usefully: it would only spend budget."""

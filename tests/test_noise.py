@@ -1,0 +1,697 @@
+"""Noise: its distribution to the last step of its lattice, its independence, its source of randomness.
+
+The statistical tests use fixed seeds; for a random seed each would raise a false alarm with probability 1e-6, and each is
+shown to reject a scale that is wrong by 5 %.
+"""
+
+import math
+import secrets
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+from flower_dp.clipping import clip_l1, clip_l2
+from flower_dp.noise import (
+    LARGEST_EXACT,
+    exact,
+    gaussian,
+    gaussian_share,
+    laplace,
+    lattice_step,
+    nearest,
+    noise_generator,
+    toward_zero,
+)
+
+FALSE_ALARM = 1e-6
+SIZE = 200_000  # so many that a 5 % wrong scale is rejected with near certainty
+DRAWS: dict[str, Any] = {"gaussian": gaussian, "laplace": laplace}
+DISTRIBUTIONS: dict[str, Any] = {"gaussian": stats.norm, "laplace": stats.laplace}
+# (what the noise is like, generator)
+SOURCES: dict[str, Any] = {
+    "numpy": lambda shape, seed: (np.zeros(shape, np.float32), np.random.default_rng(seed)),
+    "numpy-float64": lambda shape, seed: (np.zeros(shape), np.random.default_rng(seed)),
+    "torch": lambda shape, seed: (torch.zeros(shape), torch.Generator().manual_seed(seed)),
+    "torch-float16": lambda shape, seed: (torch.zeros(shape, dtype=torch.float16), torch.Generator().manual_seed(seed)),
+    "torch-numpy-generator": lambda shape, seed: (torch.zeros(shape), np.random.default_rng(seed)),
+}
+# Laplace noise comes from NumPy's generators alone.
+KINDS = [("gaussian", source) for source in SOURCES] + [("laplace", source) for source in SOURCES if "numpy" in source]
+each_kind = pytest.mark.parametrize(("name", "source"), KINDS)
+
+
+def _step(scale: float) -> float:
+    """The step of a lattice for noise of this scale on a vector of one entry, whose clip norm is the scale."""
+    return lattice_step(scale, clip_norm=scale, dimension=1)
+
+
+def _fits(noise: Any, name: str, scale: float) -> bool:
+    """Whether the values look like the named distribution of this scale (Kolmogorov-Smirnov)."""
+    values = np.asarray(noise, np.float64).ravel()
+    return bool(stats.kstest(values, DISTRIBUTIONS[name](0, scale).cdf).pvalue > FALSE_ALARM)
+
+
+# The distribution
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [3e-4])
+def test_noise_has_the_right_distribution_and_a_wrong_one_is_rejected(name: str, source: str, scale: float) -> None:
+    like, rng = SOURCES[source]((SIZE,), 11)
+    noise = DRAWS[name](like, scale, _step(scale), rng)
+    assert _fits(noise, name, scale)
+    assert not _fits(noise, name, 1.05 * scale)
+    assert not _fits(noise, name, 0.95 * scale)
+    assert not _fits(noise, "laplace" if name == "gaussian" else "gaussian", scale)
+
+
+@each_kind
+def test_mean_and_standard_deviation(name: str, source: str) -> None:
+    std = {"gaussian": 1.0, "laplace": math.sqrt(2)}[name]
+    like, rng = SOURCES[source]((SIZE,), 12)
+    step = _step(2.0)
+    noise = np.asarray(DRAWS[name](like, 2.0, step, rng), np.float64)
+    z = stats.norm.isf(FALSE_ALARM / 2)
+    # Rounding adds the variance of a uniform number within a step, less than 1e-7 of the whole.
+    variance = (2 * std) ** 2 + step**2 / 12
+    assert abs(noise.mean()) < z * math.sqrt(variance / SIZE)
+    # The variance's relative error is sqrt((kurtosis - 1) / n): kurtosis 3 for Gaussian, 6 for Laplace noise.
+    band = z * math.sqrt(({"gaussian": 3, "laplace": 6}[name] - 1) / SIZE)
+    assert abs(noise.var() / variance - 1) < band
+    assert band < 1.05**2 - 1  # so a 5 % wrong scale would fail
+
+
+@each_kind
+def test_noise_is_independent_across_coordinates_and_draws(name: str, source: str) -> None:
+    like, rng = SOURCES[source]((SIZE,), 13)
+    # A step so fine that hardly two values are equal.
+    first, second = (np.asarray(DRAWS[name](like, 1.0, 2.0**-40, rng), np.float64) for _ in range(2))
+    # Five correlations, each of std 1 / sqrt(n) were the noise independent.
+    band = stats.norm.isf(FALSE_ALARM / 10) / math.sqrt(SIZE - 2)
+    pairs = [(first, second), (first[1:], first[:-1]), (first[2:], first[:-2]), (np.abs(first), np.abs(second))]
+    pairs.append((np.abs(first[1:]), np.abs(first[:-1])))
+    for one, other in pairs:
+        assert abs(np.corrcoef(one, other)[0, 1]) < band
+    assert np.unique(first).size > 0.8 * SIZE
+
+
+# The law on the lattice, step by step
+
+MANY = 1_000_000
+_FEWEST = 50  # expected draws in a cell, where chi-square's own distribution is good enough
+# Scales in steps: the coarsest lattice that there is, the last that is drawn in one part, and ones that are drawn in two parts,
+# or from digits of more than one uniform number.
+SCALES = [2**10, 1500.7, 2**16, 2**16 + 1, 2**20]
+
+
+def _below(name: str, scale: float, k: Any) -> Any:
+    """The exact probability of at most k steps, for a draw of this scale (in steps) that is rounded to whole steps."""
+    return DISTRIBUTIONS[name](0, scale).cdf(np.asarray(k, np.float64) + 0.5)
+
+
+def _residue_law(name: str, scale: float, modulus: int) -> np.ndarray:
+    """The exact probabilities of k mod modulus."""
+    if name == "laplace":
+        # p(0) = 1 - e^(-1/2s), p(k) = sinh(1/2s) e^(-|k|/s), and k, k + m, k + 2m, ... are a geometric series.
+        first = np.arange(1, modulus + 1)
+        right = math.sinh(0.5 / scale) * np.exp(-first / scale) / -math.expm1(-modulus / scale)
+        law = np.zeros(modulus)
+        np.add.at(law, first % modulus, right)
+        np.add.at(law, -first % modulus, right)
+        law[0] += -math.expm1(-0.5 / scale)
+        return law
+    if scale >= 4 * modulus:
+        # Poisson's sum: every probability is 1/m up to 2 exp(-2 pi^2 (s/m)^2) < 1e-100.
+        return np.full(modulus, 1 / modulus)
+    k = np.arange(-math.ceil(12 * scale), math.ceil(12 * scale) + 1)
+    law = np.zeros(modulus)
+    np.add.at(law, k % modulus, _below(name, scale, k) - _below(name, scale, k - 1))
+    return law
+
+
+def _chi_square(counts: np.ndarray, law: np.ndarray) -> bool:
+    """Whether counts look like draws of this law; the rare cells are counted as one."""
+    assert law.sum() == pytest.approx(1, abs=1e-9)
+    expected = law * counts.sum()
+    order = np.argsort(expected)
+    rare = max(1, int((expected < _FEWEST).sum()))
+    while expected[order[:rare]].sum() < _FEWEST:
+        rare += 1
+    counts, expected = (np.append(part[order[rare:]], part[order[:rare]].sum()) for part in (counts, expected))
+    return bool(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1) > FALSE_ALARM)
+
+
+def _cells_fit(k: np.ndarray, name: str, scale: float, *, width: int) -> bool:
+    """Whether whole numbers k look like rounded draws of this scale, counted in cells of so many steps and two tails."""
+    last = np.arange(-int(8 * scale) // width * width, 8 * scale, width)  # of the steps of each cell
+    law = np.diff(np.concatenate([[0.0], _below(name, scale, last), [1.0]]))
+    return _chi_square(np.bincount(np.searchsorted(last, k), minlength=len(law)), law)
+
+
+def _steps(name: str, source: str, scale: float, *, step: float = 2.0**-7, seed: int = 41) -> np.ndarray:
+    """Draws of a scale (in steps), in steps."""
+    like, rng = SOURCES[source]((MANY,), seed)
+    k = np.asarray(DRAWS[name](like, scale * step, step, rng)) / step
+    np.testing.assert_array_equal(k, np.rint(k))
+    return np.asarray(k, np.int64)
+
+
+LATTICE_KINDS = [("gaussian", "numpy-float64"), ("gaussian", "torch"), ("laplace", "numpy-float64")]
+
+
+@pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
+    k = _steps(name, source, scale)
+    for width in (int(scale) // 128, int(scale) // 16 + 1):
+        assert _cells_fit(k, name, scale, width=width)
+        assert not _cells_fit(k, name, 1.05 * scale, width=width)
+        assert not _cells_fit(k, name, 0.95 * scale, width=width)
+    # A wrong one of the right scale, moved by a twentieth of it.
+    assert not _cells_fit(k + int(scale) // 20, name, scale, width=int(scale) // 16)
+
+
+@pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("modulus", [2, 3, 4, 8, 64, 4096, 8192])
+def test_the_last_bits_have_their_exact_probabilities(name: str, source: str, scale: float, modulus: int) -> None:
+    """Up to modulus 4096 they are one digit of a Laplace draw; with 8192 the next digit must be independent of it."""
+    k = _steps(name, source, scale, seed=42)
+    law = _residue_law(name, scale, modulus)
+
+    def fits(k: np.ndarray) -> bool:
+        return _chi_square(np.bincount(k % modulus, minlength=modulus), law)
+
+    assert fits(k)
+    if modulus != 3:
+        assert not fits(k // 2 * 2)  # draws on a lattice of twice the step
+        assert not fits(np.where(k % 10 == 7, k + 1, k))  # a digit that is left out now and then
+    if scale < modulus / 4:  # elsewhere residues are uniform, whatever the scale
+        for wrong in (1.05, 0.95):
+            assert not _chi_square(np.bincount(k % modulus, minlength=modulus), _residue_law(name, wrong * scale, modulus))
+
+
+@pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
+@pytest.mark.parametrize("scale", [2**10, 1500.7])
+def test_single_steps_around_zero_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
+    """Zero is a step like any other: rounding toward it, for example, would make it twice as frequent."""
+    k = _steps(name, source, scale, seed=43)
+    around = np.arange(-5, 6)
+    inside = _below(name, scale, around) - _below(name, scale, around - 1)
+    law = np.append(inside, 1 - inside.sum())
+    counts = np.array([(k == value).sum() for value in around])
+    assert _chi_square(np.append(counts, k.size - counts.sum()), law)
+    for factor in (0, 2):
+        wrong = np.where(around == 0, factor * counts, counts)
+        assert not _chi_square(np.append(wrong, k.size - wrong.sum()), law)
+
+
+# The lattice
+
+
+@given(
+    scale=st.floats(1e-30, 1e30), clip=st.floats(1e-30, 1e30), dimension=st.integers(1, 10**9), norm=st.sampled_from(["l2", "l1"])
+)
+def test_the_step_is_the_largest_power_of_two_within_its_bounds(scale: float, clip: float, dimension: int, norm: str) -> None:
+    assume(clip / scale < 1e9)
+    step = lattice_step(scale, clip_norm=clip, dimension=dimension, norm=norm)
+    assert math.frexp(step)[0] == 0.5
+    # In exact numbers; the one for L2 is squared.
+    bounds = [Fraction(scale) / 1024]
+    if norm == "l1":
+        bounds.append(Fraction(clip) / 256 / dimension)
+        assert Fraction(step) <= min(bounds) * (1 + Fraction(1, 2**50))
+        assert 2 * Fraction(step) > min(bounds) * (1 - Fraction(1, 2**50))
+    else:
+        bound = min(bounds[0] ** 2, (Fraction(clip) / 256) ** 2 / dimension)
+        assert Fraction(step) ** 2 <= bound * (1 + Fraction(1, 2**50))
+        assert (2 * Fraction(step)) ** 2 > bound * (1 - Fraction(1, 2**50))
+
+
+@pytest.mark.parametrize(
+    ("scale", "clip", "dimension", "norm", "step"),
+    [
+        (1024.0, 1e9, 1, "l2", 1.0),
+        (1023.9, 1e9, 1, "l2", 0.5),
+        (1e9, 256.0, 1, "l2", 1.0),
+        (1e9, 256.0, 16, "l2", 0.25),
+        (1e9, 256.0, 16, "l1", 1 / 16),
+        (1e9, 256.0, 17, "l2", 0.125),
+        (1e9, 256.0, 17, "l1", 1 / 32),
+    ],
+)
+def test_steps_by_hand(scale: float, clip: float, dimension: int, norm: str, step: float) -> None:
+    assert lattice_step(scale, clip_norm=clip, dimension=dimension, norm=norm) == step
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"scale": -1.0}, "noise_scale="),
+        ({"scale": math.nan}, "noise_scale="),
+        ({"scale": math.inf}, "noise_scale="),
+        ({"clip_norm": 0.0}, "clip_norm="),
+        ({"clip_norm": math.nan}, "clip_norm="),
+        ({"norm": "linf"}, "norm='linf'"),
+        ({"scale": 1e-12}, "noise_scale=1e-12: is too small for clip_norm=1"),
+    ],
+)
+def test_lattices_that_make_no_sense_are_refused(words: dict[str, Any], message: str) -> None:
+    options = {"scale": 1.0, "clip_norm": 1.0, "dimension": 10, **words}
+    with pytest.raises(ValueError, match=message):
+        lattice_step(options.pop("scale"), **options)
+
+
+def test_without_noise_there_is_no_lattice() -> None:
+    assert lattice_step(0.0, clip_norm=1.0, dimension=10) == 0
+    values = np.array([0.1, -1 / 3])
+    np.testing.assert_array_equal(toward_zero(values, 0.0), values)
+    np.testing.assert_array_equal(nearest(values, 0.0), values)
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [1e-9, 0.7, 3.0, 1e12])
+@pytest.mark.parametrize("finer", [1, 2**-6, 2**-7, 2**-30])
+def test_every_value_is_a_multiple_of_the_step(name: str, source: str, scale: float, finer: float) -> None:
+    like, rng = SOURCES[source]((5000,), 19)
+    step = finer * _step(scale)
+    noise = np.asarray(DRAWS[name](like, scale, step, rng))
+    assert noise.dtype == np.float64
+    steps = noise / step  # exact, by a power of two
+    np.testing.assert_array_equal(steps, np.rint(steps))
+    assert np.abs(steps).max() < LARGEST_EXACT
+    assert (steps % 2 != 0).any()
+
+
+# Rounding toward zero
+
+_LIBRARIES: dict[str, Any] = {"numpy": np.asarray, "torch": torch.from_numpy}
+_EXPONENTS = st.integers(-60, 60)
+
+
+def _exactly(value: float, step: float) -> Fraction:
+    """Python's own exact rounding toward zero."""
+    return int(Fraction(value) / Fraction(step)) * Fraction(step)
+
+
+@settings(max_examples=300)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([np.float32, np.float64]),
+    exponent=_EXPONENTS,
+    library=st.sampled_from(["numpy", "torch"]),
+)
+def test_rounding_toward_zero_is_exact_and_no_entry_grows(data: Any, dtype: Any, exponent: int, library: str) -> None:
+    width = 32 if dtype == np.float32 else 64
+    step = 2.0**exponent
+    # So far from the largest float that the count of steps is one, too.
+    elements = st.floats(-(2.0**60), 2.0**60, width=width) | st.floats(-8 * step, 8 * step, width=width)
+    values = data.draw(hnp.arrays(dtype, st.integers(0, 20), elements=elements))
+    rounded = np.asarray(toward_zero(_LIBRARIES[library](values.copy()), step))
+    assert rounded.dtype == dtype
+    assert (np.abs(rounded) <= np.abs(values)).all()
+    assert (np.abs(values.astype(np.float64) - rounded) < step).all()
+    assert [Fraction(float(x)) for x in rounded] == [_exactly(float(x), step) for x in values]
+    again = np.asarray(toward_zero(_LIBRARIES[library](rounded.copy()), step))
+    np.testing.assert_array_equal(again, rounded)
+
+
+@pytest.mark.parametrize("library", _LIBRARIES)
+@pytest.mark.parametrize("step", [2.0**-130, 2.0**110])
+def test_steps_beyond_float32_are_rounded_to_in_float64(library: str, step: float) -> None:
+    """In float32, 1 / step or the multiples of the step would overflow or vanish."""
+    values = np.array([3.7, -3.7, 0.9], np.float32).astype(np.float64) * 2.0 ** (math.log2(step) if step > 1 else -129)
+    rounded = toward_zero(_LIBRARIES[library](values.astype(np.float32)), step)
+    expected = [float(_exactly(float(np.float32(x)), step)) for x in values]
+    assert np.asarray(rounded).tolist() == expected
+    assert np.asarray(rounded).dtype == np.float64
+
+
+@settings(max_examples=300)
+@given(
+    values=hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1e6, 1e6, width=32)),
+    clip=st.floats(1e-6, 1e6),
+    ratio=st.floats(1e-3, 1e3),
+    norm=st.sampled_from(["l2", "l1"]),
+    library=st.sampled_from(["numpy", "torch"]),
+)
+def test_rounding_keeps_the_clip_bound(values: np.ndarray, clip: float, ratio: float, norm: str, library: str) -> None:
+    """In exact numbers, and what rounding takes away is at most 1/256 of the clip norm."""
+    step = lattice_step(ratio * clip, clip_norm=clip, dimension=values.size, norm=norm)
+    clipped = (clip_l2 if norm == "l2" else clip_l1)(_LIBRARIES[library](values), clip)
+    before = [Fraction(float(x)) for x in np.asarray(clipped)]
+    after = [Fraction(float(x)) for x in np.asarray(toward_zero(clipped, step))]
+    if norm == "l2":
+        assert sum(x * x for x in after) <= Fraction(clip) ** 2
+        assert sum((x - y) ** 2 for x, y in zip(before, after, strict=True)) <= (Fraction(clip) / 256) ** 2
+    else:
+        assert sum(map(abs, after)) <= Fraction(clip)
+        assert sum(abs(x - y) for x, y in zip(before, after, strict=True)) <= Fraction(clip) / 256
+
+
+@given(
+    values=hnp.arrays(np.float64, st.integers(0, 20), elements=st.floats(-1e9, 1e9)),
+    exponent=st.integers(-20, 20),
+    library=st.sampled_from(["numpy", "torch"]),
+)
+def test_nearest_is_the_nearest_multiple(values: np.ndarray, exponent: int, library: str) -> None:
+    step = 2.0**exponent
+    rounded = np.asarray(nearest(_LIBRARIES[library](values.copy()), step))
+    expected = [round(Fraction(float(x)) / Fraction(step)) * Fraction(step) for x in values]
+    assert [Fraction(float(x)) for x in rounded] == expected
+
+
+# A value on the lattice plus rounded noise is the rounded sum: post-processing of the ideal mechanism
+
+
+class Shifted(np.random.Generator):
+    """A NumPy generator that remembers the normals that it drew."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(np.random.PCG64(seed))
+        self.drawn: list[np.ndarray] = []
+
+    def standard_normal(self, *args: Any, **words: Any) -> Any:
+        drawn = super().standard_normal(*args, **words)
+        self.drawn.append(np.array(drawn))
+        return drawn
+
+
+def _rounded(number: Fraction) -> int:
+    assert number.denominator != 2  # of a tie both neighbours are nearest; no draw of these seeds is one
+    return round(number)
+
+
+@pytest.mark.parametrize("scale", [1024.0, 3333.3, 2.0**16])
+def test_a_shift_before_gaussian_noise_is_rounded_is_a_shift_after_it(scale: float) -> None:
+    """Exactly: x + noise is what rounding x + (the un-rounded draw of the same generator) gives."""
+    step, rng = 2.0**-9, Shifted(51)
+    x = toward_zero(np.random.default_rng(52).standard_normal(3000) * 7 * scale * step, step)
+    released = x + gaussian(x, scale * step, step, rng)
+    (normals,) = rng.drawn
+    for value, normal, out in zip(x, normals, released, strict=True):
+        # The draw itself is a float product, of which the sum is then rounded in exact numbers.
+        ideal = Fraction(float(value)) / Fraction(step) + Fraction(float(normal) * scale)
+        assert Fraction(float(out)) == _rounded(ideal) * Fraction(step)
+
+
+def test_a_shift_before_two_part_noise_is_rounded_is_a_shift_after_it() -> None:
+    """The coarse part is rounded to the lattice, and then the fine part as above; together they have the whole variance."""
+    scale, step, rng = 2.0**20, 2.0**-9, Shifted(53)
+    x = toward_zero(np.random.default_rng(54).standard_normal(3000) * 7 * scale * step, step)
+    released = x + gaussian(x, scale * step, step, rng)
+    coarse, fine = rng.drawn
+    coarse_std, fine_std = math.sqrt(scale**2 - 2.0**24), 2.0**12
+    assert coarse_std**2 + fine_std**2 == pytest.approx(scale**2, rel=1e-15)
+    for value, large, small, out in zip(x, coarse, fine, released, strict=True):
+        shifted = Fraction(float(value)) / Fraction(step) + _rounded(Fraction(float(large) * coarse_std))
+        assert Fraction(float(out)) == _rounded(shifted + Fraction(float(small) * fine_std)) * Fraction(step)
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
+def test_the_noise_does_not_depend_on_what_it_is_for(name: str, source: str, scale: float) -> None:
+    step = 2.0**-10
+    released = []
+    for shift in (0.0, 12345 * step, -(2.0**20)):
+        like, rng = SOURCES[source]((1000,), 55)
+        x = like + shift if str(like.dtype).endswith("float64") else np.full(1000, shift)
+        noise = DRAWS[name](x if str(like.dtype).endswith("float64") else like, scale, step, rng)
+        released.append(np.asarray(x, np.float64) + np.asarray(noise) - shift)
+    np.testing.assert_array_equal(released[1], released[0])
+    np.testing.assert_array_equal(released[2], released[0])
+
+
+@each_kind
+def test_sums_of_lattice_values_are_the_same_in_any_order(name: str, source: str) -> None:
+    like, rng = SOURCES[source]((200,), 56)
+    step = lattice_step(0.7, clip_norm=1.0, dimension=200)
+    rows = [np.asarray(DRAWS[name](like, 0.7, step, rng)) for _ in range(300)]
+    values = np.random.default_rng(57).standard_normal((300, 200))
+    rows = [row + toward_zero(value, step) for row, value in zip(rows, values, strict=True)]
+
+    def totals(rows: Any) -> set[bytes]:
+        found = set()
+        for order in (np.arange(300), np.arange(300)[::-1], *(np.random.default_rng(i).permutation(300) for i in range(5))):
+            total = np.zeros(200)
+            for index in order:
+                total += rows[index]
+            found.add(total.tobytes())
+        by_halves = np.stack(rows[:150]).sum(axis=0) + np.stack(rows[150:]).sum(axis=0)
+        found.add((np.zeros(200) + by_halves).tobytes())
+        return found
+
+    (only,) = totals(rows)
+    assert exact(np.frombuffer(only), step)
+    # By the exact sum of the exact numbers, too.
+    expected = [float(sum(map(Fraction, map(float, column)), Fraction(0))) for column in np.stack(rows).T]
+    assert np.frombuffer(only).tolist() == expected
+    assert len(totals(list(values))) > 1  # off the lattice it is not so
+
+
+@each_kind
+def test_neither_noise_nor_what_is_rounded_to_zero_is_minus_zero(name: str, source: str) -> None:
+    """Only -0.0 + -0.0 is -0.0: its sign would tell an entry a little below zero from one of zero."""
+    like, rng = SOURCES[source]((SIZE,), 58)
+    noise = np.asarray(DRAWS[name](like, 1.0, 2.0**-10, rng))
+    assert (noise == 0).sum() > 30
+    assert not np.signbit(noise[noise == 0]).any()
+    for library in _LIBRARIES.values():
+        for dtype in (np.float32, np.float64):
+            rounded = np.asarray(toward_zero(library(np.array([-0.3, -0.0, 0.0, 0.3], dtype)), 1.0))
+            assert not rounded.any()
+            assert not np.signbit(rounded).any()
+
+
+def test_a_sum_with_too_many_bits_is_not_called_exact() -> None:
+    step = 2.0**-9
+    for library in _LIBRARIES.values():
+        assert exact(library(np.array([0.0, -(2.0**53 - 1)]) * step), step)
+        assert not exact(library(np.array([0.0, -(2.0**53)]) * step), step)
+        assert not exact(library(np.array([0.0, math.inf])), step)
+        assert not exact(library(np.array([0.0, math.nan])), step)
+        assert exact(library(np.array([1e300])), 0.0)
+
+
+# What is asked for
+
+
+@each_kind
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (4, 0)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
+def test_noise_has_the_shape_and_library_asked_for_and_is_float64(
+    name: str, source: str, shape: tuple[int, ...], scale: float
+) -> None:
+    like, rng = SOURCES[source](shape, 14)
+    noise = DRAWS[name](like, scale, 2.0**-10, rng)
+    assert tuple(noise.shape) == shape
+    assert isinstance(noise, torch.Tensor) == isinstance(like, torch.Tensor)
+    assert str(noise.dtype).endswith("float64")
+
+
+@each_kind
+def test_noise_of_scale_zero_is_zero(name: str, source: str) -> None:
+    like, rng = SOURCES[source]((50,), 15)
+    noise = DRAWS[name](like, 0.0, 0.0, rng)
+    assert not np.asarray(noise).any()
+    assert tuple(noise.shape) == (50,)
+    assert str(noise.dtype).endswith("float64")
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+def test_nonsense_scales_are_refused(name: str, source: str, scale: float) -> None:
+    like, rng = SOURCES[source]((3,), 16)
+    with pytest.raises(ValueError, match=r"noise_s(td|cale)=.*>= 0"):
+        DRAWS[name](like, scale, 2.0**-10, rng)
+
+
+@each_kind
+@pytest.mark.parametrize("step", [0.0, -(2.0**-12), 3 * 2.0**-13, 1e-4, math.nan, math.inf, 2.0**-9, 1.0])
+def test_steps_that_are_no_power_of_two_or_too_large_for_the_scale_are_refused(name: str, source: str, step: float) -> None:
+    like, rng = SOURCES[source]((3,), 16)
+    DRAWS[name](like, 1.0, 2.0**-10, rng)
+    with pytest.raises(ValueError, match=r"step=.*must be a power of two, at most 1/1024 of the noise scale 1"):
+        DRAWS[name](like, 1.0, step, rng)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("like", [torch.zeros(3), np.zeros(3)], ids=["torch", "numpy"])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("rng", [None, 5, np.random, np.random.RandomState(1)], ids=["None", "5", "module", "legacy"])
+def test_what_is_no_generator_is_refused(name: str, like: Any, scale: float, rng: Any) -> None:
+    """None above all: torch would draw from its global generator, which anybody may seed."""
+    with pytest.raises(ValueError, match=r"rng=.*must be a numpy\.random\.Generator"):
+        DRAWS[name](like, scale, 2.0**-10, rng)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_torch_itself_is_no_generator(name: str) -> None:
+    """It can be seeded like one."""
+    with pytest.raises((ValueError, TypeError)):
+        DRAWS[name](torch.zeros(3), 1.0, 2.0**-10, torch)
+
+
+def test_laplace_noise_from_torchs_generator_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rng=.*must be a numpy\.random\.Generator"):
+        laplace(torch.zeros(3), 1.0, 2.0**-10, torch.Generator())  # type: ignore[arg-type]
+
+
+# The source of randomness
+
+
+def test_generators_without_a_seed_differ_every_time_and_with_one_repeat() -> None:
+    draws = [noise_generator().standard_normal(4).tolist() for _ in range(50)]
+    assert len({tuple(draw) for draw in draws}) == 50
+    assert noise_generator(5).standard_normal() == noise_generator(5).standard_normal()
+    # States that differ in the low or high words alone would be a smaller seed.
+    states = [noise_generator().bit_generator.state["state"]["state"] for _ in range(50)]
+    assert len({state >> 64 for state in states}) == len({state % 2**64 for state in states}) == 50
+
+
+def test_without_a_seed_every_call_takes_256_new_bits_and_the_purpose_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    true = secrets.randbits
+
+    def counted(bits: int) -> int:
+        asked.append(bits)
+        return true(bits)
+
+    monkeypatch.setattr(secrets, "randbits", counted)
+    draws = {noise_generator(None, "server", 1).standard_normal() for _ in range(20)}
+    assert asked == [256] * 20
+    assert len(draws) == 20
+
+
+def test_every_one_of_the_256_bits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entropies = iter([0, *(1 << bit for bit in range(256))])
+    monkeypatch.setattr(secrets, "randbits", lambda bits: next(entropies))
+    draws = {noise_generator().standard_normal() for _ in range(257)}
+    assert len(draws) == 257
+
+
+def test_with_a_seed_numbers_follow_from_the_seed_and_every_part_of_the_purpose() -> None:
+    purposes: list[tuple[Any, ...]] = [
+        (),
+        (1,),
+        ("1",),
+        (2,),
+        (1, "a"),
+        (1, "b"),
+        (2, "a"),
+        ("a", 1),
+        ("server", 1),
+        ("server", "1"),
+        ("a", "b"),
+        ("ab",),
+        ("a, b",),
+        ("a', 'b",),
+        (("a", "b"),),
+        (1, "a", 0),
+        (1, "a", 1),
+        (11, 1),
+        (1, 11),
+        ("",),
+        (None,),
+    ]
+    keys = [(seed, *purpose) for seed in (0, 1, 2**32, 2**64, 2**64 + 1) for purpose in purposes]
+    draws = [tuple(noise_generator(*key).standard_normal(2).tolist()) for key in keys]
+    assert len(set(draws)) == len(keys)
+    assert draws == [tuple(noise_generator(*key).standard_normal(2).tolist()) for key in keys]
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "1", True, math.nan])
+def test_nonsense_seeds_are_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match="noise_seed="):
+        noise_generator(seed)
+
+
+@pytest.mark.parametrize("on", [None, np.zeros(3), torch.zeros(3)], ids=["nothing", "numpy", "torch"])
+def test_on_the_processor_numbers_are_numpys_and_the_same(on: Any) -> None:
+    """Torch's generator for the processor keeps 32 bits of a seed."""
+    rng = noise_generator(3, "x", on=on)
+    assert isinstance(rng, np.random.Generator)
+    assert rng.standard_normal() == noise_generator(3, "x").standard_normal()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**20])
+def test_noise_that_a_gpu_draws_has_the_law_of_the_lattice(scale: float) -> None:
+    like = torch.zeros(MANY, device="cuda")
+    rng = noise_generator(61, on=like)
+    assert rng.device.type == "cuda"
+    drawn = gaussian(like, scale, 1.0, rng)
+    assert drawn.device.type == "cuda"
+    assert drawn.dtype == torch.float64
+    k = drawn.cpu().numpy()
+    np.testing.assert_array_equal(k, np.rint(k))
+    width = int(scale) // 128
+    assert _cells_fit(k, "gaussian", scale, width=width)
+    assert not _cells_fit(k, "gaussian", 1.05 * scale, width=width)
+    assert not _cells_fit(k, "gaussian", 0.95 * scale, width=width)
+    for modulus in (2, 64):
+        assert _chi_square(np.bincount(k.astype(np.int64) % modulus, minlength=modulus), _residue_law("gaussian", scale, modulus))
+    again = gaussian(like, scale, 1.0, noise_generator(61, on=like))
+    assert torch.equal(again, drawn)
+    assert not torch.equal(
+        gaussian(like, scale, 1.0, noise_generator(on=like)), gaussian(like, scale, 1.0, noise_generator(on=like))
+    )
+
+
+def test_generators_ignore_the_global_seeds() -> None:
+    draws = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        draws.append(noise_generator().standard_normal())
+    assert draws[0] != draws[1]
+
+
+@each_kind
+def test_noise_does_not_touch_or_follow_the_global_generators(name: str, source: str) -> None:
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+    numpy_state, torch_state = np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+    like, rng = SOURCES[source]((20,), 17)
+    noise_generator()
+    noise = np.asarray(DRAWS[name](like, 1.0, 2.0**-10, rng))
+    np.testing.assert_equal(np.random.get_state(legacy=False), numpy_state)  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    torch.manual_seed(2)
+    np.random.seed(2)  # noqa: NPY002
+    again, rng = SOURCES[source]((20,), 17)
+    np.testing.assert_array_equal(np.asarray(DRAWS[name](again, 1.0, 2.0**-10, rng)), noise)
+
+
+# Shares
+
+
+@pytest.mark.parametrize("shares", [1, 7, 100])
+def test_shares_of_noise_sum_to_the_noise(shares: int) -> None:
+    share = gaussian_share(3.0, shares)
+    assert share == pytest.approx(3.0 / math.sqrt(shares), rel=1e-15)
+    rng = np.random.default_rng(18)
+    size = SIZE // 2
+    step = _step(share)
+    total = np.zeros(size)
+    for _ in range(shares):
+        total += gaussian(total, share, step, rng)
+    assert stats.kstest(total, stats.norm(0, 3.0).cdf).pvalue > FALSE_ALARM
+    # The variance's band, at that size, is a little narrower than 5 % of the scale. Rounding adds less than 1e-7 of it.
+    band = stats.norm.isf(FALSE_ALARM / 2) * math.sqrt(2 / size)
+    variance = 9.0 + shares * step**2 / 12
+    assert abs(total.var() / variance - 1) < band
+    assert abs((1.05 * total).var() / variance - 1) > band
+
+
+@pytest.mark.parametrize("shares", [0, -1, 1.5])
+def test_nonsense_numbers_of_shares_are_refused(shares: Any) -> None:
+    with pytest.raises(ValueError, match="num_shares="):
+        gaussian_share(1.0, shares)
