@@ -128,6 +128,18 @@ class TestBound:
         assert (np.diff(problem.bound(10, np.arange(1, 101), 3)) < 0).all()
         assert (np.diff(problem.bound(10, 10, np.arange(1, 1000))) < 0).all()
 
+    def test_the_budget_is_kept_to_the_last_bit(self):
+        """A budget of exactly M messages pays for M; the next float64 below it does not."""
+        rng = np.random.default_rng(0)
+        for _ in range(2000):
+            d, rounds, m, s = (int(rng.integers(1, top)) for top in (10**6, 10**4, 1000, 100))
+            one = PROBLEM | {"dimension": d, "num_clients": 1000, "quantization_levels": s}
+            needed = float(Problem.from_mapping(one).bits_used(rounds, m, s))
+            exact = Problem.from_mapping(one | {"bits_budget": needed})
+            assert exact.cohorts(rounds)[1].tolist() == [m]
+            below = Problem.from_mapping(one | {"bits_budget": np.nextafter(needed, 0)})
+            assert below.cohorts(rounds)[1].tolist() == ([m - 1] if m > 1 else [])
+
     def test_bits_of_a_message(self):
         # s = 1 is ternary: 7850 log2(3) + 32
         assert float(Problem.from_mapping(PROBLEM).message_bits(1)) == pytest.approx(7850 * 1.5849625 + 32, rel=1e-8)
