@@ -5,8 +5,7 @@ L2 term, whatever model the preset trains.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from apps.client_app import all_records
 from apps.settings import Settings
 from apps.tasks.models import make
 from flower_dp.clients.records import TensorRecords
-from flower_dp.planning.constants import Constants, estimate
-from flower_dp.planning.fedsgd_dpc_bound import METHOD as FEDSGD_DPC
+from flower_dp.planning.constants import estimate
 from flower_dp.planning.nbafl_bound import best_proximal
+from flower_dp.planning.planner import Data, Inputs
+from flower_dp.planning.registry import PLANNERS
 
 DEFAULT_L2 = 0.1
 # A pilot of more clients or records takes minutes, most of them for Newton's method on each client.
@@ -29,22 +29,15 @@ MOST_RECORDS = 6000
 Client = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pilot:
-    """Keys of a planning problem, and where they come from, in sentences."""
-
-    values: Mapping[str, object]
-    notes: tuple[str, ...]
-
-
 def pilot(
     method: str, run_config: Mapping[str, Any], *, given: Mapping[str, object] | None = None, l2: float | None = None
-) -> Pilot:
+) -> Inputs:
     """Estimate a planning problem from the data and the settings of a run-config.
 
     Data give the constants. Settings give what they say of the noise (epsilon, clip_norm, ...), if the run-config is of the
-    planned method; what the planner is to find stays free. Large tasks are thinned to `MOST_CLIENTS` clients and `MOST_RECORDS`
-    records, drawn from the run's seed; num_clients and num_records are always those of the run.
+    planned method and `_SETTINGS` reads its settings; what the planner is to find stays free. Large tasks are thinned to
+    `MOST_CLIENTS` clients and `MOST_RECORDS` records, drawn from the run's seed; num_clients and num_records are always
+    those of the run.
 
     NOT PRIVATE: the values are statistics of the clients' data, computed without noise.
 
@@ -78,34 +71,21 @@ def pilot(
     own = settings.method == method
     if not own:
         notes.append(f"the preset's method is {settings.method}: of its settings only those of the data were taken")
-    fill = _fedsgd_dpc if method == FEDSGD_DPC else _nbafl
-    sizes = [len(records) for records in dealt.values()]
-    values, more = fill(constants, settings, sizes, known, own=own)
-    return Pilot(values=values, notes=(*notes, *more))
+    sizes = tuple(len(records) for records in dealt.values())
+    data = Data(constants=constants, num_records=sizes, dimension=_dimension(settings))
+    chosen = _SETTINGS[method](settings, data, known) if own and method in _SETTINGS else Inputs(values={})
+    found = PLANNERS[method].from_data(data, {**chosen.values, **known})
+    return Inputs(values={**found.values, **chosen.values}, notes=(*notes, *found.notes, *chosen.notes))
 
 
-def _fedsgd_dpc(
-    constants: Constants, settings: Settings, sizes: list[int], given: Mapping[str, object], *, own: bool
-) -> tuple[dict[str, object], list[str]]:
-    mechanism = given.get("mechanism", settings.mechanism if own else None)
-    gaussian = mechanism == "gaussian"
-    values = constants.fedsgd_dpc(mechanism="gaussian" if gaussian else "laplace", optima="joint")
-    records: int | list[int] = sizes[0] if len(set(sizes)) == 1 else sizes
-    values |= {"num_clients": len(sizes), "num_records": records, "dimension": _dimension(settings)}
-    if gaussian and len(constants.gradient_variance) < len(sizes):
-        values["gradient_variance"] = max(constants.gradient_variance)
-    notes = ["heterogeneity and initial_distance are as the bound defines them, from the joint optimum"]
-    if not own:
-        if "clip_norm" not in given:
-            notes.append("clip_norm is the largest norm of a record's gradient in the pilot: usually far too much")
-        return values, notes
-    budgets = settings.budgets().values()
-    values |= {
+def _fedsgd_dpc(settings: Settings, data: Data, given: Mapping[str, object]) -> Inputs:
+    values: dict[str, object] = {
         "mechanism": settings.mechanism,
         "clip_norm": settings.clip_norm,
-        "epsilon": list(budgets) if settings.client_epsilons else settings.epsilon,
+        "epsilon": list(settings.budgets().values()) if settings.client_epsilons else settings.epsilon,
     }
-    if gaussian:
+    notes = []
+    if given.get("mechanism", settings.mechanism) == "gaussian":
         values["sampling_rate"] = settings.record_sampling_rate
         if settings.delta:
             values["delta"] = settings.delta
@@ -114,41 +94,31 @@ def _fedsgd_dpc(
         if not {"num_rounds", "max_rounds"} & given.keys():
             values["max_rounds"] = settings.num_rounds
             notes.append(f"max_rounds={settings.num_rounds} is the preset's num-rounds")
-    return values, notes
+    return Inputs(values=values, notes=tuple(notes))
 
 
-def _nbafl(
-    constants: Constants, settings: Settings, sizes: list[int], given: Mapping[str, object], *, own: bool
-) -> tuple[dict[str, object], list[str]]:
-    values = constants.nbafl() | {"num_clients": len(sizes), "min_records": min(sizes)}
-    notes = []
-    rounds = given.get("num_rounds", settings.num_rounds if own else None)
-    if own:
-        values |= {
-            "num_rounds": settings.num_rounds,
-            "cohort_size": settings.cohort_size if settings.sampling == "fixed-size" else len(sizes),
-            "epsilon": settings.epsilon,
-            "clip_norm": settings.clip_norm,
-        }
-        values |= {"delta": settings.delta} if settings.delta else {}
-        if isinstance(rounds, int):
-            values["uplink_exposures"] = min(settings.uplink_exposures or rounds, rounds)
-    if isinstance(rounds, int) and "max_rounds" not in given:
-        values["max_rounds"] = 10 * rounds
-        notes.append(f"max_rounds={10 * rounds} is ten times num_rounds")
-    if "proximal" not in given:
-        values["proximal"], said = _proximal(settings if own else None, {**values, **given})
-        notes.append(said)
-    return values, notes
+def _nbafl(settings: Settings, data: Data, given: Mapping[str, object]) -> Inputs:
+    values: dict[str, object] = {
+        "num_rounds": settings.num_rounds,
+        "cohort_size": settings.cohort_size if settings.sampling == "fixed-size" else len(data.num_records),
+        "epsilon": settings.epsilon,
+        "clip_norm": settings.clip_norm,
+    }
+    values |= {"delta": settings.delta} if settings.delta else {}
+    rounds = given.get("num_rounds", settings.num_rounds)
+    if isinstance(rounds, int):
+        values["uplink_exposures"] = min(settings.uplink_exposures or rounds, rounds)
+    if "proximal" in given:
+        return Inputs(values=values)
+    known: dict[str, Any] = {**data.constants.nbafl(), **given}
+    least = best_proximal(smoothness=known["smoothness"], dissimilarity=known["dissimilarity"]) / 2
+    if settings.proximal > least:
+        return Inputs(values=values | {"proximal": settings.proximal}, notes=(f"proximal={settings.proximal:g} is the preset's",))
+    return Inputs(values=values, notes=(f"at the preset's proximal={settings.proximal:g} the bound says nothing",))
 
 
-def _proximal(settings: Settings | None, values: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the preset's coefficient if the bound says anything there, else the one of the best bound."""
-    best = best_proximal(smoothness=values["smoothness"], dissimilarity=values["dissimilarity"])
-    if settings is not None and settings.proximal > best / 2:
-        return settings.proximal, f"proximal={settings.proximal:g} is the preset's"
-    why = f": at the preset's {settings.proximal:g} the bound says nothing" if settings is not None else ""
-    return best, f"proximal={best:g} is what the bound likes best{why}; the bound needs more than {best / 2:g}"
+# What a preset's settings say of its own method's problem.
+_SETTINGS: Mapping[str, Callable[[Settings, Data, Mapping[str, object]], Inputs]] = {"fedsgd-dpc": _fedsgd_dpc, "nbafl": _nbafl}
 
 
 def _coefficient(settings: Settings) -> tuple[float, str]:

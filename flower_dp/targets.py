@@ -13,11 +13,16 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class App:
-    """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key."""
+    """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
+
+    `pilot` is what the app's pyproject.toml names under [tool.flower-dp], as "module:function": what `flower-dp plan
+    --estimate-from` calls for the keys of a planning problem. Empty where the app has none.
+    """
 
     folder: Path
     name: str
     defaults: Mapping[str, Value]
+    pilot: str = ""
 
     def presets(self) -> dict[str, Path]:
         """Return the app's presets by name."""
@@ -92,7 +97,8 @@ def read_app(folder: Path) -> App | None:
     if not isinstance(app, dict):
         return None
     name = str(content.get("project", {}).get("name", folder.resolve().name))
-    return App(folder=folder.resolve(), name=name, defaults=flatten(app.get("config", {})))
+    pilot = str(content.get("tool", {}).get("flower-dp", {}).get("pilot", ""))
+    return App(folder=folder.resolve(), name=name, defaults=flatten(app.get("config", {})), pilot=pilot)
 
 
 def description(preset: Path) -> str:

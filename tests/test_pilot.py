@@ -110,6 +110,22 @@ def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     assert {"epsilon", "clip_norm", "delta", "num_rounds", "max_rounds"}.isdisjoint(pilot("nbafl", config(SMALL)).values)
 
 
+def test_methods_without_presets_get_what_the_data_say(by_hand):
+    """gradient_variance of DP-PASGD follows from a batch_size, which is a choice; so are budgets and step sizes."""
+    found = pilot("dp-pasgd", config(SMALL), given={"batch_size": 5})
+    assert {"epsilon", "delta", "learning_rate", "cost_per_step", "batch_size"}.isdisjoint(found.values)
+    variance = max(by_hand.gradient_variance) / 5 + by_hand.gradient_distance**2
+    expected = {"num_clients": 4, "dimension": 7840, "strong_convexity": 0.1, "smoothness": by_hand.smoothness}
+    same(
+        dict(found.values),
+        expected | {"initial_gap": by_hand.initial_gap, "gradient_variance": variance, "clip_norm": by_hand.l2_norm},
+    )
+    found = pilot("dp-fedpaq", config(SMALL))
+    assert {"epsilon", "delta", "bits_budget", "num_iterations", "batch_size"}.isdisjoint(found.values)
+    assert found.values["heterogeneity"] == pytest.approx(by_hand.gradient_dissimilarity, rel=1e-4)
+    assert found.values["num_records"] == 25
+
+
 # what is given already
 
 
@@ -205,6 +221,45 @@ def test_plan_from_a_preset_in_words(call):
     assert "\n  min_records       25\n" in out
 
 
+@pytest.fixture
+def own_app(tmp_path):
+    """An app of its own, with a pilot that its pyproject.toml names."""
+
+    def made(named):
+        (tmp_path / "pyproject.toml").write_text(
+            f'[project]\nname = "own"\n[tool.flwr.app.config]\nclients = 4\n[tool.flower-dp]\npilot = "{named}"\n'
+        )
+        (tmp_path / "own_pilot.py").write_text(
+            "from flower_dp.planning.planner import Inputs\n"
+            "def constants(method, run_config, *, given, l2):\n"
+            "    values = {'num_clients': run_config['clients'], 'initial_gap': l2, 'epsilon': 99.0}\n"
+            "    return Inputs(values=values, notes=(f'a pilot for {method}, which knew {sorted(given)}',))\n"
+        )
+        (tmp_path / "p.toml").write_text(
+            "cost_per_aggregation = 10\ncost_per_step = 1\nmax_cost = 100\nepsilon = 4\ndelta = 1e-4\nlearning_rate = 0.1\n"
+            "strong_convexity = 0.1\nsmoothness = 1\ngradient_variance = 0.1\ndimension = 10\nbatch_size = 100\nclip_norm = 1\n"
+        )
+        return ["plan", "dp-pasgd", "--estimate-from", str(tmp_path), "--problem", str(tmp_path / "p.toml"), "--l2", "0.5"]
+
+    return made
+
+
+def test_an_app_of_its_own_can_have_a_pilot(call, own_app):
+    status, out, err = call(*own_app("own_pilot:constants"), "--set", "clients=5", "--json")
+    assert (status, err) == (0, "")
+    got = json.loads(out)
+    assert got["inputs"] == {"num_clients": 5, "initial_gap": 0.5}  # the file's epsilon won
+    assert got["notes"][0].startswith("a pilot for dp-pasgd, which knew ['batch_size', 'clip_norm', 'cost_per_aggregation'")
+    assert got["epsilon"] <= 4
+
+
+@pytest.mark.parametrize("named", ["no_such_module:pilot", "own_pilot:no_such_function", "own_pilot"])
+def test_a_pilot_that_is_not_there(call, own_app, named):
+    status, out, err = call(*own_app(named))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"--estimate-from: {named}: " in err
+
+
 PRESET = ["--estimate-from", "mnist-dp-fedavg"]
 
 
@@ -212,7 +267,7 @@ PRESET = ["--estimate-from", "mnist-dp-fedavg"]
     ("arguments", "named"),
     [
         (["--estimate-from", "mnist-dp-fedaverage"], "mnist-dp-fedaverage: is neither a folder of a Flower app nor a preset"),
-        (["--estimate-from", "tests/apps/tiny"], "--estimate-from=tests/apps/tiny: is an app of its own"),
+        (["--estimate-from", "tests/apps/tiny"], "--estimate-from=tests/apps/tiny: is an app without a pilot"),
         ([*PRESET, "--l2", "0"], "--l2=0.0: must be"),
         ([*PRESET, "--l2", "nan"], "--l2=nan: must be"),
         ([*PRESET, "--set", "num-client=3"], "num-client: unknown setting"),

@@ -15,6 +15,7 @@ from flower_dp.planning import ProblemError, fedsgd_dpc, nbafl, read_problem
 from flower_dp.planning.command import run
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
 from flower_dp.planning.plot import figure
+from flower_dp.planning.registry import PLANNERS
 
 LAPLACE: dict[str, Any] = {
     "mechanism": "laplace",
@@ -47,6 +48,38 @@ NBAFL_BOUND: dict[str, Any] = NBAFL | {
     "dissimilarity": 1.0,
     "initial_gap": 2.3,
     "max_rounds": 200,
+}
+PASGD: dict[str, Any] = {
+    "cost_per_aggregation": 100.0,
+    "cost_per_step": 1.0,
+    "max_cost": 1000.0,
+    "epsilon": 4.0,
+    "delta": 1e-4,
+    "learning_rate": 0.05,
+    "strong_convexity": 0.1,
+    "smoothness": 1.0,
+    "initial_gap": 0.69,
+    "gradient_variance": 0.01,
+    "dimension": 100,
+    "batch_size": 256,
+    "clip_norm": 1.0,
+    "num_clients": 16,
+}
+FEDPAQ: dict[str, Any] = {
+    "bits_budget": 30_000_000,
+    "num_iterations": 1000,
+    "dimension": 7850,
+    "num_clients": 100,
+    "batch_size": 12,
+    "num_records": 600,
+    "epsilon": 10.0,
+    "delta": 1e-4,
+    "strong_convexity": 0.5,
+    "smoothness": 5.0,
+    "gradient_bound": 1.0,
+    "gradient_variance": 1.0,
+    "heterogeneity": 0.5,
+    "initial_distance": 30.0,
 }
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -89,6 +122,37 @@ class TestJson:
         assert (status, err) == (0, "")
         assert {"uplink_noise_std", "downlink_noise_std", "best_num_rounds", "best_cohort_size"} <= content.keys()
         assert all(point["reason"] for point in content["infeasible"])
+
+    def test_dp_pasgd(self, call):
+        status, out, err = call("dp-pasgd", PASGD, as_json=True)
+        content = no_nan(out)
+        assert (status, err) == (0, "")
+        keys = ["num_steps", "steps_per_round", "num_rounds", "noise_std", "bound", "cost", "epsilon", "epsilon_tight"]
+        assert content.keys() >= set(keys)
+        assert isinstance(content["noise_std"], float)
+        status, out, _ = call("dp-pasgd", PASGD | {"batch_size": [256] * 16}, as_json=True)
+        assert no_nan(out)["noise_std"] == [content["noise_std"]] * 16
+
+    def test_dp_fedpaq(self, call):
+        status, out, err = call("dp-fedpaq", FEDPAQ, as_json=True)
+        content = no_nan(out)
+        assert (status, err) == (0, "")
+        keys = ["num_local_steps", "cohort_size", "quantization_levels", "num_rounds", "bits_used", "bound"]
+        assert content.keys() >= set(keys)
+        assert sum(content["bound_parts"].values()) == pytest.approx(content["bound"])
+
+    def test_too_few_bits_are_status_2_with_how_many_it_takes(self, call):
+        status, out, err = call("dp-fedpaq", FEDPAQ | {"bits_budget": 1000}, as_json=True)
+        content = no_nan(out)
+        assert status == 2
+        assert content["num_rounds"] is content["bound"] is None
+        # 20 rounds of 50 steps, one client, s = 1: 20 (7850 log2(3) + 32) = 249479.1
+        assert content["smallest_bits_budget"] == 249480
+        assert err == "bits_budget=1000: nothing is feasible; the smallest feasible bits_budget is 249480\n"
+        assert call("dp-fedpaq", FEDPAQ | {"bits_budget": 249480})[0] == 0
+        status, out, _ = call("dp-fedpaq", FEDPAQ | {"bits_budget": 1000})
+        assert status == 2
+        assert "smallest_bits_budget  249480" in out
 
     def test_nothing_feasible_is_status_2_with_the_reasons(self, call):
         status, out, err = call("nbafl", NBAFL_BOUND | {"proximal": 1.0}, as_json=True)
@@ -153,6 +217,9 @@ class TestRefusals:
             ("nbafl", NBAFL | {"cohort_size": 51}, "cohort_size=51: must be a whole number >= 1 and <= 50"),
             ("nbafl", {}, "num_clients: missing"),
             ("fedsgd", LAPLACE, "method='fedsgd': has no planner; did you mean fedsgd-dpc?"),
+            ("dp-pasgd", PASGD | {"max_cost": 100}, "max_cost=100.0: must pay for one round of one step"),
+            ("dp-pasgd", PASGD | {"max_costs": 1}, "max_costs: unknown key for dp-pasgd; did you mean max_cost?"),
+            ("dp-fedpaq", FEDPAQ | {"batch_size": 601}, "batch_size=601: must be a whole number >= 1 and <= 600"),
             ("fedsgd-dpc", "num_clients = ", "is not a TOML file"),
             ("fedsgd-dpc", 'mechanism = "laplace"\nmechanism = "gaussian"\n', "is not a TOML file"),
         ],
@@ -197,7 +264,14 @@ class TestEstimates:
 
 class TestPlot:
     @pytest.mark.parametrize(
-        ("method", "problem"), [("fedsgd-dpc", LAPLACE), ("nbafl", NBAFL_BOUND), ("nbafl", NBAFL_BOUND | {"proximal": 1.0})]
+        ("method", "problem"),
+        [
+            ("fedsgd-dpc", LAPLACE),
+            ("nbafl", NBAFL_BOUND),
+            ("nbafl", NBAFL_BOUND | {"proximal": 1.0}),
+            ("dp-pasgd", PASGD),
+            ("dp-fedpaq", FEDPAQ),
+        ],
     )
     def test_writes_a_png(self, call, tmp_path, method, problem):
         path = tmp_path / "bound.png"
@@ -232,6 +306,11 @@ class TestPlot:
         assert (status, "can't be written" in err) == (2, True)
 
 
+def test_a_planner_is_named_like_its_method():
+    for method, planner in PLANNERS.items():
+        assert planner.__name__ == f"flower_dp.planning.{method.replace('-', '_')}"
+
+
 def test_planning_needs_neither_flwr_nor_torch_nor_matplotlib():
     code = (
         "import sys, flower_dp.planning.command, flower_dp.planning.constants;"
@@ -246,6 +325,6 @@ def test_the_examples_in_the_docs_are_real(call):
     text = (Path(__file__).resolve().parents[1] / "docs" / "planning.md").read_text()
     problems = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     answers = re.findall(r"```\n\$ flower-dp plan (\S+) [^\n]*\n(.*?)```", text, re.DOTALL)
-    assert [method for method, _ in answers] == ["fedsgd-dpc", "nbafl"]
+    assert [method for method, _ in answers] == list(PLANNERS)
     for problem, (method, answer) in zip(problems, answers, strict=True):
         assert call(method, problem) == (0, answer, "")

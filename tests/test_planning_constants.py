@@ -183,6 +183,20 @@ class TestGradients:
         assert constants.l2_norm == pytest.approx(math.sqrt(squares.max()), rel=1e-5)
         assert constants.lipschitz == pytest.approx(np.linalg.norm(gradients.mean(axis=0)), rel=1e-5)
 
+    def test_distances_of_gradients_along_the_pilot(self):
+        clients = three_clients()
+        constants = estimate(clients, l2=L2, num_classes=CLASSES)
+        best, _ = optimum(pooled(clients))
+        squares = []
+        for theta in (np.zeros((CLASSES, 4)), best):  # the pilot's ends: at the start they are largest
+            gradients = np.asarray([gradient(theta, client) for client in clients])
+            squares.append([float(np.sum((one - gradients.mean(axis=0)) ** 2)) for one in gradients])
+        assert constants.gradient_dissimilarity == pytest.approx(max(math.sqrt(np.mean(row)) for row in squares), rel=1e-6)
+        assert constants.gradient_distance == pytest.approx(max(math.sqrt(max(row)) for row in squares), rel=1e-6)
+        same = estimate([clients[0]] * 3, l2=L2, num_classes=CLASSES)
+        assert same.gradient_dissimilarity == pytest.approx(0, abs=1e-12)
+        assert same.gradient_distance == pytest.approx(0, abs=1e-12)
+
     def test_dissimilarity_by_hand(self):
         clients = three_clients()
         constants = estimate(clients, l2=L2, num_classes=CLASSES)

@@ -14,11 +14,12 @@ import typer
 from flower_dp.commands.endings import complain
 
 if TYPE_CHECKING:
+    from flower_dp.planning.planner import Inputs
     from flower_dp.targets import Target
 
 
 def plan(
-    method: Annotated[str, typer.Argument(help="fedsgd-dpc or nbafl.", show_default=False)],
+    method: Annotated[str, typer.Argument(help="A method that has a planner; see docs/planning.md.", show_default=False)],
     *,
     problem: Annotated[
         str | None, typer.Option(metavar="FILE.toml", help="The problem's keys; see docs/planning.md.", show_default=False)
@@ -47,11 +48,11 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")] = False,
 ) -> None:
-    """Find the best rounds and cohort size under the convergence bound of a method's paper.
+    """Find the best configuration under the convergence bound of a method's paper.
 
     Exit status: 0, or 2 with a line that names the key which is missing, unknown or impossible.
     """
-    from flower_dp.planning import command  # noqa: PLC0415
+    from flower_dp.planning import command, registry  # noqa: PLC0415
 
     estimates, origin = None, None
     try:
@@ -59,7 +60,7 @@ def plan(
             for name, value in (("--set", setting and setting[0]), ("--l2", l2)):
                 if value is not None:
                     raise ValueError(f"{name}={value}: belongs to --estimate-from")
-        elif method in command.METHODS:  # of any other the planner tells which there are
+        elif method in registry.PLANNERS:  # of any other the planner tells which there are
             estimates, origin = _estimates(method, problem, estimate_from, setting or [], l2)
     except (ValueError, OSError) as error:
         complain(" ".join(str(error).split()), 2)
@@ -87,27 +88,31 @@ def _estimates(
         checks.number("--l2", l2, above=0)
     given = read_problem(problem) if problem is not None else {}
     target = targets.resolve(preset, settings)
-    if target.app.name != "flower-dp":
-        raise ValueError(f"--estimate-from={preset}: is an app of its own; must be a preset of flower-dp")
+    if not target.app.pilot:
+        raise ValueError(
+            f"--estimate-from={preset}: is an app without a pilot; its pyproject.toml names none under [tool.flower-dp]"
+        )
     found = _pilot(target, method, given, l2)
     taken = {key: value for key, value in found.values.items() if key not in given}
     return taken, {"inputs_from": target.name, "inputs": taken, "notes": list(found.notes)}
 
 
-def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float | None) -> Any:
+def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float | None) -> "Inputs":
+    """Call the pilot that the app's pyproject.toml names: a plug-in, of which this package knows the signature alone."""
+    module, _, name = target.app.pilot.partition(":")
     with _importable(target.app.folder):
         try:
-            module = importlib.import_module("apps.pilot")
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"--estimate-from: {error}; it needs a whole checkout, and what pip install 'flower-dp[app]' brings"
-            ) from None
-        return module.pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
+            pilot = getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError, ValueError) as error:
+            needed = "it needs a whole checkout, and what pip install 'flower-dp[app]' brings"
+            raise ValueError(f"--estimate-from: {target.app.pilot}: {error}; {needed}") from None
+        found: Inputs = pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
+        return found
 
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let the checkout's `apps` be imported: it is no part of an installed flower-dp."""
+    """Let an app's modules be imported from its folder."""
     sys.path.insert(0, str(folder))
     try:
         yield

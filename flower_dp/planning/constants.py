@@ -33,9 +33,10 @@ _WORST = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The constants of both papers. NOT PRIVATE: statistics of the clients' data, unless these are public.
+    """The constants of the papers. NOT PRIVATE: statistics of the clients' data, unless these are public.
 
-    Definitions "Z" are of Zhou et al. (FedSGD-DPC), "W" of Wei et al. (NbAFL).
+    Definitions "Z" are of Zhou et al. (FedSGD-DPC), "W" of Wei et al. (NbAFL), "H" of Hu et al. (DP-PASGD), "M" of Mohammadi et
+    al. (DP-FedPAQ).
     """
 
     num_clients: int
@@ -81,7 +82,12 @@ class Constants:
     to stay away from zero: toward the optimum B has no bound, so this is the claim at the start and no more; it is infinite
     where the clients' gradients cancel there."""
     initial_gap: float
-    """W Theta, Assumption 1.3: F(theta_0) - F*."""
+    """W Theta, Assumption 1.3; H alpha: F(theta_0) - F*."""
+    gradient_dissimilarity: float
+    """M lambda, Assumption 5, (1/N) sum_i ||grad F_i - grad f||^2 <= lambda^2 for f = (1/N) sum_i F_i: the largest root along
+    the pilot."""
+    gradient_distance: float
+    """The largest distance ||grad F_i - grad f|| of a client along the pilot: a part of H xi^2, Assumption 4."""
     warning: str = NOT_PRIVATE
 
     def fedsgd_dpc(
@@ -155,6 +161,7 @@ def estimate(clients: Sequence[tuple[ArrayLike, ArrayLike]], *, l2: float, num_c
     # [points of the pilot, clients, statistics]
     norms = np.asarray([[_gradient_statistics(part, theta) for part in parts] for theta in pilot])
     mean_square, largest_l2, largest_l1, of_mean = np.moveaxis(norms, -1, 0)
+    distances = np.asarray([_squared_distances(parts, theta) for theta in pilot])
     return Constants(
         num_clients=len(parts),
         num_records=tuple(len(part.features) for part in parts),
@@ -175,6 +182,8 @@ def estimate(clients: Sequence[tuple[ArrayLike, ArrayLike]], *, l2: float, num_c
         pl_constant=l2,
         dissimilarity=_dissimilarity(float(shares @ of_mean[0]), joint, start),
         initial_gap=max(joint.loss(start) - joint_loss, 0.0),
+        gradient_dissimilarity=float(np.sqrt(distances.mean(axis=1).max())),
+        gradient_distance=float(np.sqrt(distances.max())),
     )
 
 
@@ -270,6 +279,12 @@ def _gradient_statistics(part: _Part, theta: Floats) -> tuple[float, float, floa
     sums = np.sum(np.abs(part.features), axis=1) * np.sum(np.abs(residuals), axis=1) + part.l2 * np.sum(np.abs(theta))
     mean = np.sum(part.gradient(theta) ** 2)
     return float(squares.mean()), float(np.sqrt(squares.max())), float(sums.max()), float(mean)
+
+
+def _squared_distances(parts: Sequence[_Part], theta: Floats) -> Floats:
+    """Return each client's squared distance of its gradient from the mean of the clients' gradients, all counted alike."""
+    gradients = np.asarray([part.gradient(theta).ravel() for part in parts])
+    return np.asarray(np.sum((gradients - gradients.mean(axis=0)) ** 2, axis=1))
 
 
 def _gradient_scale(part: _Part, theta: Floats) -> float:

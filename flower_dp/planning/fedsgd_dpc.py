@@ -9,23 +9,19 @@ reply, round robin, so a client replies bT/N times and its noise is calibrated t
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from flower_dp import checks
 from flower_dp.planning.fedsgd_dpc_bound import LONGEST, METHOD, GaussianBound, LaplaceBound, Problem
+from flower_dp.planning.fedsgd_dpc_plan import Candidate, Plan, num_replies
+from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.problem import Floats, ProblemError, finite
 
+__all__ = ["METHOD", "Candidate", "Plan", "from_data", "gaussian_noise_variance", "laplace_scale", "num_replies", "plan"]
+
 _ANYWHERE = "whole numbers"
-
-
-def num_replies(num_clients: int, cohort_size: int, num_rounds: int) -> int:
-    """Return the most replies that round robin asks of one client: ceil(b T / N)."""
-    checks.integer("num_clients", num_clients, at_least=1)
-    checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
-    checks.integer("num_rounds", num_rounds, at_least=0)
-    return -(-cohort_size * num_rounds // num_clients)
 
 
 def laplace_scale(clip_norm: float, num_records: int, epsilon: float, num_replies: int) -> float:
@@ -61,64 +57,6 @@ def gaussian_noise_variance(
     return std_of_one * std_of_one * _count(num_replies) * log_delta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A point of whole numbers that was compared, and the continuous point that it rounds, if any."""
-
-    name: str
-    cohort_size: int
-    num_rounds: int
-    bound: float
-    continuous_cohort_size: float | None = None
-    continuous_num_rounds: float | None = None
-    continuous_bound: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The best point of whole numbers under the bound, what it was compared with, and why it won.
-
-    `num_rounds` and `cohort_size` are not the rounded continuous optimum but the whole numbers of least bound. The
-    candidates carry the continuous values too, for whoever rounds as the paper does (its Table I rounds b* up).
-    """
-
-    problem: Problem
-    best: Candidate
-    candidates: tuple[Candidate, ...]
-    reasons: tuple[str, ...]
-
-    @property
-    def feasible(self) -> bool:
-        """A FedSGD-DPC problem always has an optimum."""
-        return True
-
-    def continuous_optimum(self) -> dict[str, float] | None:
-        """Return the least of the candidates' continuous points, or None where nothing was rounded."""
-        points = [
-            {"cohort_size": point.continuous_cohort_size, "num_rounds": point.continuous_num_rounds, "bound": bound}
-            for point in self.candidates
-            if (bound := point.continuous_bound) is not None
-            and point.continuous_cohort_size is not None
-            and point.continuous_num_rounds is not None
-        ]
-        return min(points, key=lambda point: point["bound"]) if points else None
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the answer as plain values that JSON can hold."""
-        return {
-            "method": METHOD,
-            "mechanism": self.problem.mechanism,
-            "num_rounds": self.best.num_rounds,
-            "cohort_size": self.best.cohort_size,
-            "bound": self.best.bound,
-            "continuous_optimum": self.continuous_optimum(),
-            "num_replies": num_replies(self.problem.num_clients, self.best.cohort_size, self.best.num_rounds),
-            "bound_parts": self.problem.parts(self.best.num_rounds, self.best.cohort_size),
-            "candidates": [asdict(candidate) for candidate in self.candidates],
-            "reasons": list(self.reasons),
-        }
-
-
 def plan(values: Mapping[str, object]) -> Plan:
     """Return the best number of rounds and cohort size for a problem (a mapping with keys of `fedsgd_dpc_bound.KEYS`).
 
@@ -151,6 +89,24 @@ def plan(values: Mapping[str, object]) -> Plan:
         candidates=tuple(candidates),
         reasons=tuple(_reasons(problem, bound, best, candidates)),
     )
+
+
+def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
+    """Return what the clients' data say; of the Laplace mechanism, unless `given` says Gaussian."""
+    gaussian = given.get("mechanism") == "gaussian"
+    values = data.constants.fedsgd_dpc(mechanism="gaussian" if gaussian else "laplace", optima="joint")
+    sizes = data.num_records
+    values |= {
+        "num_clients": len(sizes),
+        "num_records": sizes[0] if len(set(sizes)) == 1 else list(sizes),
+        "dimension": data.dimension,
+    }
+    if gaussian and len(data.constants.gradient_variance) < len(sizes):
+        values["gradient_variance"] = max(data.constants.gradient_variance)
+    notes = ["heterogeneity and initial_distance are as the bound defines them, from the joint optimum"]
+    if "clip_norm" not in given:
+        notes.append("clip_norm is the largest norm of a record's gradient in the pilot: usually far too much")
+    return Inputs(values=values, notes=tuple(notes))
 
 
 def _candidate(bound: LaplaceBound | GaussianBound, name: str, cohort_size: int, num_rounds: int) -> Candidate:

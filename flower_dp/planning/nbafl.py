@@ -9,7 +9,8 @@ broadcasts. These are the paper's formulas, not proofs: from clipped weights alo
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,18 @@ from flower_dp.planning.nbafl_bound import (
     METHOD,
     Bounds,
     Problem,
+    best_proximal,
     gaussian_c,
     log_argument,
     read_bounds,
     read_problem,
     sampled_log,
 )
+from flower_dp.planning.nbafl_plan import Plan, Point
+from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
+
+__all__ = ["METHOD", "Plan", "Point", "downlink_noise_std", "from_data", "plan", "uplink_noise_std"]
 
 
 def uplink_noise_std(*, uplink_exposures: int, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
@@ -83,63 +89,6 @@ def downlink_noise_std(
     return unit / cohort_size * math.sqrt(max(excess, 0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """The bound at one (K, T), or why there is none; `last_cohort_size` ends a run of cohort sizes without a bound."""
-
-    name: str
-    cohort_size: int
-    num_rounds: int
-    bound: float | None
-    reason: str | None = None
-    last_cohort_size: int | None = None
-
-    @property
-    def feasible(self) -> bool:
-        """Tell whether the bound says anything here."""
-        return self.bound is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The noise and, if the bound's constants are given, the best T for all clients and the best K for the given T."""
-
-    problem: Problem
-    uplink_noise_std: float
-    downlink_noise_std: float
-    bounds: Bounds | None
-    best_num_rounds: Point | None
-    best_cohort_size: Point | None
-    candidates: tuple[Point, ...]
-    reasons: tuple[str, ...]
-
-    @property
-    def feasible(self) -> bool:
-        """Tell whether there is an answer: always for the noise alone, else if either bound says anything anywhere."""
-        return self.bounds is None or any(
-            point is not None and point.feasible for point in (self.best_num_rounds, self.best_cohort_size)
-        )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the answer as plain values that JSON can hold; what is infeasible has the bound null and a reason."""
-        answer: dict[str, object] = {
-            "method": METHOD,
-            "uplink_noise_std": self.uplink_noise_std,
-            "downlink_noise_std": self.downlink_noise_std,
-        }
-        if self.best_num_rounds is not None and self.best_cohort_size is not None:
-            rounds, cohort = self.best_num_rounds, self.best_cohort_size
-            answer |= {
-                "best_num_rounds": rounds.num_rounds if rounds.feasible else None,
-                "best_num_rounds_bound": rounds.bound,
-                "best_cohort_size": cohort.cohort_size if cohort.feasible else None,
-                "best_cohort_size_bound": cohort.bound,
-                "candidates": [asdict(point) for point in self.candidates if point.feasible],
-                "infeasible": [asdict(point) for point in self.candidates if not point.feasible],
-            }
-        return answer | {"reasons": list(self.reasons)}
-
-
 def plan(values: Mapping[str, object]) -> Plan:
     """Return a problem's noise, and the optima of the bounds if the problem gives their constants; its keys are KEYS.
 
@@ -178,6 +127,23 @@ def plan(values: Mapping[str, object]) -> Plan:
         candidates=candidates,
         reasons=tuple(_reasons(problem, bounds, candidates)),
     )
+
+
+def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
+    """Return what the clients' data say, and a proximal coefficient if `given` has none."""
+    sizes = data.num_records
+    values = data.constants.nbafl() | {"num_clients": len(sizes), "min_records": min(sizes)}
+    notes = []
+    rounds = given.get("num_rounds")
+    if isinstance(rounds, int) and "max_rounds" not in given:
+        values["max_rounds"] = 10 * rounds
+        notes.append(f"max_rounds={10 * rounds} is ten times num_rounds")
+    if "proximal" not in given:
+        known: dict[str, Any] = {**values, **given}
+        best = best_proximal(smoothness=known["smoothness"], dissimilarity=known["dissimilarity"])
+        values["proximal"] = best
+        notes.append(f"proximal={best:g} is what the bound likes best; the bound needs more than {best / 2:g}")
+    return Inputs(values=values, notes=tuple(notes))
 
 
 def _candidates(bounds: Bounds, problem: Problem) -> tuple[Point, ...]:
