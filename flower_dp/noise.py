@@ -32,6 +32,8 @@ _MOST_STEPS = 2**16
 _FINE_STEPS = 2**12
 # Digits of a geometric draw are drawn from one uniform number each.
 _DIGIT_BITS = 12
+# Smaller steps have inverses near the end of a double's range.
+_SMALLEST = 2.0**-900
 # Exact integers of a double; sums of lattice values must stay below.
 LARGEST_EXACT = 2.0**53
 # Beyond this range float32 can't hold the multiples of a step, or can't be divided by it.
@@ -55,20 +57,21 @@ def lattice_step(scale: float, *, clip_norm: float, dimension: int, norm: str = 
     """
     checks.number("noise_scale", scale, at_least=0)
     checks.number("clip_norm", clip_norm, above=0)
+    checks.integer("dimension", dimension, at_least=0)
     if scale == 0:
         return 0.0
     spread = dimension if checks.one_of("norm", norm, ("l2", "l1")) == "l1" else math.sqrt(max(dimension, 1))
     largest = min(scale / _STEPS_A_SCALE, clip_norm / (_STEPS_AN_ENTRY * max(spread, 1)))
     step = math.ldexp(1.0, math.frexp(largest)[1] - 1)
-    if step == 0 or clip_norm / step >= 2.0**48:
+    if not largest > _SMALLEST or clip_norm / step >= 2.0**48:
         raise ValueError(f"noise_scale={scale:g}: is too small for clip_norm={clip_norm:g}; use more noise, or 0 for none")
     return step
 
 
 def toward_zero(values: Array, step: float) -> Array:
-    """Return values rounded toward zero to multiples of a step; of the same dtype, or float64 where float32 can't hold them.
+    """Return clipped values rounded toward zero to multiples of a step; float64 where float32 can't hold these.
 
-    No entry grows, so no norm does. A step of 0 changes nothing.
+    No entry grows, so no norm does. A step of 0 changes nothing. The step is one that `lattice_step` gives for their clip norm.
     """
     if step == 0:
         return values
@@ -168,7 +171,8 @@ def noise_generator(seed: int | None = None, *purpose: object, on: Array | None 
         generator.manual_seed(entropy % 2**64 - 2**63)
         return generator
     # torch's own generator for the processor keeps 32 bits of a seed, which can be guessed.
-    return np.random.Generator(np.random.PCG64DXSM(entropy))
+    # The default pool of a SeedSequence keeps 128 bits.
+    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(entropy, pool_size=8)))
 
 
 def gaussian_share(noise_std: float, num_shares: int) -> float:
