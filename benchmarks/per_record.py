@@ -17,6 +17,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from apps.tasks.models import make  # noqa: E402
-from flower_dp.clients.per_record import record_gradients  # noqa: E402
-from flower_dp.clients.training import FlatModel  # noqa: E402
-from flower_dp.clipping import clip_l2  # noqa: E402
+from apps.tasks.models import make
+from flower_dp.clients.per_record import record_gradients
+from flower_dp.clients.training import FlatModel
+from flower_dp.clipping import clip_l2
 
 CLIP_NORM = 1.0
 PLAIN_LOOP = "plain loop"
@@ -290,6 +291,7 @@ def main() -> None:
     if args.rounds < 1:
         parser.error(f"--rounds={args.rounds}: must be >= 1")
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # opacus' hooks on a first layer
     if args.peak:
         print(peak_of(args.models[0], args.peak[0], int(args.peak[1]), args.device))
         return

@@ -1,8 +1,8 @@
 """Per-record gradients: one row a record, from the faster of two engines that supports the model.
 
 `torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
-forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for small models on
-a processor, and serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the figures.
+forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster on a processor, and
+serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the figures.
 """
 
 import math
@@ -20,9 +20,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 # What cross-entropy takes for no class, on purpose.
 _IGNORED = -100
-# Layers without parameters and draws that work record by record; those that may join axes are looked at below.
+# Layers without parameters and draws that work record by record; options that join records are looked at below.
 _APART = frozenset(
     {
+        nn.Sequential,
+        nn.Flatten,
+        nn.Unflatten,
         nn.Identity,
         nn.ReLU,
         nn.LeakyReLU,
@@ -40,9 +43,11 @@ _APART = frozenset(
         nn.AdaptiveAvgPool2d,
     }
 )
-# Layers with parameters whose per-record gradients by expanded weights are right with any of their options. Not so Conv3d (fails
-# with dilation) and Embedding with some options.
-_EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm})
+# Layers whose per-record gradients by expanded weights are right; those of an Embedding with some options are not, see below, and
+# Conv3d fails with dilation.
+_EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding})
+# With fewer parameters a record takes some microseconds, and importing opacus as long as 100,000 of them or more.
+_SMALLEST = 100_000
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -85,8 +90,8 @@ def record_gradients(
 
 def engine_of(model: FlatModel) -> str:
     """Return the engine for a model: by its layers and its device, never by data."""
-    fits = model.device.type == "cpu" and opacus_is_there() and works_apart(model.module)
-    return "expanded-weights" if fits else "torch.func"
+    pays = model.device.type == "cpu" and model.layout.size >= _SMALLEST and opacus_is_there()
+    return "expanded-weights" if pays and works_apart(model.module) else "torch.func"
 
 
 @cache
@@ -109,15 +114,15 @@ def works_apart(module: nn.Module) -> bool:
 def _keeps_apart(layer: nn.Module) -> bool:
     if "forward" in vars(layer) or any(getattr(layer, hooks) for hooks in _HOOKS):
         return False
-    kind = type(layer)
-    if kind is nn.Flatten:
-        return layer.start_dim >= 1
-    if kind is nn.Unflatten:
-        return isinstance(layer.dim, int) and layer.dim >= 1
-    if kind is nn.Embedding:
-        plain = layer.padding_idx is None and layer.max_norm is None
-        return plain and not layer.scale_grad_by_freq and not layer.sparse
-    return kind is nn.Sequential or kind in _APART or kind in _EXPANDED
+    if isinstance(layer, nn.Flatten):
+        apart = layer.start_dim >= 1
+    elif isinstance(layer, nn.Unflatten):
+        apart = isinstance(layer.dim, int) and layer.dim >= 1
+    elif isinstance(layer, nn.Embedding):
+        apart = layer.padding_idx is None and layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    else:
+        apart = True
+    return apart and type(layer) in _APART | _EXPANDED
 
 
 def _filled(batch: Tensor, size: int) -> Tensor:
@@ -159,19 +164,17 @@ def _by_expanded_weights(model: FlatModel, inputs: Tensor, targets: Tensor, loss
     """Run the batch through the model once; every layer's backward pass keeps the records apart (opacus)."""
     from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
 
-    def one(outputs: Tensor, target: Tensor) -> Tensor:
-        return loss(outputs.unsqueeze(0), target.unsqueeze(0))
-
     wrapped = GradSampleModuleExpandedWeights(model.module, loss_reduction="sum")
     try:
         with torch.enable_grad():
             outputs = wrapped(inputs)
-        slopes, values = torch.func.vmap(torch.func.grad_and_value(one), randomness="same")(outputs.detach(), targets)
-        outputs.backward(slopes)
+            ends = outputs.detach().requires_grad_()
+            values = torch.func.vmap(loss, randomness="same")(ends.unsqueeze(1), targets.unsqueeze(1))
+        outputs.backward(*torch.autograd.grad(values.sum(), ends))
         gradients = {
             name: inputs.new_zeros(len(inputs), *parameter.shape, dtype=parameter.dtype) if made is None else made
             for name, parameter in zip(model.layout.names, model.parameters, strict=True)
-            for made in [parameter.grad_sample]
+            for made in [vars(parameter).get("grad_sample")]
         }
     finally:
         wrapped.to_standard_module()  # takes the per-record gradients off the parameters
