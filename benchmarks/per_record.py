@@ -3,9 +3,9 @@
     python benchmarks/per_record.py [logistic] [mlp] [cnn] [resnet18] [--device cpu|cuda] [--rounds N] [--json FILE]
 
 Every way makes the same sum: gradients of cross-entropy, clipped to L2 norm 1, over random records. A table has one line a model
-and way: milliseconds a record (the fastest round, at the number of records computed together that is fastest), memory at the peak
-beyond model and records, and how far the sum is from that of the plain loop. Ghost clipping gives the sum alone, without the rows
-that noise on a lattice needs. A processor works on one thread.
+and way: milliseconds a record (the fastest round, at the number of records computed together that is fastest; on a processor the
+time that this process has it, on one thread), memory at the peak beyond model and records, and how far the sum is from that of the
+plain loop. Ghost clipping gives the sum alone, without the rows that noise on a lattice needs.
 
 The last column says whether a row of the two engines of `flower_dp.clients.per_record` has the same bits at every place among
 other records.
@@ -225,16 +225,17 @@ def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
     model, inputs, targets = job_of(name, device)
     seconds: dict[tuple[str, int], list[float]] = {}
     sums: dict[str, Tensor] = {}
+    now = time.perf_counter if device == "cuda" else time.process_time
     for _ in range(rounds + 1):  # ways take turns; the first round is for warming up
         for way, clipped_sum in WAYS.items():
             for chunk in CHUNKS[device][:1] if way == PLAIN_LOOP else CHUNKS[device]:
                 if chunk > len(inputs) or chunk * model.layout.size > LARGEST_MATRIX[device]:
                     continue
                 settle(device)
-                started = time.perf_counter()
+                started = now()
                 sums[way] = clipped_sum(model, inputs, targets, chunk)
                 settle(device)
-                seconds.setdefault((way, chunk), []).append(time.perf_counter() - started)
+                seconds.setdefault((way, chunk), []).append(now() - started)
     lines = []
     for way in WAYS:
         best, chunk = min((min(times[1:]), chunk) for (timed, chunk), times in seconds.items() if timed == way)

@@ -1,8 +1,8 @@
 """Per-record gradients: one row a record, from the faster of two engines that supports the model.
 
 `torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
-forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster on a processor, and
-serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the figures.
+forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
+on a processor, and serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the figures.
 """
 
 import math
@@ -46,8 +46,8 @@ _APART = frozenset(
 # Layers whose per-record gradients by expanded weights are right; those of an Embedding with some options are not, see below, and
 # Conv3d fails with dilation.
 _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding})
-# With fewer parameters a record takes some microseconds, and importing opacus as long as 100,000 of them or more.
-_SMALLEST = 100_000
+# What expanded weights are faster for. For linear layers alone both engines take the same time, and opacus takes time to import.
+_FASTER = (nn.Conv1d, nn.Conv2d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -90,8 +90,8 @@ def record_gradients(
 
 def engine_of(model: FlatModel) -> str:
     """Return the engine for a model: by its layers and its device, never by data."""
-    pays = model.device.type == "cpu" and model.layout.size >= _SMALLEST and opacus_is_there()
-    return "expanded-weights" if pays and works_apart(model.module) else "torch.func"
+    faster = model.device.type == "cpu" and any(isinstance(layer, _FASTER) for layer in model.module.modules())
+    return "expanded-weights" if faster and opacus_is_there() and works_apart(model.module) else "torch.func"
 
 
 @cache
