@@ -3,9 +3,9 @@
     python benchmarks/per_record.py [logistic] [mlp] [cnn] [resnet18] [--device cpu|cuda] [--rounds N] [--json FILE]
 
 Every way makes the same sum: gradients of cross-entropy, clipped to L2 norm 1, over random records. A table has one line a model
-and way: milliseconds a record (the fastest round, at the number of records computed together that is fastest; on a processor it is
-this process's time on one thread), memory at the peak beyond model and records, and how far the sum is from that of the plain loop.
-Ghost clipping gives the sum alone, without the rows that noise on a lattice needs.
+and way: milliseconds a record (the fastest round, with as many records together as is fastest; on a processor the time of this
+process on one thread), memory at the peak beyond model and records, and how far the sum is from that of the plain loop. Ghost
+clipping gives the sum alone, without the rows that noise on a lattice needs.
 
 The last column says whether a row of the two engines of `flower_dp.clients.per_record` has the same bits at every place among
 other records.
