@@ -1,7 +1,6 @@
 """FedSGD-DPC on the client: the noised mean of per-record clipped gradients (Zhou et al., Algorithm 1)."""
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from flower_dp import checks
 from flower_dp.events import Relation
+from flower_dp.clients.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.records import Records, TensorRecords
 from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
 from flower_dp.clipping import clip_l1, clip_l2
@@ -20,11 +20,11 @@ from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_
 
 log = logging.getLogger("flwr")
 
-# What cross-entropy takes for no class, on purpose.
-_IGNORED = -100
-# Numbers in the matrix of per-record gradients that is in memory at a time: what stays in a core's cache, or fills a GPU.
-_LARGEST_MATRIX = {"cpu": 2**19}
+# Numbers in the matrix of per-record gradients that is in memory at a time, and its rows: what is fastest on a core, or fills a GPU.
+_LARGEST_MATRIX = {"cpu": 2**22}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
+_MOST_RECORDS = {"cpu": 64}
+_MOST_RECORDS_ELSEWHERE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +130,8 @@ class FedSGDDPCRecipe:
         total = torch.zeros_like(model.vector, dtype=torch.float64)
         losses = [torch.zeros(0, device=model.device)]
         problems: set[str] = set()
-        largest = _LARGEST_MATRIX.get(model.device.type, _LARGEST_MATRIX_ELSEWHERE)
         reading = OwnDraws(model.vector.device, draws_seed(seed))
-        for part in torch.split(positions, max(1, largest // model.layout.size)):
+        for part in torch.split(positions, _chunk(model)):
             for rows, loss in self._gradients(model, records, part, reading, seed, problems):
                 finite = rows.isfinite().all(dim=1) & loss.isfinite()
                 clipped = toward_zero(clip(rows.where(finite[:, None], 0.0), self.clip_norm), step)
@@ -159,7 +158,7 @@ class FedSGDDPCRecipe:
                 raise ValueError(f"{len(positions)} records came with {len(inputs)} inputs and {len(targets)} targets")
             try:
                 with OwnDraws(model.vector.device, seed):
-                    gradients = record_gradients(model, inputs, targets, loss=self.loss)
+                    gradients = record_gradients(model, inputs, targets, loss=self.loss, chunk=_chunk(model))
             except Exception as error:
                 if len(positions) > 1 or isinstance(records, TensorRecords):  # of one shape, which no single record changes
                     self._check_model(model, inputs, targets, error)
@@ -178,37 +177,14 @@ class FedSGDDPCRecipe:
     def _check_model(self, model: FlatModel, inputs: Tensor, targets: Tensor, error: Exception) -> None:
         """Raise if the model has no gradient even for a record of zeros: then no record is to blame, and noise would hide a fault."""
         try:
-            record_gradients(model, torch.zeros_like(inputs[:1]), torch.zeros_like(targets[:1]), loss=self.loss)
+            zeros = torch.zeros_like(inputs[:1]), torch.zeros_like(targets[:1])
+            record_gradients(model, *zeros, loss=self.loss, chunk=_chunk(model))
         except Exception:
             raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
 
 
-class UnfitModelError(RuntimeError):
-    """The model or the loss can't be differentiated record by record (by `torch.func.vmap`), whatever the record holds."""
-
-
-def record_gradients(
-    model: FlatModel, inputs: Tensor, targets: Tensor, *, loss: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights.
-
-    What the model draws is the same for all records. Under cross-entropy a record of an unknown class has gradient zero and a
-    loss of NaN: on a GPU it would end the process's use of it.
-    """
-    weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
-    checked = _cross_entropy if loss is nn.functional.cross_entropy else loss
-
-    def one(weights: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
-        return checked(torch.func.functional_call(model.module, weights, (inputs.unsqueeze(0),)), target.unsqueeze(0))
-
-    each = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
-    gradients, values = each(weights, inputs, targets)
-    rows = torch.cat([gradients[name].flatten(start_dim=1) for name in model.layout.names], dim=1)
-    return rows.detach(), values.detach()
-
-
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    if targets.dtype != torch.int64:  # probabilities
-        return nn.functional.cross_entropy(outputs, targets)
-    known = ((targets == _IGNORED) | ((targets >= 0) & (targets < outputs.shape[1]))).all()
-    return nn.functional.cross_entropy(outputs, targets.where(known, 0)).where(known, math.nan)
+def _chunk(model: FlatModel) -> int:
+    """Return how many records are computed together; never more, and never fewer, so that a row has the same bits among any others."""
+    kind = model.device.type
+    numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MOST_RECORDS.get(kind, _MOST_RECORDS_ELSEWHERE)
+    return max(1, min(records, numbers // model.layout.size))

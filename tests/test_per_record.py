@@ -1,0 +1,380 @@
+import math
+from functools import partial
+
+import pytest
+import torch
+from opacus import GradSampleModule
+from torch import nn
+
+from apps.tasks.models import make
+from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, fedsgd_dpc, per_record
+from flower_dp.clients.per_record import ENGINES, engine_of, record_gradients
+from flower_dp.clipping import clip_l2
+
+CROSS_ENTROPY = nn.functional.cross_entropy
+EXPANDED, VMAP = "expanded-weights", "torch.func"
+
+
+class Block(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.inner = nn.Sequential(
+            *(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(32, outputs), nn.ReLU()),
+            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(32, outputs)),
+        )
+        shorter = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
+        self.around = nn.Identity() if inputs == outputs and stride == 1 else shorter
+
+    def forward(self, x):
+        return torch.relu(self.inner(x) + self.around(x))
+
+
+def resnet18():
+    first = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+    widths = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
+    blocks = [Block(*sizes) for i, o, stride in widths for sizes in ((i, o, stride), (o, o, 1))]
+    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+MODELS = {
+    "logistic": (lambda: make("logistic", seed=0), (784,), 24),
+    "mlp": (lambda: make("mlp", seed=0), (784,), 12),
+    "cnn": (lambda: make("cnn", seed=0), (784,), 5),
+    "resnet18": (resnet18, (3, 32, 32), 3),
+}
+
+
+def case(name):
+    build, shape, count = MODELS[name]
+    torch.manual_seed(3)
+    return FlatModel(build()), torch.randn(count, *shape), torch.randint(10, (count,))
+
+
+def one_at_a_time(flat, inputs, targets, loss=CROSS_ENTROPY):
+    """Rows by plain autograd, one record a backward pass."""
+    rows, losses = [], []
+    for x, y in zip(inputs, targets, strict=True):
+        value = loss(flat.module(x[None]), y[None])
+        parts = torch.autograd.grad(value, flat.parameters, materialize_grads=True)
+        rows.append(torch.cat([part.flatten() for part in parts]))
+        losses.append(value.detach())
+    return torch.stack(rows), torch.stack(losses)
+
+
+def clipped_sum(rows):
+    """Clipped where it matters: the bound is the middle norm."""
+    bound = float(torch.linalg.vector_norm(rows, dim=1).median())
+    return clip_l2(rows, bound).sum(dim=0, dtype=torch.float64)
+
+
+def assert_close_sums(rows, expected):
+    # Relative to the length of the sum.
+    difference = torch.linalg.vector_norm(clipped_sum(rows) - clipped_sum(expected))
+    assert difference <= 1e-5 * torch.linalg.vector_norm(clipped_sum(expected))
+
+
+# Equal sums
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_make_the_same_sums_as_plain_autograd(name, engine):
+    flat, inputs, targets = case(name)
+    for chunk in (None, 4):
+        rows, losses = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine, chunk=chunk)
+        expected, values = one_at_a_time(flat, inputs, targets)
+        assert_close_sums(rows, expected)
+        torch.testing.assert_close(losses, values)
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp", "cnn"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_engines_make_the_same_sums_as_opacus_hooks(name):
+    flat, inputs, targets = case(name)
+    rows = {engine: record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)[0] for engine in ENGINES}
+    wrapped = GradSampleModule(flat.module, loss_reduction="sum")
+    CROSS_ENTROPY(wrapped(inputs), targets, reduction="sum").backward()
+    expected = torch.cat([parameter.grad_sample.flatten(1) for parameter in flat.parameters], dim=1)
+    for engine in ENGINES:
+        assert_close_sums(rows[engine], expected)
+
+
+def tied():
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def frozen():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].bias.requires_grad_(False)
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def idle():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    return model
+
+
+def image(*layers):
+    return lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), *[layer() for layer in layers], nn.Flatten())
+
+
+STACKS = {
+    "tied weights": (tied, (4,)),
+    "frozen parameters": (frozen, (4,)),
+    "a parameter without use": (idle, (4,)),
+    "inputs of more axes": (lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm((2, 3), bias=False), nn.Flatten()), (2, 4)),
+    "in place": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), (4,)),
+    "group norm": (image(lambda: nn.GroupNorm(2, 4), lambda: nn.GroupNorm(2, 4, affine=False)), (4, 8, 8)),
+    "strides": (image(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2)), (4, 9, 10)),
+    "groups": (image(lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same", bias=False)), (4, 8, 8)),
+    "reflected edges": (image(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")), (4, 8, 8)),
+    "one axis": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.MaxPool1d(2), nn.Conv1d(4, 2, 2), nn.Flatten()), (4, 11)),
+}
+
+
+@pytest.mark.parametrize("count", [5, 40])  # opacus takes convolutions of 32 records and more another way
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_that_expanded_weights_take(name, count):
+    build, shape = STACKS[name]
+    torch.manual_seed(1)
+    flat, inputs, targets = FlatModel(build()), torch.randn(count, *shape), torch.randint(2, (count,))
+    assert per_record.works_apart(flat.module)
+    expected, _ = one_at_a_time(flat, inputs, targets)
+    for engine in ENGINES:
+        rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_embeddings_and_their_weights_used_twice():
+    words, out = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    out.weight = words.weight
+    flat, inputs = FlatModel(nn.Sequential(words, nn.Tanh(), out, nn.Flatten())), torch.randint(7, (6, 3))
+    assert per_record.works_apart(flat.module)
+    targets = torch.randint(7, (6,))
+    for engine in ENGINES:
+        rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
+        torch.testing.assert_close(rows, one_at_a_time(flat, inputs, targets)[0])
+
+
+# The choice
+
+
+class Centred(nn.Module):
+    """Mixes the records of a batch."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def hooked():
+    layer = nn.Linear(4, 3)
+    layer.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(0),))
+    return layer
+
+
+def rebound():
+    layer = nn.Linear(4, 3)
+    layer.forward = lambda x: nn.functional.linear(x - x.mean(0), layer.weight, layer.bias)
+    return layer
+
+
+def twice():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+OTHERS = {
+    "mixed records": lambda: nn.Sequential(nn.Linear(4, 3), Centred()),
+    "a subclass": lambda: nn.Sequential(OwnLinear(4, 3)),
+    "a hook": lambda: nn.Sequential(hooked()),
+    "a forward of its own": lambda: nn.Sequential(rebound()),
+    "an unknown layer": lambda: nn.Sequential(nn.Linear(4, 3), Scale()),
+    "a layer used twice": twice,
+    "a layer without expanded weights": lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_mix_records_or_is_unknown_goes_to_torch_func(name):
+    torch.manual_seed(1)
+    flat, inputs, targets = FlatModel(OTHERS[name]()), torch.randn(6, 4), torch.randint(2, (6,))
+    assert not per_record.works_apart(flat.module)
+    assert engine_of(flat) == VMAP
+    # Twice, since a call may leave something behind.
+    for _ in range(2):
+        rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY)
+        torch.testing.assert_close(rows, one_at_a_time(flat, inputs, targets)[0])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(),
+        nn.Flatten(0),
+        nn.Conv3d(2, 2, 2),
+        nn.Embedding(7, 4, padding_idx=1),
+        nn.Embedding(7, 4, scale_grad_by_freq=True),
+        nn.Embedding(7, 4, max_norm=1.0),
+        nn.LSTM(4, 3),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_expanded_weights_do_not_take(layer):
+    assert not per_record.works_apart(nn.Sequential(nn.Linear(4, 4), layer))
+
+
+class LastState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x)[0][:, -1]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_lstm_goes_through_torch_func():
+    flat, inputs, targets = FlatModel(LastState()), torch.randn(5, 6, 4), torch.randint(3, (5,))
+    rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY)
+    torch.testing.assert_close(rows, one_at_a_time(flat, inputs, targets)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("logistic", VMAP), ("mlp", VMAP), ("cnn", EXPANDED), ("resnet18", VMAP)], ids=lambda word: word
+)
+def test_the_engine_follows_from_the_model(name, engine, monkeypatch):
+    """Convolutions go to opacus, on a processor, but not within blocks that may do anything."""
+    flat, _, _ = case(name)
+    assert engine_of(flat) == engine
+    monkeypatch.setattr(per_record, "opacus_is_there", lambda: False)
+    assert engine_of(flat) == VMAP
+
+
+def test_on_a_gpu_torch_func_is_the_engine():
+    flat, _, _ = case("cnn")
+    flat.device = torch.device("cuda")
+    assert engine_of(flat) == VMAP
+
+
+def test_unknown_engines_and_chunks_are_refused():
+    flat, inputs, targets = case("logistic")
+    with pytest.raises(ValueError, match="engine='hooks'"):
+        record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine="hooks")
+    with pytest.raises(ValueError, match="chunk=0"):
+        record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, chunk=0)
+
+
+# Records apart
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["logistic", "mlp", "cnn"])
+def test_the_bits_of_a_row_depend_on_no_other_record(name, engine):
+    """Neither on how many others there are, nor on what they hold, NaN, infinity and unknown classes included."""
+    flat, inputs, targets = case(name)
+    gradients = partial(record_gradients, flat, loss=CROSS_ENTROPY, engine=engine, chunk=4)
+    row, loss = (part[0] for part in gradients(inputs[:4], targets[:4]))
+    for count in (1, 2, 3):
+        alone, value = gradients(inputs[:count], targets[:count])
+        assert torch.equal(alone[0], row)
+        assert torch.equal(value[0], loss)
+    for entry in (0.0, 1e30, math.nan, math.inf):
+        others, classes = inputs[:4].clone(), targets[:4].clone()
+        others[1:], classes[1:] = entry, 10
+        rows, losses = gradients(others, classes)
+        assert torch.equal(rows[0], row)
+        assert torch.equal(losses[0], loss)
+        assert losses[1:].isnan().all()
+
+
+def test_a_reply_computes_a_record_the_same_among_any_others(monkeypatch):
+    """In the first part of many, in the last part of few, and beside a record whose failure sends each by itself."""
+    made = []
+
+    def kept(*args, **words):
+        rows = record_gradients(*args, **words)
+        made.append(rows[0])
+        return rows
+
+    monkeypatch.setattr(fedsgd_dpc, "record_gradients", kept)
+    flat, inputs, targets = case("mlp")
+    words = {"mechanism": "gaussian", "clip_norm": 1.0, "epsilon": math.inf, "delta": 1e-5, "num_replies": 1}
+
+    def failing(outputs, targets):
+        return nn.functional.nll_loss(outputs.log_softmax(1), targets)
+
+    recipe = FedSGDDPCRecipe(**words, loss=failing)
+    for count, label in ((12, 0), (7, 0), (1, 0), (12, 10)):
+        some = targets[:count].clone()
+        some[1:2] = label
+        recipe._clipped_sum(flat, TensorRecords(inputs=inputs[:count], targets=some), torch.arange(count), 1)
+    # The fourth is a record of zeros, which tells whether the model is at fault.
+    assert [len(rows) for rows in made[:5]] == [12, 7, 1, 1, 1]
+    for rows in (made[1], made[2], made[4]):
+        assert torch.equal(rows[0], made[0][0])
+
+
+@pytest.mark.parametrize("label", [10, 2**40, -1, -100])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_record_of_no_class_has_gradient_zero_and_a_loss_of_nan(engine, label):
+    flat, inputs, targets = case("mlp")
+    targets[2] = label
+    rows, losses = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
+    assert not rows[2].any()
+    assert losses.isnan().tolist() == [index == 2 for index in range(12)]
+    assert rows.any(dim=1).sum() == 11
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_of_a_record_stays_on_the_model(engine):
+    """Gradients neither: a loss may use the parameters itself."""
+    flat, inputs, targets = case("cnn")
+    before = [(set(vars(layer)), flat.vector.clone()) for layer in flat.module.modules()]
+
+    def decayed(outputs, targets):
+        return CROSS_ENTROPY(outputs, targets) + sum((parameter**2).sum() for parameter in flat.parameters)
+
+    rows, _ = record_gradients(flat, inputs, targets, loss=decayed, engine=engine)
+    assert rows.any()
+    for parameter in flat.parameters:
+        assert parameter.grad is None
+        assert not vars(parameter)
+        assert any(parameter is kept for kept in flat.module.parameters())
+    for layer, (names, vector) in zip(flat.module.modules(), before, strict=True):
+        assert set(vars(layer)) == names
+        assert torch.equal(flat.vector, vector)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_after_a_failure_the_model_works_as_before(engine):
+    flat, inputs, targets = case("mlp")
+    expected, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
+
+    def failing(outputs, targets):
+        raise OSError
+
+    for bad, loss in ((inputs[:, 1:], CROSS_ENTROPY), (inputs, failing)):
+        with pytest.raises((RuntimeError, OSError)):
+            record_gradients(flat, bad, targets, loss=loss, engine=engine)
+        rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
+        assert torch.equal(rows, expected)
