@@ -327,7 +327,7 @@ def test_a_reply_computes_a_record_the_same_among_any_others(monkeypatch):
     for count, label in ((12, 0), (7, 0), (1, 0), (12, 10)):
         some = targets[:count].clone()
         some[1:2] = label
-        recipe._clipped_sum(flat, TensorRecords(inputs=inputs[:count], targets=some), torch.arange(count), 1)
+        recipe._clipped_sum(flat, TensorRecords(inputs=inputs[:count], targets=some), torch.arange(count), 1, 0.0)
     # The fourth is a record of zeros, which tells whether the model is at fault.
     assert [len(rows) for rows in made[:5]] == [12, 7, 1, 1, 1]
     for rows in (made[1], made[2], made[4]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flower_dp import checks
-from flower_dp.clients.fedsgd_dpc import UnfitModelError
+from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.clipping import clip_l2
