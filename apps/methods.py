@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 
 from apps.settings import Settings
-from flower_dp import checks
-from flower_dp.accounting import relation_of
 from flower_dp.clients import ClientPolicy, DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe, Records
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.local import LocalRecipe
-from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.core import checks
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.privacy.accounting import relation_of
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.rounds import RoundStrategy
 

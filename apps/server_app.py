@@ -15,7 +15,7 @@ from apps.settings import Settings
 from apps.tasks import Task, load_task
 from apps.tasks.models import make
 from flower_dp.clients import model_arrays
-from flower_dp.runs import RunFolder
+from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.rounds import RoundStrategy
 from flower_dp.wire import numpy_arrays
 

@@ -12,9 +12,9 @@ from typing import Any
 from apps.tasks import TASKS
 from apps.tasks.models import MODELS
 from apps.tasks.partitions import PARTITIONS
-from flower_dp import checks
+from flower_dp.core import checks
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS
 from flower_dp.strategies.local_level import AGGREGATIONS
-from flower_dp.terms import MECHANISMS
 
 _CLIENT_LEVEL = ("noise_multiplier", "target_epsilon", "relation", "sampling_rate")
 _LOCAL = ("epsilon", "num_replies", "aggregation")

@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from apps.pilot import pilot
 from flower_dp.planning.fedsgd_dpc import Plan, num_replies, plan
-from flower_dp.statement import PrivacyStatement
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import FedSGDDPC
 from flower_dp.strategies.rounds import RoundStrategy
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from points import Measured, Point, Row, difference, spread, table
 
-from flower_dp.statement import PrivacyStatement
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import NbAFL
 from flower_dp.strategies.rounds import RoundStrategy
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from apps.tasks.models import make
 from flower_dp.clients.per_record import record_gradients
 from flower_dp.clients.training import FlatModel
-from flower_dp.clipping import clip_l2
+from flower_dp.core.clipping import clip_l2
 
 CLIP_NORM = 1.0
 PLAIN_LOOP = "plain loop"

@@ -28,7 +28,7 @@ from apps.settings import Settings  # noqa: E402
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from flower_dp.clients import model_arrays  # noqa: E402
-from flower_dp.statement import PrivacyStatement  # noqa: E402
+from flower_dp.privacy.statement import PrivacyStatement  # noqa: E402
 from flower_dp.strategies.rounds import RoundStrategy  # noqa: E402
 
 Row = dict[str, Any]

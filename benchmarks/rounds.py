@@ -31,7 +31,7 @@ from apps.client_app import standardize  # noqa: E402
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from apps.tasks.partitions import partition  # noqa: E402
-from flower_dp.launch import default_workers, launch  # noqa: E402
+from flower_dp.running.launch import default_workers, launch  # noqa: E402
 
 WARM_UP = 3
 

@@ -17,9 +17,9 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from flower_dp import checks
-from flower_dp.compression import Header, Payload
-from flower_dp.vectors import Layout
+from flower_dp.core import checks
+from flower_dp.core.compression import Header, Payload
+from flower_dp.core.vectors import Layout
 
 # The one key of ours in a config record, and the name of our record in query messages and replies.
 KEY = "flower-dp"

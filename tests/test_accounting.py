@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
-from flower_dp import accounting, pld
-from flower_dp.accounting import affordable, calibrate, curve, epsilon, rdp_epsilon, repeated
-from flower_dp.events import Relation, UnsupportedEventError
+from flower_dp.privacy import accounting, pld
+from flower_dp.privacy.accounting import affordable, calibrate, curve, epsilon, rdp_epsilon, repeated
+from flower_dp.privacy.events import Relation, UnsupportedEventError
 
 ADD: Relation = "add-or-remove-one"
 REPLACE: Relation = "replace-one"

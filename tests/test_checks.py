@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flower_dp import checks
+from flower_dp.core import checks
 
 
 @pytest.mark.parametrize(

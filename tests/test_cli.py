@@ -14,7 +14,8 @@ import pytest
 from scipy.stats import norm
 
 import flower_dp
-from flower_dp import cli, progress, targets
+from flower_dp.cli import main as cli
+from flower_dp.running import apps, progress
 
 TINY = Path(__file__).parent / "apps" / "tiny"
 
@@ -189,7 +190,7 @@ def test_bad_options_get_status_2_and_one_line(call, arguments, named):
 
 def test_help_is_fast_and_loads_nothing_heavy():
     heavy = "{'numpy', 'flwr', 'torch', 'ray', 'dp_accounting', 'matplotlib', 'scipy'}"
-    code = f"import sys\nfrom flower_dp import cli\ntry: cli.main(['--help'])\nfinally: print({heavy} & set(sys.modules))"
+    code = f"import sys\nfrom flower_dp.cli import main as cli\ntry: cli.main(['--help'])\nfinally: print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment())
     assert done.stdout.endswith("set()\n")
     for command in ("run", "presets", "compare", "epsilon", "calibrate", "plan"):
@@ -296,13 +297,13 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_no_target_is_flower_dps_app_with_its_defaults(checkout):
-    target = targets.resolve(None, [])
+    target = apps.resolve(None, [])
     assert (target.app.folder, target.name, target.overrides) == (checkout, "flower-dp", {})
     assert target.app.defaults["nested.depth"] == 1
 
 
 def test_a_preset_changes_settings_and_set_wins(checkout):
-    target = targets.resolve("quick", ["num-rounds=4", "model='two words'", "verbose=true", "data-dir=x", "nested.depth=2"])
+    target = apps.resolve("quick", ["num-rounds=4", "model='two words'", "verbose=true", "data-dir=x", "nested.depth=2"])
     assert target.name == "quick"
     assert target.overrides == {
         "num-rounds": 4,
@@ -313,11 +314,11 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
         "nested.depth": 2,
     }
     assert type(target.overrides["clip-norm"]) is float  # a whole number is a number
-    assert targets.resolve("quick", []).overrides["data-dir"] == str(checkout / "d")
+    assert apps.resolve("quick", []).overrides["data-dir"] == str(checkout / "d")
 
 
 def test_a_folder_is_an_app(checkout):
-    target = targets.resolve(str(TINY), ["greeting=a=b c"])
+    target = apps.resolve(str(TINY), ["greeting=a=b c"])
     assert (target.app.folder, target.name, target.overrides) == (TINY, "tiny", {"greeting": "a=b c"})
 
 
@@ -410,7 +411,7 @@ def _flower_dp_run(tmp_path, *arguments, app=TINY, stop_at=None):
     temporary.mkdir()
     with out.open("wb") as stdout, err.open("wb") as stderr:
         command = psutil.Popen(
-            [sys.executable, "-m", "flower_dp.cli", "run", str(app), "--workers", "2", *arguments],
+            [sys.executable, "-m", "flower_dp.cli.main", "run", str(app), "--workers", "2", *arguments],
             stdout=stdout,
             stderr=stderr,
             cwd=tmp_path,

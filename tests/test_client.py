@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
-from flower_dp.compression import decode
-from flower_dp.noise import lattice_step
+from flower_dp.core.compression import decode
+from flower_dp.core.noise import lattice_step
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
 
 SIZE = 20_000

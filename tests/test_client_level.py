@@ -17,9 +17,9 @@ from scipy import stats
 from stock import arrays, shifted, stock_app
 from torch import nn
 
-from flower_dp import accounting
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
-from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM
 
 SIZE = 4000

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.clipping import clip_l1, clip_l2, clip_per_layer, l1_norms, l2_norms
-from flower_dp.vectors import Layout
+from flower_dp.core.clipping import clip_l1, clip_l2, clip_per_layer, l1_norms, l2_norms
+from flower_dp.core.vectors import Layout
 
 CLIPS = {"l2": clip_l2, "l1": clip_l1}
 

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tomli_w
 
-from flower_dp import cli, compare
-from flower_dp.compare_plot import figure
+from flower_dp.cli import main as cli
+from flower_dp.reporting import compare
+from flower_dp.reporting.figures import figure
 
 CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "output-dir": "x"}
 STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}

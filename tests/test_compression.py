@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flower_dp.compression import (
+from flower_dp.core.compression import (
     Payload,
     decode,
     dense,

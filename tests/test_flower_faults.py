@@ -15,8 +15,8 @@ from torch import nn
 import flower_dp
 from flower_dp import clients
 from flower_dp.clients import model_arrays
-from flower_dp.clipping import clip_l2
-from flower_dp.sampling import FullSampling, PoissonSampling
+from flower_dp.core.clipping import clip_l2
+from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
 
 

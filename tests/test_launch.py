@@ -8,8 +8,8 @@ from functools import partial
 import psutil
 import pytest
 
-from flower_dp import launch, superlink
-from flower_dp.processes import ProcessTree
+from flower_dp.running import launch, superlink
+from flower_dp.running.processes import ProcessTree
 
 # ending processes
 

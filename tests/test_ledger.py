@@ -15,8 +15,8 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 
-from flower_dp import accounting
-from flower_dp.ledger import Ledger
+from flower_dp.privacy import accounting
+from flower_dp.privacy.ledger import Ledger
 
 STRONG = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
 WEAK = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5))

@@ -12,8 +12,8 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
 from flower_dp.clients.account import KEY, Account
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import FedSGDDPC
-from flower_dp.terms import gradient_terms
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, grid_of, linear, records, start, vector_of
 

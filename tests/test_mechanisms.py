@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
 
-from flower_dp import noise
-from flower_dp.mechanisms import Gaussian, Laplace
+from flower_dp.core import noise
+from flower_dp.privacy.mechanisms import Gaussian, Laplace
 
 
 @pytest.mark.parametrize("kind", [Gaussian, Laplace])

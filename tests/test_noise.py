@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from flower_dp.clipping import clip_l1, clip_l2
-from flower_dp.noise import (
+from flower_dp.core.clipping import clip_l1, clip_l2
+from flower_dp.core.noise import (
     LARGEST_EXACT,
     exact,
     gaussian,

@@ -9,7 +9,7 @@ from torch import nn
 from apps.tasks.models import make
 from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, fedsgd_dpc, per_record
 from flower_dp.clients.per_record import ENGINES, engine_of, record_gradients
-from flower_dp.clipping import clip_l2
+from flower_dp.core.clipping import clip_l2
 
 CROSS_ENTROPY = nn.functional.cross_entropy
 EXPANDED, VMAP = "expanded-weights", "torch.func"

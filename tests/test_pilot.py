@@ -8,9 +8,10 @@ from apps import pilot as pilots
 from apps.pilot import pilot
 from apps.tasks import load_task
 from apps.tasks.partitions import partition
-from flower_dp import cli, targets
+from flower_dp.cli import main as cli
 from flower_dp.planning import fedsgd_dpc, nbafl
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
+from flower_dp.running import apps
 
 CHECKOUT = Path(__file__).parents[1]
 # Clients that draw from the pool: dealing them takes no time.
@@ -35,7 +36,7 @@ NBAFL = SMALL | {
 
 
 def config(settings):
-    app = targets.read_app(CHECKOUT)
+    app = apps.read_app(CHECKOUT)
     assert app is not None
     return {**app.defaults, **settings}
 

@@ -8,13 +8,14 @@ from dp_accounting import GaussianDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_dp import accounting
 from flower_dp.planning import ProblemError, dp_pasgd
 from flower_dp.planning.constants import estimate
-from flower_dp.planning.dp_pasgd import noise_std, paper_epsilon, plan, tight_epsilon
+from flower_dp.planning.dp_pasgd import plan
 from flower_dp.planning.dp_pasgd_bound import Problem
 from flower_dp.planning.planner import Data
 from flower_dp.planning.plot import figure
+from flower_dp.privacy import accounting
+from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, tight_epsilon
 
 # The experiment of the paper (c1 = 100, c2 = 1, delta = 1e-4, 16 devices) with made-up constants of the loss.
 PROBLEM: dict[str, Any] = {

@@ -6,7 +6,8 @@ import pytest
 from scipy.optimize import least_squares, minimize_scalar
 
 from flower_dp.planning import ProblemError
-from flower_dp.planning.fedsgd_dpc import gaussian_noise_variance, laplace_scale, num_replies, plan
+from flower_dp.planning.fedsgd_dpc import num_replies, plan
+from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance, laplace_scale
 
 LAPLACE: dict[str, Any] = {
     "mechanism": "laplace",

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from flower_dp.planning import ProblemError
-from flower_dp.planning.nbafl import downlink_noise_std, plan, uplink_noise_std
+from flower_dp.planning.nbafl import plan
 from flower_dp.planning.nbafl_bound import best_proximal, log_argument
+from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 
 NOISE: dict[str, Any] = {
     "num_clients": 50,

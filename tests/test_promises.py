@@ -24,7 +24,7 @@ from scipy import stats
 from stock import arrays, shifted, stock_app
 from torch import nn
 
-from flower_dp import noise, wire
+from flower_dp import wire
 from flower_dp.clients import (
     DPClient,
     FedSGDDPCRecipe,
@@ -35,7 +35,8 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
 )
-from flower_dp.sampling import FullSampling, PoissonSampling
+from flower_dp.core import noise
+from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder, Instruction
 

@@ -15,10 +15,10 @@ from dp_accounting import (
     SampledWithoutReplacementDpEvent,
 )
 
-from flower_dp import accounting
-from flower_dp.mechanisms import Gaussian, Laplace
-from flower_dp.release import Release
-from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy import accounting
+from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.release import Release
 
 RELEASE = Release(
     what="sums",

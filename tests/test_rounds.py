@@ -16,7 +16,7 @@ from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, model_arrays
-from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
 
 

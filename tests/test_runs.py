@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_dp import runs
-from flower_dp.runs import RunFolder
+from flower_dp.running import run_folder
+from flower_dp.running.run_folder import RunFolder
 
 
 def test_create_writes_the_config_whole(tmp_path):
@@ -27,12 +27,12 @@ def test_an_empty_folder_or_one_with_only_the_log_is_free(tmp_path):
 def test_a_file_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(ValueError, match="is a file"):
-        runs.new_folder(tmp_path / "x", "main")
+        run_folder.new_folder(tmp_path / "x", "main")
 
 
 def test_default_folders_are_new_each_time(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    folders = {runs.new_folder(None, "my run/../x") for _ in range(5)}
+    folders = {run_folder.new_folder(None, "my run/../x") for _ in range(5)}
     assert len(folders) == 5
     assert {folder.parent for folder in folders} == {tmp_path / ".flower-dp" / "runs"}
     assert all("-my-run-..-x" in folder.name for folder in folders)
@@ -47,23 +47,23 @@ def test_append_makes_lines_that_any_json_reader_takes(tmp_path):
         {"round": 0, "loss": 0.5, "epsilon": None, "more": [None, 3]},
         {"round": 1, "accuracy": 0.25},
     ]
-    assert runs.read_metrics(folder.path) == runs.read_metrics(folder.path / "metrics.jsonl")
+    assert run_folder.read_metrics(folder.path) == run_folder.read_metrics(folder.path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("half", ['{"round": 2, "lo', '{"round": 2}', ""])
 def test_a_half_written_last_line_is_left_out(tmp_path, half):
     (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n' + half)
-    assert runs.read_metrics(tmp_path) == [{"round": 1}]
+    assert run_folder.read_metrics(tmp_path) == [{"round": 1}]
 
 
 def test_a_broken_whole_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"round": 1}\nnonsense\n{"round": 2}\n')
     with pytest.raises(ValueError, match="line 2: must be a JSON object"):
-        runs.read_metrics(tmp_path)
+        run_folder.read_metrics(tmp_path)
 
 
 def test_no_metrics_is_a_run_without_rounds(tmp_path):
-    assert runs.read_metrics(tmp_path) == []
+    assert run_folder.read_metrics(tmp_path) == []
 
 
 def test_state_and_finish_write_all_four(tmp_path):
@@ -97,14 +97,14 @@ def test_an_array_that_safetensors_cannot_hold_is_named(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    runs.write_whole(tmp_path / "a", b"old")
+    run_folder.write_whole(tmp_path / "a", b"old")
 
     def full(_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(runs.os, "fsync", full)
+    monkeypatch.setattr(run_folder.os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
-        runs.write_whole(tmp_path / "a", b"new")
+        run_folder.write_whole(tmp_path / "a", b"new")
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"a": b"old"}
 
 
@@ -119,19 +119,19 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     ids=["nothing", "not private", "no accuracy", "sparse accuracy"],
 )
 def test_the_plot_stands_gaps(tmp_path, metrics):
-    runs.plot_progress(metrics, tmp_path / "p.png")
+    run_folder.plot_progress(metrics, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_plot_shows_the_values_of_the_rounds_that_have_them():
     metrics = [{"round": 0, "accuracy": 0.1}, {"round": 1, "epsilon": 0.5}, {"round": 2, "accuracy": 0.3, "epsilon": None}]
-    assert runs._points(metrics, "accuracy") == ([0, 2], [0.1, 0.3])
-    assert runs._points(metrics, "epsilon") == ([1], [0.5])
+    assert run_folder._points(metrics, "accuracy") == ([0, 2], [0.1, 0.3])
+    assert run_folder._points(metrics, "epsilon") == ([1], [0.5])
 
 
 def test_runs_loads_no_heavy_library():
     import subprocess
     import sys
 
-    code = "import sys, flower_dp.runs; print(sorted({'flwr', 'torch', 'matplotlib', 'ray'} & set(sys.modules)))"
+    code = "import sys, flower_dp.running.run_folder; print(sorted({'flwr', 'torch', 'matplotlib', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from flower_dp.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 
 FALSE_ALARM = 1e-6
 RELEASE = GaussianDpEvent(1.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 
 STATEMENT = PrivacyStatement(
     method="DP-FedSAM",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.vectors import Layout
+from flower_dp.core.vectors import Layout
 
 KINDS = {"numpy": np.asarray, "torch": lambda values: torch.from_numpy(np.array(values))}
 

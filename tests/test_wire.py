@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
-from flower_dp.compression import decode, dense, top_k
-from flower_dp.vectors import Layout
+from flower_dp.core.compression import decode, dense, top_k
+from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, Dialect, Instruction, LocalOrder
 
 NAMES = ("a", "ü 7")

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
-from flower_dp.terms import Terms
+from flower_dp.privacy.client_terms import Terms
 
 KEY = "flower-dp.account"
 

@@ -12,12 +12,13 @@ from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from flower_dp import compression, noise, wire
+from flower_dp.core import compression, noise
+from flower_dp import wire
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining, batch_seed, local_updates
-from flower_dp.clipping import clip_l2
-from flower_dp.noise import Generator
+from flower_dp.core.clipping import clip_l2
+from flower_dp.core.noise import Generator
 from flower_dp.wire import Answer, ClientLevelOrder, Instruction
 
 log = logging.getLogger("flwr")

@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp import checks
-from flower_dp.events import Relation
+from flower_dp.core import checks
+from flower_dp.privacy.events import Relation
 from flower_dp.clients.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.records import Records, TensorRecords
 from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
-from flower_dp.clipping import clip_l1, clip_l2
-from flower_dp.noise import toward_zero
-from flower_dp.release import Release
-from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_in
+from flower_dp.core.clipping import clip_l1, clip_l2
+from flower_dp.core.noise import toward_zero
+from flower_dp.privacy.release import Release
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.privacy.client_terms import Terms, value_of, values_in
 
 log = logging.getLogger("flwr")
 

@@ -13,8 +13,8 @@ from flower_dp.clients.client import NodeClient, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, batch_seed
-from flower_dp.release import Release
-from flower_dp.terms import Terms
+from flower_dp.privacy.release import Release
+from flower_dp.privacy.client_terms import Terms
 from flower_dp.wire import Instruction, LocalOrder
 
 # How far apart two machines may compute one noise multiplier from one budget.

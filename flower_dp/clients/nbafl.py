@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
-from flower_dp.clipping import clip_l2
-from flower_dp.noise import lattice_step, toward_zero
-from flower_dp.release import Release
-from flower_dp.terms import Terms, value_of, values_in, weights_terms
+from flower_dp.core.clipping import clip_l2
+from flower_dp.core.noise import lattice_step, toward_zero
+from flower_dp.privacy.release import Release
+from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.nbafl import weights_terms
 
 log = logging.getLogger("flwr")
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.clients.training import FlatModel
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.wire import ClientLevelOrder, Instruction
 
 

@@ -15,10 +15,10 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.clients.records import Records
 from flower_dp.clients.stack import LinearStack, SideBySide
-from flower_dp.vectors import Layout
+from flower_dp.core.vectors import Layout
 
 # Records that are fetched from a client's data set at a time.
 _FETCHED_RECORDS = 512

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.planning.problem import Floats
 
 NOT_PRIVATE = (

@@ -13,30 +13,18 @@ from typing import Any
 import numpy as np
 from dp_accounting import GaussianDpEvent
 
-from flower_dp import accounting
-from flower_dp.planning.dp_pasgd_bound import METHOD, MOST_STEPS, Problem, noise_std, paper_epsilon, zcdp_budget
+from flower_dp.planning.dp_pasgd_bound import METHOD, MOST_STEPS, Problem
 from flower_dp.planning.dp_pasgd_plan import Candidate, Plan, relaxed_steps_per_round
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.problem import Floats, ProblemError, finite
+from flower_dp.privacy import accounting
+from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, tight_epsilon, zcdp_budget
 
-__all__ = ["METHOD", "Candidate", "Plan", "from_data", "noise_std", "paper_epsilon", "plan", "tight_epsilon"]
+__all__ = ["METHOD", "Candidate", "Plan", "from_data", "plan"]
 
 Bound = Callable[[float | Floats, float | Floats], Floats]
 Point = tuple[int, int]  # rounds, steps per round
 _CHUNK = 10**6
-
-
-def tight_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: float, batch_size: int) -> float:
-    """Return the epsilon of K steps by exact composition of their Gaussian releases, under replace-one.
-
-    Each step releases a mean over X_m records of gradients clipped to G, with noise sigma_m: noise multiplier sigma_m X_m / G of
-    the sum, whose sensitivity is 2 G. Which records a batch holds is taken as known: sampling is not counted.
-
-    Raises:
-        ValueError: naming the argument that is out of range.
-    """
-    event = accounting.repeated(GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
-    return accounting.epsilon(event, delta=delta, relation="replace-one").epsilon
 
 
 def plan(values: Mapping[str, object]) -> Plan:

@@ -13,48 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from flower_dp import checks
 from flower_dp.planning.fedsgd_dpc_bound import LONGEST, METHOD, GaussianBound, LaplaceBound, Problem
 from flower_dp.planning.fedsgd_dpc_plan import Candidate, Plan, num_replies
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.problem import Floats, ProblemError, finite
 
-__all__ = ["METHOD", "Candidate", "Plan", "from_data", "gaussian_noise_variance", "laplace_scale", "num_replies", "plan"]
+__all__ = ["METHOD", "Candidate", "Plan", "from_data", "num_replies", "plan"]
 
 _ANYWHERE = "whole numbers"
-
-
-def laplace_scale(clip_norm: float, num_records: int, epsilon: float, num_replies: int) -> float:
-    """Return the Laplace scale per coordinate that makes all replies of a client epsilon-DP (Theorem 1).
-
-    A reply is the mean over `num_records` of gradients clipped to an L1 norm of `clip_norm`; replacing one record moves
-    it by at most 2 clip_norm / num_records in L1 norm. Pure epsilons add up, so the scale is 2 clip_norm num_replies /
-    (num_records epsilon). `num_replies` is a whole number, the most that the client will send: the paper's expected
-    bT/N would overspend.
-
-    Raises:
-        ValueError: naming the argument that is not a positive (whole) number.
-    """
-    return 2 * _positive("clip_norm", clip_norm) * _count(num_replies) / (_records(num_records) * _positive("epsilon", epsilon))
-
-
-def gaussian_noise_variance(
-    clip_norm: float, num_records: int, epsilon: float, num_replies: int, *, delta: float, noise_constant: float
-) -> float:
-    """Return the paper's variance per coordinate of Gaussian noise for all replies of a client (Theorem 2, eq. 5).
-
-    It is c2^2 C^2 R log(1/delta) / (n^2 epsilon^2) for R replies over n records clipped to an L2 norm of C. The paper
-    takes c2 (`noise_constant`) from Abadi et al. 2016, where it exists but has no value, and the formula holds for
-    epsilon < c1 q^2 T with another constant without a value: this is the paper's number, not a proof of privacy.
-    Calibrate numerically for that.
-
-    Raises:
-        ValueError: naming the argument that is out of range.
-    """
-    log_delta = -math.log(checks.number("delta", delta, above=0, below=1))
-    scale = _positive("noise_constant", noise_constant) * _positive("clip_norm", clip_norm)
-    std_of_one = scale / (_records(num_records) * _positive("epsilon", epsilon))
-    return std_of_one * std_of_one * _count(num_replies) * log_delta
 
 
 def plan(values: Mapping[str, object]) -> Plan:
@@ -215,15 +181,3 @@ def _reasons(problem: Problem, bound: LaplaceBound | GaussianBound, best: Candid
 
 def _point(candidate: Candidate) -> str:
     return f"b={candidate.cohort_size}, T={candidate.num_rounds}"
-
-
-def _positive(name: str, value: float) -> float:
-    return checks.number(name, value, above=0)
-
-
-def _records(value: int) -> int:
-    return checks.integer("num_records", value, at_least=1)
-
-
-def _count(value: int) -> int:
-    return checks.integer("num_replies", value, at_least=1)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.planning.fedsgd_dpc_bound import METHOD, Problem
 from flower_dp.planning.planner import Panel
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp import checks
 from flower_dp.planning.nbafl_bound import (
     BOUND_KEYS,
     KEYS,
@@ -22,71 +21,15 @@ from flower_dp.planning.nbafl_bound import (
     Bounds,
     Problem,
     best_proximal,
-    gaussian_c,
-    log_argument,
     read_bounds,
     read_problem,
-    sampled_log,
 )
 from flower_dp.planning.nbafl_plan import Plan, Point
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
+from flower_dp.privacy.nbafl import downlink_noise_std, log_argument, quiet_rounds, uplink_noise_std
 
-__all__ = ["METHOD", "Plan", "Point", "downlink_noise_std", "from_data", "plan", "uplink_noise_std"]
-
-
-def uplink_noise_std(*, uplink_exposures: int, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
-    """Return sigma_U, the noise on every coordinate of an upload (Section III-A).
-
-    sigma_U = c L (2C/m) / epsilon, with c = sqrt(2 ln(1.25/delta)).
-
-    `clip_norm` (C) bounds the L2 norm of a client's weights, `min_records` (m) is the size of the smallest local data
-    set, `uplink_exposures` (L) counts the uploads of a client that an eavesdropper sees.
-
-    Raises:
-        ValueError: naming the argument that is out of range.
-    """
-    exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
-    return exposures * _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
-
-
-def downlink_noise_std(
-    *,
-    num_clients: int,
-    cohort_size: int,
-    num_rounds: int,
-    uplink_exposures: int,
-    epsilon: float,
-    delta: float,
-    clip_norm: float,
-    min_records: int,
-) -> float:
-    """Return sigma_D, the noise that the server adds before it broadcasts (Theorem 1; Lemma 4 for K < N).
-
-    All clients: (2cC/(mN epsilon)) sqrt(T^2 - L^2 N) if T > L sqrt(N), else 0.
-    K of N: (2cC/(mK epsilon)) sqrt(T^2/b^2 - L^2 K) if T > epsilon/gamma, else 0.
-
-    This is defined everywhere: gamma's logarithm has an argument above 1 - K/N, and where T > epsilon/gamma that of b
-    has one above e^(-epsilon/(L sqrt(K))). Where b is not defined (few rounds, large epsilon) T is below epsilon/gamma,
-    and Lemma 4 asks for no noise on the downlink.
-
-    Raises:
-        ValueError: naming the argument that is out of range.
-    """
-    checks.integer("num_clients", num_clients, at_least=1)
-    checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
-    checks.integer("num_rounds", num_rounds, at_least=1)
-    checks.integer("uplink_exposures", uplink_exposures, at_least=1, at_most=num_rounds)
-    unit = _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
-    if cohort_size == num_clients:
-        excess = float(num_rounds**2 - uplink_exposures**2 * num_clients)
-    elif num_rounds <= _quiet_rounds(num_clients, cohort_size, uplink_exposures, epsilon):
-        excess = 0.0
-    else:
-        # T/b = epsilon / (the epsilon that the sampled broadcast may cost in each round)
-        effective = epsilon / -float(sampled_log(num_clients, cohort_size, num_rounds, epsilon))
-        excess = effective * effective - uplink_exposures**2 * cohort_size
-    return unit / cohort_size * math.sqrt(max(excess, 0.0))
+__all__ = ["METHOD", "Plan", "Point", "from_data", "plan"]
 
 
 def plan(values: Mapping[str, object]) -> Plan:
@@ -198,7 +141,7 @@ def _runs(bounds: Bounds, by_cohort: Floats, num_rounds: int) -> list[Point]:
 
 def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, ...]) -> list[str]:
     n, k, t, exposures = problem.num_clients, problem.cohort_size, problem.num_rounds, problem.uplink_exposures
-    quiet = _quiet_rounds(n, k, exposures, problem.epsilon)
+    quiet = quiet_rounds(n, k, exposures, problem.epsilon)
     what = "L sqrt(N)" if k == n else "epsilon/gamma"
     more = "more than" if t > quiet else "not more than"
     needed = "the server adds downlink noise" if t > quiet else "the uplink noise covers the broadcasts and the server adds none"
@@ -239,16 +182,3 @@ def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, .
                 " optimum may owe more to the formula than to the method"
             )
     return reasons
-
-
-def _quiet_rounds(num_clients: int, cohort_size: int, uplink_exposures: int, epsilon: float) -> float:
-    """Return up to how many rounds the downlink needs no noise: L sqrt(N), or epsilon/gamma for K < N."""
-    if cohort_size == num_clients:
-        return uplink_exposures * math.sqrt(num_clients)
-    share = math.expm1(-epsilon / (uplink_exposures * math.sqrt(cohort_size)))
-    return epsilon / -math.log1p(cohort_size / num_clients * share)
-
-
-def _unit_std(*, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
-    sensitivity = 2 * checks.number("clip_norm", clip_norm, above=0) / checks.integer("min_records", min_records, at_least=1)
-    return gaussian_c(delta) * sensitivity / checks.number("epsilon", epsilon, above=0)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_dp import checks
+from flower_dp.core import checks
 from flower_dp.planning.problem import Floats, Reader
+from flower_dp.privacy.nbafl import gaussian_c, log_argument, sampled_log
 
 METHOD = "nbafl"
 _NOISE_KEYS = (
@@ -25,25 +26,6 @@ _NOISE_KEYS = (
 )
 BOUND_KEYS = ("smoothness", "lipschitz", "pl_constant", "proximal", "dissimilarity", "initial_gap", "max_rounds")
 KEYS = _NOISE_KEYS + BOUND_KEYS
-
-
-def gaussian_c(delta: float) -> float:
-    """Return c = sqrt(2 ln(1.25/delta)) of the classical Gaussian mechanism (for epsilon < 1; Section II-C)."""
-    return math.sqrt(2 * math.log(1.25 / checks.number("delta", delta, above=0, below=1)))
-
-
-def log_argument(*, num_clients: int, cohort_size: int, num_rounds: int, epsilon: float) -> float:
-    """Return 1 - N/K + (N/K) e^(-epsilon/T), of which Lemma 4 (b) and Theorem 3 take the logarithm."""
-    return 1 + num_clients / cohort_size * math.expm1(-epsilon / num_rounds)
-
-
-def sampled_log(num_clients: int, cohort_size: float | Floats, num_rounds: int, epsilon: float) -> Floats:
-    """Return ln(1 - N/K + (N/K) e^(-epsilon/T)), elementwise; -infinity or NaN where it is not defined."""
-    ratio = num_clients / np.asarray(cohort_size, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log1p(ratio * math.expm1(-epsilon / num_rounds))
-    # At K = N it is -epsilon/T, also where e^(-epsilon/T) is no longer a number above zero.
-    return np.asarray(np.where(ratio == 1, -epsilon / num_rounds, logs))
 
 
 def best_proximal(*, smoothness: float, dissimilarity: float) -> float:

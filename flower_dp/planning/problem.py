@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_dp import checks
+from flower_dp.core import checks
 
 Floats = NDArray[np.float64]
 T = TypeVar("T")

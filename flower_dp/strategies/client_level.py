@@ -7,18 +7,20 @@ from dataclasses import asdict, replace
 import numpy as np
 from dp_accounting import ComposedDpEvent
 
-from flower_dp import accounting, checks, compression, noise, wire
-from flower_dp.events import Relation
-from flower_dp.ledger import Ledger
-from flower_dp.mechanisms import Gaussian
-from flower_dp.noise import gaussian_share
-from flower_dp.release import Release
-from flower_dp.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
-from flower_dp.statement import PrivacyStatement
+from flower_dp.privacy import accounting
+from flower_dp.core import checks, compression, noise
+from flower_dp import wire
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.core.noise import gaussian_share
+from flower_dp.privacy.release import Release
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.roster import Roster
 from flower_dp.strategies.rounds import Round, RoundStrategy
-from flower_dp.strategies.stating import state
+from flower_dp.strategies.client_level_statement import state
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -44,7 +46,7 @@ class ClientLevelStrategy(RoundStrategy):
     Args:
         clip_norm: L2 bound of one client's update.
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
-        sampling: who takes part in a round: a sampler of `flower_dp.sampling`.
+        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.

@@ -1,7 +1,7 @@
 """DP-FedAvg (McMahan et al. 2018): federated averaging with clipped updates and noise on the server."""
 
-from flower_dp.events import Relation
-from flower_dp.sampling import Sampler
+from flower_dp.privacy.events import Relation
+from flower_dp.core.sampling import Sampler
 from flower_dp.strategies.client_level import ClientLevelStrategy
 
 
@@ -14,7 +14,7 @@ class DPFedAvg(ClientLevelStrategy):
     Args:
         clip_norm: L2 bound of one client's update.
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
-        sampling: a sampler of `flower_dp.sampling`.
+        sampling: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated.
         target_epsilon: the run ends before the round that would pass it.

@@ -1,7 +1,7 @@
 """DP-FedSAM and DP-FedSAM-top_k (Shi, Wei, Shen et al. 2023): flat minima lose less to clipping and noise."""
 
-from flower_dp.events import Relation
-from flower_dp.sampling import Sampler
+from flower_dp.privacy.events import Relation
+from flower_dp.core.sampling import Sampler
 from flower_dp.strategies.client_level import ClientLevelStrategy
 
 
@@ -24,7 +24,7 @@ class DPFedSAM(ClientLevelStrategy):
     Args:
         clip_norm: L2 bound of one client's update (paper: C).
         noise_multiplier: std of the noise on the sum / clip_norm (paper: sigma); 0 runs without privacy.
-        sampling: a sampler of `flower_dp.sampling`.
+        sampling: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients (paper: M); the run waits until that many have registered.
         delta: the delta at which epsilon is stated.
         target_epsilon: the run ends before the round that would pass it.

@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flower_dp import checks
-from flower_dp.events import Relation
-from flower_dp.planning.fedsgd_dpc import gaussian_noise_variance
-from flower_dp.sampling import RoundRobinSampling
-from flower_dp.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.core import checks
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance
+from flower_dp.core.sampling import RoundRobinSampling
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import LocalLevelStrategy, PerClient, check_count
-from flower_dp.strategies.local_stating import state
+from flower_dp.strategies.local_statement import state
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rounds import Round
-from flower_dp.terms import MECHANISMS, Terms, gradient_terms, per_client, values_in
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.privacy.client_terms import Terms, per_client, values_in
 
 
 class FedSGDDPC(LocalLevelStrategy):

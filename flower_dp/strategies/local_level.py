@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 from flwr.serverapp import Grid
 
-from flower_dp import accounting, checks, wire
-from flower_dp.accounting import Cost
-from flower_dp.events import Relation
-from flower_dp.ledger import Ledger
-from flower_dp.sampling import Sampler
-from flower_dp.statement import PrivacyStatement
-from flower_dp.strategies.local_stating import state
+from flower_dp.privacy import accounting
+from flower_dp.core import checks
+from flower_dp import wire
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.local_statement import state
 from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.roster import Roster
 from flower_dp.strategies.rounds import Round, RoundStrategy
-from flower_dp.terms import Terms, per_client, values_in
+from flower_dp.privacy.client_terms import Terms, per_client, values_in
 
 AGGREGATIONS = ("data-size", "uniform")
 # Of the norm of a noise vector, above its mean: e^-60 is 1e-26.
@@ -38,7 +40,7 @@ class LocalLevelStrategy(RoundStrategy):
     that the server sees depends on it in a known way. It gives up its own privacy, and can move the model as far as it likes.
 
     Args:
-        sampling: who is asked in a round: a sampler of `flower_dp.sampling`.
+        sampling: who is asked in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in [0, 1).
         num_records: public data sizes: one number, a sequence in the order of the clients' names, or a mapping by name.

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 
-from flower_dp import checks, noise
-from flower_dp.ledger import Ledger
-from flower_dp.planning.nbafl import downlink_noise_std
-from flower_dp.sampling import FixedSizeSampling, FullSampling
-from flower_dp.statement import PrivacyStatement
+from flower_dp.core import checks, noise
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.nbafl import downlink_noise_std
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.local_level import LocalLevelStrategy, PerClient
-from flower_dp.strategies.nbafl_stating import state_nbafl
+from flower_dp.strategies.nbafl_statement import state_nbafl
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rounds import Round
-from flower_dp.terms import Terms, values_in, weights_terms
+from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.nbafl import weights_terms
 
 # The server's noise is drawn on a lattice that much finer than the broadcast's.
 _FINER = 2.0**10

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from flwr.app import Message
 
-from flower_dp import compression, noise, wire
-from flower_dp.clipping import clip_l2, l2_norms
-from flower_dp.vectors import Layout
+from flower_dp.core import compression, noise
+from flower_dp import wire
+from flower_dp.core.clipping import clip_l2, l2_norms
+from flower_dp.core.vectors import Layout
 
 log = logging.getLogger("flwr")
 

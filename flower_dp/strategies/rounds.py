@@ -15,13 +15,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_dp import checks, wire
-from flower_dp.noise import Generator, noise_generator
-from flower_dp.sampling import Sampler
-from flower_dp.statement import PrivacyStatement
+from flower_dp.core import checks
+from flower_dp import wire
+from flower_dp.core.noise import Generator, noise_generator
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.replies import Bounds, Collected, collect
 from flower_dp.strategies.roster import Roster, call_roll
-from flower_dp.vectors import Layout
+from flower_dp.core.vectors import Layout
 
 log = logging.getLogger("flwr")
 
@@ -90,7 +91,7 @@ class RoundStrategy(Strategy):
     """A Flower strategy whose rounds go as in the design; methods fill in the seven hooks below.
 
     Args:
-        sampling: who takes part in a round: a sampler of `flower_dp.sampling`.
+        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in [0, 1).
         report_client_metrics: ask clients for training metrics, which are not private; the statement says so then.
@@ -116,7 +117,7 @@ class RoundStrategy(Strategy):
         noise_seed: int | None = None,
     ) -> None:
         if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
-            raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.sampling, such as PoissonSampling")
+            raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.core.sampling, such as PoissonSampling")
         self.sampling = sampling
         self.num_clients = checks.integer("num_clients", num_clients, at_least=1)
         self.expected_cohort = sampling.expected_cohort(num_clients)

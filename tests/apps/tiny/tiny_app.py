@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from flower_dp.runs import RunFolder
+from flower_dp.running.run_folder import RunFolder
 
 server = ServerApp()
 client = ClientApp()

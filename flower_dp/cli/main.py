@@ -1,0 +1,44 @@
+"""The command line: flower-dp run | presets | compare | epsilon | calibrate | plan."""
+
+import sys
+from typing import Annotated, NoReturn
+
+import click
+import typer
+
+from flower_dp.cli import accounting, comparison, plans, runs
+from flower_dp.cli.errors import refuse
+
+app = typer.Typer(
+    help="Differentially private federated learning with Flower.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _command in (runs.run, runs.presets, comparison.compare, accounting.epsilon, accounting.calibrate, plans.plan):
+    app.command()(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _top(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        from flower_dp import __version__
+
+        typer.echo(f"flower-dp {__version__}")
+    elif context.invoked_subcommand is None:
+        refuse("a command is missing; see flower-dp --help")
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; a bad option ends with status 2 and one line on standard error."""
+    try:
+        status = app(arguments, prog_name="flower-dp", standalone_mode=False)
+    except click.ClickException as error:
+        typer.echo("error: " + " ".join(error.format_message().split()), err=True)
+        status = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        status = 130
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

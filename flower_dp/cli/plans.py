@@ -1,0 +1,140 @@
+"""The best configuration under a paper's bound: flower-dp plan."""
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flower_dp.cli.errors import complain
+
+if TYPE_CHECKING:
+    from flower_dp.planning.planner import Inputs
+    from flower_dp.running.apps import Target
+
+
+def plan(
+    method: Annotated[str, typer.Argument(help="A method that has a planner; see docs/planning.md.", show_default=False)],
+    *,
+    problem: Annotated[
+        str | None, typer.Option(metavar="FILE.toml", help="The problem's keys; see docs/planning.md.", show_default=False)
+    ] = None,
+    estimate_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET",
+            help="Take keys that the problem does not give from a preset's settings and its clients' data: NOT PRIVATE.",
+            show_default=False,
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the preset; may be repeated.", show_default=False),
+    ] = None,
+    l2: Annotated[
+        float | None,
+        typer.Option(
+            help="L2 coefficient of the loss whose constants are estimated. Default: the preset's weight-decay, or 0.1.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw the bound around the optimum.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")] = False,
+) -> None:
+    """Find the best configuration under the convergence bound of a method's paper.
+
+    Exit status: 0, or 2 with a line that names the key which is missing, unknown or impossible.
+    """
+    from flower_dp.planning import command, registry
+
+    estimates, origin = None, None
+    try:
+        if estimate_from is None:
+            for name, value in (("--set", setting and setting[0]), ("--l2", l2)):
+                if value is not None:
+                    raise ValueError(f"{name}={value}: belongs to --estimate-from")
+        elif method in registry.PLANNERS:  # of any other the planner tells which there are
+            estimates, origin = _estimates(method, problem, estimate_from, setting or [], l2)
+    except (ValueError, OSError) as error:
+        complain(" ".join(str(error).split()), 2)
+    out, err = io.StringIO(), io.StringIO()
+    status = command.run(method, problem, estimates=estimates, as_json=as_json, plot=plot, out=out, err=err)
+    answer = out.getvalue()
+    if answer:
+        typer.echo(_with_origin(answer, origin, as_json), nl=False)
+    if status:
+        complain(err.getvalue().strip(), status)
+
+
+def _estimates(
+    method: str, problem: str | None, preset: str, settings: list[str], l2: float | None
+) -> tuple[dict[str, object], dict[str, Any]]:
+    """Return the keys that a pilot on a preset's data gives, and the account of it that goes into the answer.
+
+    Raises:
+        ValueError: naming the option, setting or key at fault.
+    """
+    from flower_dp.core import checks
+    from flower_dp.planning.problem import read_problem
+    from flower_dp.running import apps
+
+    if l2 is not None:
+        checks.number("--l2", l2, above=0)
+    given = read_problem(problem) if problem is not None else {}
+    target = apps.resolve(preset, settings)
+    if not target.app.pilot:
+        raise ValueError(
+            f"--estimate-from={preset}: is an app without a pilot; its pyproject.toml names none under [tool.flower-dp]"
+        )
+    found = _pilot(target, method, given, l2)
+    taken = {key: value for key, value in found.values.items() if key not in given}
+    return taken, {"inputs_from": target.name, "inputs": taken, "notes": list(found.notes)}
+
+
+def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float | None) -> "Inputs":
+    """Call the pilot that the app's pyproject.toml names: a plug-in, of which this package knows the signature alone."""
+    module, _, name = target.app.pilot.partition(":")
+    with _importable(target.app.folder):
+        try:
+            pilot = getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError, ValueError) as error:
+            needed = "it needs a whole checkout, and what pip install 'flower-dp[app]' brings"
+            raise ValueError(f"--estimate-from: {target.app.pilot}: {error}; {needed}") from None
+        found: Inputs = pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
+        return found
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let an app's modules be imported from its folder."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _with_origin(answer: str, origin: Mapping[str, Any] | None, as_json: bool) -> str:
+    """Return the answer with where its inputs came from."""
+    if origin is None:
+        return answer
+    if as_json:
+        return json.dumps(json.loads(answer) | origin, indent=2, allow_nan=False) + "\n"
+    width = max(map(len, origin["inputs"]), default=0)
+    lines = ["", f"Inputs from {origin['inputs_from']}: its settings, and estimates from its clients' data"]
+    lines += [f"  {key:<{width}}  {_short(value)}" for key, value in origin["inputs"].items()]
+    return answer + "\n".join([*lines, *(f"  - {note}" for note in origin["notes"])]) + "\n"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        low, high = min(value), max(value)
+        return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}, {len(value)} clients"
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value)

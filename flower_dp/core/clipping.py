@@ -1,0 +1,116 @@
+"""Clipping: the norm bound that all sensitivities rest on.
+
+What comes back is float32, and its norm is at most the bound exactly, not up to rounding: norms are taken in float64 and a
+vector that must shrink is shrunk a little below the bound, by more than the cast to float32 can add back.
+Vectors [d] are clipped whole, matrices [clients x d] row by row; NumPy arrays and torch tensors alike.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from array_api_compat import array_namespace, is_torch_array
+
+from flower_dp.core import checks
+from flower_dp.core.vectors import Array, Layout
+
+# Rounding the factor and the product to float32 changes an entry by at most a factor 1 + 2**-23 or so; norms are summed
+# in float64.
+_MARGIN = 2.0**-22
+# Norms in [_SAFE, 1/_SAFE] come from squares well inside float64's range.
+_SAFE = 1e-100
+_BLOCK = 2**15
+# Smaller factors lose precision as float32 numbers.
+_SMALLEST_FACTOR = 1e-30
+# Below this the rounding of subnormal float32 entries could exceed the margin.
+_SMALLEST_BOUND = 1e-30
+# What comes back is float32: a bound beyond its range is as good as this one.
+_LARGEST_BOUND = 2.0**127
+
+
+def l2_norms(rows: Array) -> Array:
+    """Return the L2 norm of a vector, or of every row of a matrix, in float64, without overflow or underflow."""
+    xp = array_namespace(rows)
+    if is_torch_array(rows):
+        norms = xp.linalg.vector_norm(rows, axis=-1, dtype=xp.float64)  # entry by entry, without a copy
+    else:
+        # Block by block: float64 copies that stay in the cache.
+        starts = range(0, max(1, rows.shape[-1]), _BLOCK)
+        with np.errstate(over="ignore"):  # what overflows is done again below
+            blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
+            norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
+    if (_SAFE < float(norms) < 1 / _SAFE) if rows.ndim == 1 else bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
+        return norms
+    wide = xp.astype(rows, xp.float64)
+    # Zeros, entries whose squares leave float64's range, NaN and infinity: divide by the largest entry first.
+    largest = xp.max(xp.abs(wide), axis=-1) if wide.shape[-1] else norms
+    unit = xp.where((largest > 0) & xp.isfinite(largest), largest, xp.ones_like(largest))
+    scaled = wide / unit[..., None]
+    return unit * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
+
+
+def l1_norms(rows: Array) -> Array:
+    """Return the L1 norm of a vector, or of every row of a matrix, in float64."""
+    xp = array_namespace(rows)
+    return xp.sum(xp.abs(xp.astype(rows, xp.float64)), axis=-1)
+
+
+def clip_l2(rows: Array, clip_norm: float) -> Array:
+    """Return float32 rows scaled down, where needed, to an L2 norm of at most `clip_norm`.
+
+    Raises:
+        ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
+    """
+    return _clip(rows, _bound(clip_norm), l2_norms)
+
+
+def clip_l1(rows: Array, clip_norm: float) -> Array:
+    """Return float32 rows scaled down, where needed, to an L1 norm of at most `clip_norm`.
+
+    Raises:
+        ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
+    """
+    return _clip(rows, _bound(clip_norm), l1_norms)
+
+
+def clip_per_layer(rows: Array, clip_norm: float, layout: Layout) -> Array:
+    """Return float32 rows in which every array of the layout is clipped to clip_norm / sqrt(number of arrays).
+
+    The L2 norm of the whole row is then at most `clip_norm`, so sensitivity and noise are those of `clip_l2`. (Clipping each
+    of L arrays to `clip_norm` itself would make the sensitivity sqrt(L) times as large.)
+
+    Raises:
+        ValueError: as `clip_l2`, or if the rows' length is not the layout's.
+    """
+    if rows.shape[-1] != layout.size:
+        raise ValueError(f"rows have length {rows.shape[-1]}: the layout's is {layout.size}")
+    xp = array_namespace(rows)
+    bound = _bound(clip_norm) / len(layout.sizes) ** 0.5
+    parts, start = [], 0
+    for size in layout.sizes:
+        parts.append(_clip(rows[..., start : start + size], bound, l2_norms))
+        start += size
+    return xp.concat(parts, axis=-1)
+
+
+def _bound(clip_norm: float) -> float:
+    """The checked clip norm, less the margin."""
+    return min(checks.number("clip_norm", clip_norm, above=0, at_least=_SMALLEST_BOUND), _LARGEST_BOUND) * (1 - _MARGIN)
+
+
+def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Array:
+    xp = array_namespace(rows)
+    norms = norms_of(rows)
+    if (
+        rows.ndim == 1
+        and rows.dtype == xp.float32
+        and bound * _SMALLEST_FACTOR < (norm := float(norms)) < bound / _SMALLEST_FACTOR
+    ):
+        # One vector is the common case, and Python's own numbers are quicker than arrays without dimensions.
+        return xp.astype(rows, xp.float32, copy=True) if norm <= bound else rows * (bound / norm)
+    if not bool(xp.all(xp.isfinite(norms))):
+        raise ValueError("update has NaN or infinite entries: it can't be clipped")
+    if bool(xp.all(norms <= bound)):
+        return xp.astype(rows, xp.float32, copy=True)
+    factors = xp.where(norms > bound, bound / xp.where(norms > 0, norms, xp.ones_like(norms)), xp.ones_like(norms))
+    work = xp.float32 if rows.dtype == xp.float32 and bool(xp.all(factors > _SMALLEST_FACTOR)) else xp.float64
+    return xp.astype(xp.astype(rows, work, copy=False) * xp.astype(factors, work)[..., None], xp.float32, copy=False)

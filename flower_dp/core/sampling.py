@@ -1,0 +1,191 @@
+"""Sampling: which clients take part in a round, and how that wraps the event of a release.
+
+Cohorts are drawn with a generator that nobody else can replay: amplification by sampling counts only against those who do not
+know who took part.
+"""
+
+import bisect
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from dp_accounting import (
+    DpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from scipy.stats import binom
+
+from flower_dp.core import checks
+
+# Probability of a Poisson cohort so large that it is drawn anew; over 10^6 rounds that is the 1e-12 of delta that the accountant
+# keeps aside for rounding.
+_REDRAWN = 1e-18
+
+
+class Sampler(Protocol):
+    """Who takes part, how many of them are expected, and what that does to the cost of a release."""
+
+    def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Return the indices, sorted, of the clients of round 1, 2, ..."""
+
+    def expected_cohort(self, num_clients: int) -> float:
+        """Return the expected number of clients in a round: the public denominator of the mean."""
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return the largest number of clients in a round, a public number."""
+
+    @property
+    def secret_size(self) -> bool:
+        """Whether the number of clients in a round is random, and what `event` counts on is that nobody knows it."""
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        """Return what a round's release costs the client whom it costs most, given what a release costs a participant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullSampling:
+    """Every client, every round: no amplification."""
+
+    def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Return all clients."""
+        return np.arange(num_clients)
+
+    def expected_cohort(self, num_clients: int) -> float:
+        """Return the number of clients."""
+        return float(num_clients)
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return the number of clients."""
+        return num_clients
+
+    @property
+    def secret_size(self) -> bool:
+        """False."""
+        return False
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        """Return the release's own event."""
+        return release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoissonSampling:
+    """Every client by itself with probability `sampling_rate`: what the Poisson accountants assume."""
+
+    sampling_rate: float
+
+    def __post_init__(self) -> None:
+        checks.number("sampling_rate", self.sampling_rate, above=0, at_most=1)
+
+    def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Return a cohort of random size, possibly empty; one larger than `largest_cohort` is drawn anew."""
+        largest = self.largest_cohort(num_clients)
+        while True:
+            chosen = np.flatnonzero(rng.random(num_clients) < self.sampling_rate)
+            if len(chosen) <= largest:
+                return chosen
+
+    def expected_cohort(self, num_clients: int) -> float:
+        """Return sampling_rate x num_clients."""
+        return self.sampling_rate * num_clients
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return a size that a cohort exceeds with a probability of at most 1e-18."""
+        return _largest_cohort(self.sampling_rate, num_clients)
+
+    @property
+    def secret_size(self) -> bool:
+        """True."""
+        return True
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        """Return the Poisson-sampled event; an empty cohort pays as well."""
+        if isinstance(release, NonPrivateDpEvent) or self.sampling_rate == 1:
+            return release
+        return PoissonSampledDpEvent(float(self.sampling_rate), release)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSizeSampling:
+    """Exactly `cohort_size` clients, uniformly without replacement; accounted as that, under replace-one."""
+
+    cohort_size: int
+
+    def __post_init__(self) -> None:
+        checks.integer("cohort_size", self.cohort_size, at_least=1)
+
+    def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Return a uniformly random subset."""
+        return np.sort(rng.choice(num_clients, _cohort(self.cohort_size, num_clients), replace=False))
+
+    def expected_cohort(self, num_clients: int) -> float:
+        """Return cohort_size."""
+        return float(_cohort(self.cohort_size, num_clients))
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return cohort_size."""
+        return _cohort(self.cohort_size, num_clients)
+
+    @property
+    def secret_size(self) -> bool:
+        """False."""
+        return False
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        """Return the event of a release on a subset drawn without replacement."""
+        size = _cohort(self.cohort_size, num_clients)
+        if isinstance(release, NonPrivateDpEvent) or size == num_clients:
+            return release
+        return SampledWithoutReplacementDpEvent(num_clients, size, release)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRobinSampling:
+    """`cohort_size` clients a round in a fixed public order: participations differ by at most one; no amplification."""
+
+    cohort_size: int
+
+    def __post_init__(self) -> None:
+        checks.integer("cohort_size", self.cohort_size, at_least=1)
+
+    def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Return the next clients in order."""
+        size = _cohort(self.cohort_size, num_clients)
+        start = (server_round - 1) * size
+        return np.sort(np.arange(start, start + size) % num_clients)
+
+    def expected_cohort(self, num_clients: int) -> float:
+        """Return cohort_size."""
+        return float(_cohort(self.cohort_size, num_clients))
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return cohort_size."""
+        return _cohort(self.cohort_size, num_clients)
+
+    @property
+    def secret_size(self) -> bool:
+        """False."""
+        return False
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        """Return the release's event in the rounds in which the largest number of participations grows, else nothing."""
+        grows = self.participations(server_round, num_clients) > self.participations(server_round - 1, num_clients)
+        return release if grows else NoOpDpEvent()
+
+    def participations(self, num_rounds: int, num_clients: int) -> int:
+        """Return how often the client asked most often has been asked after `num_rounds` rounds: ceil(m T / N)."""
+        return -(-num_rounds * _cohort(self.cohort_size, num_clients) // num_clients)
+
+
+def _cohort(cohort_size: int, num_clients: int) -> int:
+    return checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
+
+
+@lru_cache(maxsize=64)
+def _largest_cohort(sampling_rate: float, num_clients: int) -> int:
+    sizes = range(num_clients + 1)
+    return bisect.bisect_left(sizes, True, key=lambda size: bool(binom.sf(size, num_clients, sampling_rate) <= _REDRAWN))

@@ -1,0 +1,262 @@
+"""From events to epsilon, and from epsilon to noise.
+
+All answers are upper bounds: where several bounds hold, the least is returned and named.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import dp_accounting as dp
+import numpy as np
+from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAccountant, compute_epsilon
+from scipy import optimize
+
+from flower_dp.core import checks
+from flower_dp.privacy import pld
+from flower_dp.privacy.events import (
+    LARGEST_MULTIPLIER,
+    RELATIONS,
+    Leaves,
+    Relation,
+    UnsupportedEventError,
+    effective,
+    inner_of,
+    leaves_of,
+    scaled,
+)
+
+_SEARCH_GRID = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """(epsilon, delta)-differential privacy under a neighbouring relation, and the accountant that proves it."""
+
+    epsilon: float
+    delta: float
+    relation: Relation
+    accountant: str
+
+
+def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float = pld.GRID) -> Cost:
+    """Return the least epsilon that can be proved for an event; infinite where there is no privacy.
+
+    Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
+    conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0).
+    Sampling without replacement is bounded under replace-one by Wang, Balle & Kasiviswanathan 2019, with sensitivity 2 C.
+
+    Raises:
+        ValueError: if delta is not in [0, 1), or the event has a parameter that is not a finite positive number.
+        UnsupportedEventError: if nothing here bounds the event under this relation.
+    """
+    delta = checks.number("delta", delta, at_least=0, below=1)
+    checks.one_of("relation", relation, RELATIONS)
+    leaves = leaves_of(event)
+    if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves):
+        return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
+    if not leaves:
+        return Cost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+    bounds = {name: value for name, value in _bounds(leaves, delta, relation, grid) if not math.isnan(value)}
+    if not bounds:
+        raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r} at delta={delta:g}")
+    name = min(bounds, key=lambda key: bounds[key])
+    return Cost(epsilon=max(0.0, bounds[name]), delta=delta, relation=relation, accountant=name)
+
+
+def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float | None:
+    """Return the Renyi accountant's epsilon, or None where it has no bound for the event under this relation.
+
+    The conversion is Theorem 2 of DP-FedSAM (Shi et al. 2023): the least over orders a of
+    rdp(a) + log((a - 1) / a) - (log delta + log a) / (a - 1).
+    """
+    delta = checks.number("delta", delta, at_least=0, below=1)
+    leaves = leaves_of(event)
+    if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves) or delta == 0:
+        return None
+    return _rdp(leaves, delta, relation_of(relation))
+
+
+def calibrate(
+    make_event: Callable[[float], dp.DpEvent], *, epsilon: float, delta: float, relation: Relation, rtol: float = 1e-4
+) -> float:
+    """Return a noise multiplier that meets (epsilon, delta), at most about `rtol` above the least one and never below it.
+
+    Args:
+        make_event: the whole run's event for a noise multiplier.
+        epsilon: target, finite and > 0.
+        delta: target, in [0, 1).
+        relation: neighbouring relation.
+        rtol: relative width of the last search interval.
+
+    Raises:
+        ValueError: if the target can't be met by any noise multiplier up to 1e6.
+        UnsupportedEventError: as `epsilon`.
+    """
+    target = checks.number("epsilon", epsilon, above=0)
+
+    # The root finder needs finite costs, and few steps where they are huge.
+    cap = max(1e6, min(10 * target, 1e308))
+
+    def excess(
+        log_multiplier: float, grid: float = min(_SEARCH_GRID, max(target * _SEARCH_GRID, pld.GRID * pld.FINEST))
+    ) -> float:
+        cost = _epsilon(make_event(math.exp(log_multiplier)), delta=delta, relation=relation, grid=grid)
+        return min(cost.epsilon, cap) - target
+
+    low, high = math.log(0.5), math.log(1.0)
+    while excess(high) > 0:
+        low, high = high, high + 1.0
+        if high > math.log(1e6):
+            raise ValueError(f"epsilon={target:g}: no noise multiplier up to 1e6 reaches it at delta={delta:g}")
+    while excess(low) <= 0:
+        low, high = low - 1.0, low
+        if low < math.log(1e-4 if target <= 1e6 else 1 / LARGEST_MULTIPLIER):
+            return math.exp(high)
+    root = optimize.brentq(excess, low, high, xtol=rtol / 2)
+    step = rtol / 4
+    # The answer is the one that `epsilon` gives when asked for the same event.
+    while excess(root, pld.GRID) > 0:
+        root, step = root + step, 2 * step
+    return math.exp(root)
+
+
+def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta: float, relation: Relation, limit: int) -> int:
+    """Return the largest n <= limit for which make_event(n) costs at most `epsilon`; make_event(n) must grow with n."""
+    low, high = 0, limit + 1
+    step = limit
+    while high - low > 1:
+        middle = step if low < step < high else (low + high) // 2
+        fits = _epsilon(make_event(middle), delta=delta, relation=relation).epsilon <= epsilon
+        low, high = (middle, high) if fits else (low, middle)
+        step = 0
+    return low
+
+
+def curve(
+    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 100
+) -> np.ndarray:
+    """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
+
+    At most `points` rounds are computed, on a coarser grid than `epsilon`; between them the next one's value stands.
+    """
+    grid = np.unique(np.linspace(0, num_rounds, min(points, num_rounds) + 1).round().astype(int))
+    values = [_epsilon(make_event(int(n)), delta=delta, relation=relation, grid=_SEARCH_GRID).epsilon for n in grid]
+    return np.asarray(values)[np.searchsorted(grid, np.arange(num_rounds + 1))]
+
+
+def repeated(event: dp.DpEvent, count: int) -> dp.DpEvent:
+    """Return `count` independent repetitions of an event as one event."""
+    return dp.SelfComposedDpEvent(event, checks.integer("count", count, at_least=0))
+
+
+def relation_of(relation: str) -> Relation:
+    """Return the relation, or raise ValueError naming the valid ones."""
+    checks.one_of("relation", relation, RELATIONS)
+    return "replace-one" if relation == "replace-one" else "add-or-remove-one"
+
+
+_epsilon = epsilon
+
+
+def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
+    """Yield every bound that holds, NaN where an accountant has none."""
+    pure = _pure(leaves, relation)
+    yield "pure", pure
+    if delta == 0:
+        return
+    gaussian = _gaussian_exact(leaves, delta, relation)
+    yield "gaussian-exact", gaussian
+    renyi = _rdp(leaves, delta, relation)
+    yield "rdp", math.nan if renyi is None else renyi
+    if delta >= pld.SMALLEST_DELTA:
+        finite = [one for one in (pure, gaussian, renyi) if one is not None and math.isfinite(one)]
+        yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
+
+
+def _pure(leaves: Leaves, relation: Relation) -> float:
+    """Sum of the pure epsilons of Laplace releases, each amplified by its sampling."""
+    total = 0.0
+    for leaf, count in leaves:
+        inner, rate = inner_of(leaf)
+        if not isinstance(inner, dp.LaplaceDpEvent):
+            return math.nan
+        base = 1 / inner.noise_multiplier
+        if relation == "replace-one":
+            # A replacement is a removal and an addition; Poisson amplification holds for each of these.
+            poisson = isinstance(leaf, dp.PoissonSampledDpEvent)
+            one = 2 * _amplified(base, rate) if poisson else _amplified(2 * base, rate)
+        elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+            return math.nan
+        else:
+            one = _amplified(base, rate)
+        total += count * one
+    return total
+
+
+def _amplified(pure: float, rate: float) -> float:
+    """log(1 + q (e^eps - 1)), without overflow."""
+    if rate == 1 or pure > 500:
+        return pure
+    return math.log1p(rate * math.expm1(pure))
+
+
+def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
+    """Exact for Gaussian releases without sampling; an upper bound when sampling is ignored, which never adds cost."""
+    norms = []
+    for leaf, count in leaves:
+        inner, _ = inner_of(leaf)
+        without = isinstance(leaf, dp.SampledWithoutReplacementDpEvent)
+        if not isinstance(inner, dp.GaussianDpEvent) or (without and relation != "replace-one"):
+            return math.nan
+        norms.append(math.sqrt(count) / inner.noise_multiplier)
+    multiplier = effective(1 / math.hypot(*norms), relation)
+    # The root finder's answer may lie below the root by its tolerance.
+    with _quiet():
+        return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
+
+
+def _rdp(leaves: Leaves, delta: float, relation: Relation) -> float | None:
+    curves = [_leaf_rdp(leaf, relation) for leaf, _ in leaves]
+    if any(one is None for one in curves):
+        return None
+    total = sum(count * one for (_, count), one in zip(leaves, curves, strict=True) if one is not None)
+    with _quiet():
+        return float(compute_epsilon(DEFAULT_RDP_ORDERS, total, delta)[0])
+
+
+@lru_cache(maxsize=64)
+def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
+    """Return the Renyi divergences of one release at the default orders, or None."""
+    library_relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    inner, rate = inner_of(leaf)
+    if isinstance(leaf, dp.PoissonSampledDpEvent) and rate < 1:
+        if relation == "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
+            return None
+    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent) and rate < 1:
+        # The library takes noise std / sensitivity here, and the sensitivity of a replacement is 2 C.
+        if relation != "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
+            return None
+        library_relation = dp.NeighboringRelation.REPLACE_ONE
+        leaf = dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(inner, relation))
+    else:
+        leaf = scaled(inner, relation)
+    with _quiet():
+        curve: np.ndarray = RdpAccountant(neighboring_relation=library_relation).compose(leaf).rdp
+        return curve
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library from warning of Renyi orders that it leaves out: leaving one out never lowers a bound."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)

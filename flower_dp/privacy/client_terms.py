@@ -1,0 +1,94 @@
+"""Terms: one client's own promise, the release of one reply and how many replies it will ever send.
+
+For methods whose every message is private on its own. The server derives a client's terms from what was agreed, and charges a
+ledger by them; the client derives its terms from its own budget, data size and number of replies, and works by nothing else.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dp_accounting import DpEvent
+
+from flower_dp.core import checks
+from flower_dp.privacy.release import Release
+
+SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What leaves with one reply of a client, and how many replies there may ever be."""
+
+    release: Release
+    num_replies: int
+
+    def __post_init__(self) -> None:
+        checks.integer("num_replies", self.num_replies, at_least=1)
+
+    @property
+    def event(self) -> DpEvent:
+        """What one reply costs."""
+        return self.release.event(1)
+
+    @property
+    def kind(self) -> str:
+        """All but the noise multiplier, as one line; different terms have different lines."""
+        release = self.release
+        return (
+            f"{self.num_replies} replies, {type(release.mechanism).__name__}, clip_norm={release.clip_norm!r}, {release.unit}, "
+            f"{release.relation}, {release.sampler!r} of {release.num_clients}"
+        )
+
+    @property
+    def text(self) -> str:
+        """The terms as one line; different terms have different lines."""
+        return f"{self.kind}, noise_multiplier={self.release.mechanism.noise_multiplier!r}"
+
+
+def value_of(field: str, value: Any, name: str) -> Any:
+    """Return one client's value: of a mapping by client name, or the one value for all.
+
+    Raises:
+        ValueError: if a mapping lacks the client.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    if name not in value:
+        raise ValueError(f"{field}: has no value for client {name!r}; has {', '.join(sorted(value))}")
+    return value[name]
+
+
+def per_client(field: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return every client's value: of a mapping by name, of a sequence in the order of the names, or the one value for all.
+
+    Raises:
+        ValueError: if names or length don't fit.
+    """
+    if isinstance(value, Mapping):
+        if set(value) != set(names):
+            missing, unknown = sorted(set(names) - set(value)), sorted(set(value) - set(names))
+            raise ValueError(f"{field}: must have one value a client (missing {missing}, unknown {unknown})")
+        return {name: value[name] for name in names}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != len(names):
+            raise ValueError(f"{field}: has {len(value)} values: must have one for each of the {len(names)} clients")
+        return dict(zip(names, value, strict=True))
+    return dict.fromkeys(names, value)
+
+
+def values_in(value: Any) -> list[Any]:
+    """Return all values of a mapping, a sequence or one value."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def budget(epsilon: float) -> float:
+    """Return a budget, infinite for no noise.
+
+    Raises:
+        ValueError: if it is not above 0.
+    """
+    return math.inf if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)

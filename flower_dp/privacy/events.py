@@ -1,0 +1,94 @@
+"""Privacy events as the accountants take them: flattened, validated, and scaled to what one unit can change.
+
+The noise multiplier of an event is noise scale / clip norm. What one unit can change is the clip norm under add-or-remove-one and
+twice that under replace-one; this module is the one place where that factor enters.
+"""
+
+from typing import Literal
+
+import dp_accounting as dp
+
+from flower_dp.core import checks
+
+Relation = Literal["add-or-remove-one", "replace-one"]
+RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
+
+# Noise multipliers beyond this overflow when squared; less noise than this, or its inverse, is a valid (absurd) bound.
+LARGEST_MULTIPLIER = 1e50
+# (event, how many times).
+Leaves = list[tuple[dp.DpEvent, int]]
+_PLAIN = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
+
+
+class UnsupportedEventError(ValueError):
+    """No accountant here can bound this event under this relation."""
+
+
+def effective(multiplier: float, relation: Relation) -> float:
+    """Noise scale over sensitivity, for noise scale over clip norm."""
+    return multiplier / 2 if relation == "replace-one" else multiplier
+
+
+def scaled(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent:
+    """Return a plain release with noise scale over sensitivity for its multiplier."""
+    return type(leaf)(effective(leaf.noise_multiplier, relation))
+
+
+def inner_of(leaf: dp.DpEvent) -> tuple[dp.DpEvent, float]:
+    """The plain release inside a leaf, and the sampling rate around it."""
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        return leaf.event, leaf.sampling_probability
+    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        return leaf.event, leaf.sample_size / leaf.source_dataset_size
+    return leaf, 1.0
+
+
+def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
+    """Flatten compositions into validated leaves, equal ones merged."""
+    merged: dict[dp.DpEvent, int] = {}
+
+    def visit(node: dp.DpEvent, times: int) -> None:
+        if isinstance(node, dp.SelfComposedDpEvent):
+            visit(node.event, times * checks.integer("event count", node.count, at_least=0))
+        elif isinstance(node, dp.ComposedDpEvent):
+            for child in node.events:
+                visit(child, times)
+        elif times and not isinstance(node, dp.NoOpDpEvent):
+            _validate(node)
+            node = _tamed(node)
+            merged[node] = merged.get(node, 0) + times
+
+    visit(event, count)
+    return list(merged.items())
+
+
+def _validate(leaf: dp.DpEvent) -> None:
+    """Refuse what the accountants would misread; a NaN multiplier, for one, costs nothing in an RDP accountant."""
+    if isinstance(leaf, dp.NonPrivateDpEvent):
+        return
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        checks.number("sampling_probability", leaf.sampling_probability, above=0, at_most=1)
+    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        size = checks.integer("source_dataset_size", leaf.source_dataset_size, at_least=1)
+        checks.integer("sample_size", leaf.sample_size, at_least=1, at_most=size)
+    inner, _ = inner_of(leaf)
+    if not isinstance(inner, _PLAIN):
+        raise UnsupportedEventError(f"event {leaf}: only (sampled) Gaussian and Laplace releases can be accounted")
+    checks.number("noise_multiplier", inner.noise_multiplier, above=0)
+
+
+def _tamed(leaf: dp.DpEvent) -> dp.DpEvent:
+    """The event, or one without privacy or with less noise in its place where its multiplier is not of this world."""
+    if isinstance(leaf, dp.NonPrivateDpEvent):
+        return leaf
+    inner, _ = inner_of(leaf)
+    if 1 / LARGEST_MULTIPLIER <= inner.noise_multiplier <= LARGEST_MULTIPLIER:
+        return leaf
+    if inner.noise_multiplier < 1:
+        return dp.NonPrivateDpEvent()
+    less = type(inner)(LARGEST_MULTIPLIER)
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        return dp.PoissonSampledDpEvent(leaf.sampling_probability, less)
+    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, less)
+    return less

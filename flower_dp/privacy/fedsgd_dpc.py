@@ -1,0 +1,148 @@
+"""FedSGD-DPC's noise (Zhou et al.): the paper's formulas, and the terms of one client.
+
+The unit of privacy is one record; every message is private on its own.
+"""
+
+import math
+from functools import lru_cache
+
+from dp_accounting import GaussianDpEvent
+
+from flower_dp.core import checks
+from flower_dp.core.sampling import FullSampling, PoissonSampling, Sampler
+from flower_dp.privacy import accounting
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
+from flower_dp.privacy.release import Release
+
+MECHANISMS = ("laplace", "gaussian")
+# Laplace noise is that much larger than its budget asks, so that a sum of float64 shares never exceeds the budget.
+_ROUNDING = 2.0**-40
+
+
+def laplace_scale(clip_norm: float, num_records: int, epsilon: float, num_replies: int) -> float:
+    """Return the Laplace scale per coordinate that makes all replies of a client epsilon-DP (Theorem 1).
+
+    A reply is the mean over `num_records` of gradients clipped to an L1 norm of `clip_norm`; replacing one record moves
+    it by at most 2 clip_norm / num_records in L1 norm. Pure epsilons add up, so the scale is 2 clip_norm num_replies /
+    (num_records epsilon). `num_replies` is a whole number, the most that the client will send: the paper's expected
+    bT/N would overspend.
+
+    Raises:
+        ValueError: naming the argument that is not a positive (whole) number.
+    """
+    return 2 * _positive("clip_norm", clip_norm) * _count(num_replies) / (_records(num_records) * _positive("epsilon", epsilon))
+
+
+def gaussian_noise_variance(
+    clip_norm: float, num_records: int, epsilon: float, num_replies: int, *, delta: float, noise_constant: float
+) -> float:
+    """Return the paper's variance per coordinate of Gaussian noise for all replies of a client (Theorem 2, eq. 5).
+
+    It is c2^2 C^2 R log(1/delta) / (n^2 epsilon^2) for R replies over n records clipped to an L2 norm of C. The paper
+    takes c2 (`noise_constant`) from Abadi et al. 2016, where it exists but has no value, and the formula holds for
+    epsilon < c1 q^2 T with another constant without a value: this is the paper's number, not a proof of privacy.
+    Calibrate numerically for that.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+    log_delta = -math.log(checks.number("delta", delta, above=0, below=1))
+    scale = _positive("noise_constant", noise_constant) * _positive("clip_norm", clip_norm)
+    std_of_one = scale / (_records(num_records) * _positive("epsilon", epsilon))
+    return std_of_one * std_of_one * _count(num_replies) * log_delta
+
+
+@lru_cache(maxsize=4096)
+def gradient_terms(
+    *,
+    mechanism: str,
+    clip_norm: float,
+    epsilon: float,
+    delta: float,
+    num_replies: int,
+    num_records: int,
+    sampling_rate: float = 1.0,
+    relation: Relation = "replace-one",
+) -> Terms:
+    """Return the terms of FedSGD-DPC: each reply is a noised mean of per-record clipped gradients.
+
+    All `num_replies` replies together are (epsilon, delta)-differentially private for each record. The release is the *sum* of
+    clipped gradients; divided by its `expected_cohort`, num_records x sampling_rate, a public number, it is the mean.
+
+    Args:
+        mechanism: `laplace` (L1 clip norm, all records, delta 0) or `gaussian` (L2 clip norm, every record with probability
+            `sampling_rate`), noise of the least scale that numerical composition proves to be enough.
+        clip_norm: bound on the norm of one record's gradient.
+        epsilon: budget of all replies, > 0; math.inf means no noise, and no privacy.
+        delta: 0 for Laplace; in (0, 1) for Gaussian.
+        num_replies: the most replies that the client will send.
+        num_records: the client's public data size.
+        sampling_rate: part of the records in a batch, in expectation.
+        relation: neighbouring relation; replace-one in the paper.
+
+    Raises:
+        ValueError: for a value out of range, naming it.
+    """
+    checks.one_of("mechanism", mechanism, MECHANISMS)
+    epsilon = budget(epsilon)
+    checks.integer("num_replies", num_replies, at_least=1)
+    if mechanism == "laplace":
+        if delta != 0:
+            raise ValueError(f"delta={delta!r}: Laplace noise gives pure differential privacy; must be 0")
+        if sampling_rate != 1:
+            raise ValueError(f"sampling_rate={sampling_rate!r}: must be 1 for mechanism='laplace', which uses all records")
+    else:
+        checks.number("delta", delta, above=0, below=1)
+        checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
+    noise: Mechanism
+    if mechanism == "laplace":
+        noise = Laplace(noise_multiplier=_laplace_multiplier(epsilon, num_replies, relation))
+    else:
+        noise = Gaussian(noise_multiplier=_gaussian_multiplier(epsilon, delta, num_replies, float(sampling_rate), relation))
+    sampler: Sampler = FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
+    release = Release(
+        what="the noised mean of per-record clipped gradients, in every reply",
+        seen_by=SEEN_BY,
+        unit="record",
+        relation=relation,
+        clip_norm=clip_norm,
+        mechanism=noise,
+        sampler=sampler,
+        num_clients=checks.integer("num_records", num_records, at_least=1),
+    )
+    return Terms(release=release, num_replies=num_replies)
+
+
+def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) -> float:
+    if math.isinf(epsilon):
+        return 0.0
+    # Of a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
+    scale = laplace_scale(1.0, 1, epsilon, num_replies) * (1 + _ROUNDING)
+    return scale if accounting.relation_of(relation) == "replace-one" else scale / 2
+
+
+@lru_cache(maxsize=1024)
+def _gaussian_multiplier(epsilon: float, delta: float, num_replies: int, sampling_rate: float, relation: Relation) -> float:
+    if math.isinf(epsilon):
+        return 0.0
+    sampler = PoissonSampling(sampling_rate=sampling_rate)
+    return accounting.calibrate(
+        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, 1), num_replies),
+        epsilon=epsilon,
+        delta=delta,
+        relation=relation,
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    return checks.number(name, value, above=0)
+
+
+def _count(value: int) -> int:
+    return checks.integer("num_replies", value, at_least=1)
+
+
+def _records(value: int) -> int:
+    return checks.integer("num_records", value, at_least=1)

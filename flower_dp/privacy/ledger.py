@@ -1,0 +1,71 @@
+"""A ledger: the list of what happened to one owner's data; what it costs is computed from the list, afterwards."""
+
+from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
+
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.events import Relation
+
+
+class Ledger:
+    """Events charged to one owner: every client of a central release, or one client with its own local releases."""
+
+    def __init__(self, *, owner: str, relation: Relation) -> None:
+        self.owner = owner
+        self.relation = relation
+        self.num_charges = 0
+        self._counts: dict[DpEvent, int] = {}
+
+    def charge(self, event: DpEvent) -> None:
+        """Write down an event, before anything that it covers leaves.
+
+        Raises:
+            ValueError: if the event can't be accounted; nothing is written then and nothing may be released.
+        """
+        event = _frozen(event)
+        if event not in self._counts:
+            accounting.epsilon(event, delta=1e-5, relation=self.relation, grid=1e-2)
+        self.num_charges += 1
+        if not isinstance(event, NoOpDpEvent):
+            self._counts[event] = self._counts.get(event, 0) + 1
+
+    def amend(self, charged: DpEvent, actual: DpEvent) -> None:
+        """Put the event that really happened in the place of one that was charged in advance.
+
+        Raises:
+            ValueError: if `charged` is not in the ledger, or `actual` can't be accounted; the ledger stays as it was then.
+        """
+        charged = _frozen(charged)
+        if not self._counts.get(charged):
+            raise ValueError(f"event {charged}: was not charged to {self.owner}")
+        self.charge(actual)
+        self.num_charges -= 1
+        self._counts[charged] -= 1
+        if not self._counts[charged]:
+            del self._counts[charged]
+
+    @property
+    def event(self) -> DpEvent:
+        """All that was charged, as one event."""
+        return ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in self._counts.items()])
+
+    def cost(self, delta: float) -> Cost:
+        """Return the tight epsilon of all that was charged."""
+        return accounting.epsilon(self.event, delta=delta, relation=self.relation)
+
+    def lines(self) -> list[str]:
+        """Return the charged events in words, one a line, with their counts."""
+        return [f"{count} x {event}" for event, count in self._counts.items()]
+
+
+def _frozen(event: DpEvent) -> DpEvent:
+    """The event with tuples in the place of lists: lists can't be keys, and whoever holds them could change the ledger."""
+    if isinstance(event, ComposedDpEvent):
+        return ComposedDpEvent(tuple(map(_frozen, event.events)))
+    if isinstance(event, SelfComposedDpEvent):
+        return SelfComposedDpEvent(_frozen(event.event), event.count)
+    try:
+        hash(event)
+    except TypeError as error:
+        raise ValueError(f"event {event}: must be a (sampled) release whose parameters are numbers, or a composition") from error
+    return event

@@ -1,0 +1,79 @@
+"""The Gaussian and the Laplace mechanism: how much noise a release has, and the event that it leaves in a ledger.
+
+`noise_multiplier` is the scale of the noise over the clip norm: the standard deviation over the L2 clip norm for Gaussian noise,
+the Laplace scale over the L1 clip norm for Laplace noise. The neighbouring relation is not known here: `accounting` doubles the
+sensitivity under replace-one. Draws are functions of `flower_dp.core.noise`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
+
+from flower_dp.core import checks, noise
+from flower_dp.core.noise import Generator
+from flower_dp.core.vectors import Array
+
+
+class Mechanism(Protocol):
+    """Noise for a clipped sum: its scale, the norm that it protects, its draw, its event."""
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Scale of the noise over the clip norm."""
+
+    @property
+    def norm(self) -> str:
+        """`l2` or `l1`: the norm that contributions are clipped in."""
+
+    def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
+        """Draw float64 noise of a scale on a lattice, as the functions of `flower_dp.core.noise` do."""
+
+    def event(self) -> DpEvent:
+        """Return what one release costs, with the multiplier as noise scale / clip norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaussian:
+    """Gaussian noise of standard deviation noise_multiplier x L2 clip norm; 0 means none, and no privacy."""
+
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
+
+    @property
+    def norm(self) -> str:
+        """l2."""
+        return "l2"
+
+    def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
+        """Draw Gaussian noise."""
+        return noise.gaussian(like, scale, step, rng)
+
+    def event(self) -> DpEvent:
+        """Return the event of one release."""
+        return GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else NonPrivateDpEvent()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laplace:
+    """Laplace noise of scale noise_multiplier x L1 clip norm; 0 means none, and no privacy."""
+
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
+
+    @property
+    def norm(self) -> str:
+        """l1."""
+        return "l1"
+
+    def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
+        """Draw Laplace noise."""
+        return noise.laplace(like, scale, step, rng)
+
+    def event(self) -> DpEvent:
+        """Return the event of one release."""
+        return LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else NonPrivateDpEvent()

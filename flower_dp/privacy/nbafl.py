@@ -1,0 +1,137 @@
+"""NbAFL's noise (Wei et al. 2020): the paper's formulas for uplink and downlink, and the terms of one client.
+
+The formulas are the paper's, not proofs: from clipped weights alone a sensitivity of 2 C follows, not 2 C / m, and the Gaussian
+formula holds for epsilon < 1 per exposure.
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_dp.core import checks
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+
+Floats = NDArray[np.float64]
+
+
+def uplink_noise_std(*, uplink_exposures: int, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
+    """Return sigma_U, the noise on every coordinate of an upload (Section III-A).
+
+    sigma_U = c L (2C/m) / epsilon, with c = sqrt(2 ln(1.25/delta)).
+
+    `clip_norm` (C) bounds the L2 norm of a client's weights, `min_records` (m) is the size of the smallest local data
+    set, `uplink_exposures` (L) counts the uploads of a client that an eavesdropper sees.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+    exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+    return exposures * _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
+
+
+def downlink_noise_std(
+    *,
+    num_clients: int,
+    cohort_size: int,
+    num_rounds: int,
+    uplink_exposures: int,
+    epsilon: float,
+    delta: float,
+    clip_norm: float,
+    min_records: int,
+) -> float:
+    """Return sigma_D, the noise that the server adds before it broadcasts (Theorem 1; Lemma 4 for K < N).
+
+    All clients: (2cC/(mN epsilon)) sqrt(T^2 - L^2 N) if T > L sqrt(N), else 0.
+    K of N: (2cC/(mK epsilon)) sqrt(T^2/b^2 - L^2 K) if T > epsilon/gamma, else 0.
+
+    This is defined everywhere: gamma's logarithm has an argument above 1 - K/N, and where T > epsilon/gamma that of b
+    has one above e^(-epsilon/(L sqrt(K))). Where b is not defined (few rounds, large epsilon) T is below epsilon/gamma,
+    and Lemma 4 asks for no noise on the downlink.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+    checks.integer("num_clients", num_clients, at_least=1)
+    checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
+    checks.integer("num_rounds", num_rounds, at_least=1)
+    checks.integer("uplink_exposures", uplink_exposures, at_least=1, at_most=num_rounds)
+    unit = _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
+    if cohort_size == num_clients:
+        excess = float(num_rounds**2 - uplink_exposures**2 * num_clients)
+    elif num_rounds <= quiet_rounds(num_clients, cohort_size, uplink_exposures, epsilon):
+        excess = 0.0
+    else:
+        # T/b = epsilon / (the epsilon that the sampled broadcast may cost in each round)
+        effective = epsilon / -float(sampled_log(num_clients, cohort_size, num_rounds, epsilon))
+        excess = effective * effective - uplink_exposures**2 * cohort_size
+    return unit / cohort_size * math.sqrt(max(excess, 0.0))
+
+
+@lru_cache(maxsize=4096)
+def weights_terms(
+    *, clip_norm: float, epsilon: float, delta: float, uplink_exposures: int, min_records: int, num_replies: int
+) -> Terms:
+    """Return the terms of NbAFL: each reply is the client's whole weights, clipped to L2 norm `clip_norm`, with noise.
+
+    The noise has the paper's std for (epsilon, delta) over `uplink_exposures` replies of clients with at least `min_records`
+    records, which rests on the paper's assumption of a sensitivity 2 C / m. The release itself knows nothing of that assumption:
+    clipped weights lie in a ball of radius C, so that all of a client's records together move them by at most 2 C.
+
+    Raises:
+        ValueError: for a value out of range, naming it.
+    """
+    checks.number("clip_norm", clip_norm, above=0)
+    std = 0.0
+    if math.isfinite(budget(epsilon)):
+        std = uplink_noise_std(
+            uplink_exposures=uplink_exposures, epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records
+        )
+    release = Release(
+        what="the client's clipped weights with noise, in every reply",
+        seen_by=SEEN_BY,
+        unit="client",
+        relation="replace-one",
+        clip_norm=clip_norm,
+        mechanism=Gaussian(noise_multiplier=std / clip_norm),
+        sampler=FullSampling(),
+        num_clients=1,
+    )
+    return Terms(release=release, num_replies=num_replies)
+
+
+def gaussian_c(delta: float) -> float:
+    """Return c = sqrt(2 ln(1.25/delta)) of the classical Gaussian mechanism (for epsilon < 1; Section II-C)."""
+    return math.sqrt(2 * math.log(1.25 / checks.number("delta", delta, above=0, below=1)))
+
+
+def log_argument(*, num_clients: int, cohort_size: int, num_rounds: int, epsilon: float) -> float:
+    """Return 1 - N/K + (N/K) e^(-epsilon/T), of which Lemma 4 (b) and Theorem 3 take the logarithm."""
+    return 1 + num_clients / cohort_size * math.expm1(-epsilon / num_rounds)
+
+
+def sampled_log(num_clients: int, cohort_size: float | Floats, num_rounds: int, epsilon: float) -> Floats:
+    """Return ln(1 - N/K + (N/K) e^(-epsilon/T)), elementwise; -infinity or NaN where it is not defined."""
+    ratio = num_clients / np.asarray(cohort_size, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log1p(ratio * math.expm1(-epsilon / num_rounds))
+    # At K = N it is -epsilon/T, also where e^(-epsilon/T) is no longer a number above zero.
+    return np.asarray(np.where(ratio == 1, -epsilon / num_rounds, logs))
+
+
+def _unit_std(*, epsilon: float, delta: float, clip_norm: float, min_records: int) -> float:
+    sensitivity = 2 * checks.number("clip_norm", clip_norm, above=0) / checks.integer("min_records", min_records, at_least=1)
+    return gaussian_c(delta) * sensitivity / checks.number("epsilon", epsilon, above=0)
+
+
+def quiet_rounds(num_clients: int, cohort_size: int, uplink_exposures: int, epsilon: float) -> float:
+    """Return up to how many rounds the downlink needs no noise: L sqrt(N), or epsilon/gamma for K < N."""
+    if cohort_size == num_clients:
+        return uplink_exposures * math.sqrt(num_clients)
+    share = math.expm1(-epsilon / (uplink_exposures * math.sqrt(cohort_size)))
+    return epsilon / -math.log1p(cohort_size / num_clients * share)

@@ -1,0 +1,125 @@
+"""What a run would cost, before it is run: options that fit each other, an event, an epsilon."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting as dp
+
+from flower_dp.core import checks
+from flower_dp.privacy import accounting
+from flower_dp.privacy.events import Relation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A run of equal releases, all but its noise.
+
+    `sampling_rate` is set for Poisson sampling, `cohort_size` and `num_clients` for a cohort of fixed size.
+    """
+
+    mechanism: str
+    sampling: str
+    sampling_rate: float | None
+    cohort_size: int | None
+    num_clients: int | None
+    num_rounds: int
+    delta: float
+    relation: Relation
+
+    def event(self, noise_multiplier: float) -> dp.DpEvent:
+        """Return the whole run's event; without noise it is not private."""
+        if noise_multiplier == 0:
+            return dp.NonPrivateDpEvent()
+        release = (dp.LaplaceDpEvent if self.mechanism == "laplace" else dp.GaussianDpEvent)(noise_multiplier)
+        if self.sampling == "poisson":
+            release = dp.PoissonSampledDpEvent(self.sampling_rate, release)
+        elif self.sampling == "fixed-size":
+            release = dp.SampledWithoutReplacementDpEvent(self.num_clients, self.cohort_size, release)
+        return dp.SelfComposedDpEvent(release, self.num_rounds)
+
+    def calibrate(self, epsilon: float) -> float:
+        """Return the noise multiplier that keeps the run within `epsilon`, never too little."""
+        return accounting.calibrate(self.event, epsilon=epsilon, delta=self.delta, relation=self.relation)
+
+    def cost(self, noise_multiplier: float) -> dict[str, Any]:
+        """Return what the run costs, as JSON can hold it: an infinite epsilon is None, and `private` is false.
+
+        `epsilon_rdp` is there only where the Renyi accountant has a bound.
+        """
+        event = self.event(noise_multiplier)
+        cost = accounting.epsilon(event, delta=self.delta, relation=self.relation)
+        renyi = accounting.rdp_epsilon(event, delta=self.delta, relation=self.relation)
+        settings = {
+            "sampling_rate": self.sampling_rate,
+            "cohort_size": self.cohort_size,
+            "num_clients": self.num_clients,
+        }
+        return {
+            "epsilon": _finite(cost.epsilon),
+            "private": math.isfinite(cost.epsilon),
+            **({} if renyi is None else {"epsilon_rdp": _finite(renyi)}),
+            "noise_multiplier": noise_multiplier,
+            "delta": cost.delta,
+            "relation": cost.relation,
+            "accountant": cost.accountant,
+            "mechanism": self.mechanism,
+            "sampling": self.sampling,
+            **{key: value for key, value in settings.items() if value is not None},
+            "num_rounds": self.num_rounds,
+        }
+
+
+def from_options(
+    *,
+    mechanism: str,
+    sampling: str,
+    sampling_rate: float | None,
+    cohort_size: int | None,
+    num_clients: int | None,
+    num_rounds: int,
+    delta: float | None,
+    relation: str | None,
+) -> PlannedRun:
+    """Return the quote that command-line options ask for; None is an option that was not given.
+
+    Raises:
+        ValueError: naming the option that is missing, out of range or out of place.
+    """
+    belongs = {
+        "--sampling-rate": ("poisson", sampling_rate),
+        "--cohort-size": ("fixed-size", cohort_size),
+        "--num-clients": ("fixed-size", num_clients),
+    }
+    for name, (owner, value) in belongs.items():
+        if value is not None and sampling != owner:
+            raise ValueError(f"{name}={value}: belongs to --sampling {owner}, not to --sampling {sampling}")
+        if value is None and sampling == owner:
+            raise ValueError(f"{name} is missing; --sampling {sampling} needs it")
+    if sampling == "poisson":
+        checks.number("--sampling-rate", sampling_rate, above=0, at_most=1)
+    if sampling == "fixed-size":
+        size = checks.integer("--num-clients", num_clients, at_least=1)
+        checks.integer("--cohort-size", cohort_size, at_least=1, at_most=size)
+        if relation == "add-or-remove-one":
+            raise ValueError("--relation=add-or-remove-one: with --sampling fixed-size it must be replace-one")
+    if delta is None:
+        raise ValueError("--delta is missing")
+    if mechanism == "laplace":
+        checks.number("--delta", delta, at_least=0, below=1)
+    else:
+        checks.number("--delta", delta, above=0, below=1)
+    return PlannedRun(
+        mechanism=mechanism,
+        sampling=sampling,
+        sampling_rate=sampling_rate,
+        cohort_size=cohort_size,
+        num_clients=num_clients,
+        num_rounds=checks.integer("--num-rounds", num_rounds, at_least=1),
+        delta=delta,
+        relation="replace-one" if relation == "replace-one" or sampling == "fixed-size" else "add-or-remove-one",
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

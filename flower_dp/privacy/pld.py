@@ -1,0 +1,109 @@
+"""Epsilon from privacy loss distributions: the tightest accountant here, on grids that suit the size of the losses."""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import dp_accounting as dp
+from dp_accounting.pld import privacy_loss_distribution
+
+from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
+
+# A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
+GRID = 1e-4
+# Smaller epsilons are computed on a finer one, down to this part of it; not where a coarser one is asked for.
+FINEST = 0.1
+# Beyond this exp(grid) is near the end of float64's range.
+_LARGEST_GRID = 100.0
+# Beyond this even that grid has too many points, and other accountants bound what is nonsense anyway.
+_LARGEST_SIZE = 1e8
+# Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
+SMALLEST_DELTA = 1e-9
+# Kept aside for that rounding, which may be to the wrong side.
+_ROUNDING = 1e-12
+# Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
+_LONG_RUN = 200_000
+_STAGE = 1_000
+# How often a grid is refined at most.
+_REFINEMENTS = 8
+_LIBRARY_RELATION = {
+    "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
+}
+
+
+def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, rough: float) -> float:
+    """Return an upper bound of epsilon at delta >= `SMALLEST_DELTA`, NaN where the library has none.
+
+    Args:
+        leaves: what was released.
+        delta: in (0, 1).
+        relation: neighbouring relation.
+        grid: distance of the losses at which distributions are kept; finer ones are taken where epsilon is small.
+        rough: another upper bound, NaN if there is none.
+    """
+    # Some 10^5 points are enough where losses are huge, and small losses need finer ones; a coarser grid is still an upper
+    # bound. A rough bound may itself be far too large: then the answers on ever finer grids tell the right one.
+    if rough > _LARGEST_SIZE:
+        return math.nan
+    coarse = min(max(grid, 1e-5 * rough), _LARGEST_GRID) if math.isfinite(rough) else grid
+    best = math.nan
+    for _ in range(_REFINEMENTS):
+        try:
+            value = on_grid(leaves, delta, relation, coarse)
+        except ArithmeticError:  # a loss that no float holds
+            return best
+        best = value if math.isnan(best) else min(best, value)
+        small = grid if grid > GRID else min(grid, max(1e-3 * best, FINEST * GRID))
+        fine = max(1e-5 * best, small)
+        if not coarse > 2 * fine:
+            break
+        coarse = fine
+    return best
+
+
+def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> float:
+    """Return the upper bound that one grid gives."""
+    sampled = any(inner_of(leaf)[1] < 1 for leaf, _ in leaves)
+    total = None
+    for leaf, count in leaves:
+        # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.
+        one = (
+            _leaf_pld(leaf, relation, grid)
+            if sampled
+            else _leaf_pld(scaled(inner_of(leaf)[0], relation), "add-or-remove-one", grid)
+        )
+        if one is None:
+            return math.nan
+        one = _self_composed(one, count)
+        total = one if total is None else total.compose(one)
+    return math.nan if total is None else float(total.get_epsilon_for_delta(delta - _ROUNDING))
+
+
+def _self_composed(one: Any, count: int) -> Any:
+    if count < _LONG_RUN:
+        return one.self_compose(count) if count > 1 else one
+    stages, rest = divmod(count, _STAGE)
+    total = one.self_compose(_STAGE).self_compose(stages)
+    return total.compose(_self_composed(one, rest)) if rest else total
+
+
+@lru_cache(maxsize=16)
+def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
+    """Return the privacy loss distribution of one release, or None where the library has none."""
+    inner, rate = inner_of(leaf)
+    if rate < 1 and not isinstance(leaf, dp.PoissonSampledDpEvent):
+        return None
+    if isinstance(inner, dp.GaussianDpEvent):
+        # Under replace-one the library itself doubles the sensitivity of the Gaussian.
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            inner.noise_multiplier,
+            value_discretization_interval=grid,
+            sampling_prob=rate,
+            neighboring_relation=_LIBRARY_RELATION[relation],
+        )
+    if relation == "replace-one":
+        return None
+    return privacy_loss_distribution.from_laplace_mechanism(
+        inner.noise_multiplier, value_discretization_interval=grid, sampling_prob=rate
+    )

@@ -1,0 +1,74 @@
+"""A release: one noisy thing that crosses a trust boundary.
+
+Clip norm, mechanism, sampler and neighbouring relation stand together here, and noise and event are both derived from them: an
+epsilon that the noise does not give can't be configured.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dp_accounting import ComposedDpEvent, DpEvent
+
+from flower_dp.core import checks, noise
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy import accounting
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.mechanisms import Mechanism
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What leaves, who sees it, and what protects it.
+
+    Attributes:
+        what: the quantity released, in words.
+        seen_by: everyone who sees it, in words; they are the adversary.
+        unit: what one neighbour differs in: a `client` (all of one client's data) or a `record`.
+        relation: the neighbouring relation.
+        clip_norm: bound on the norm of one unit's contribution (L2 for Gaussian, L1 for Laplace noise).
+        mechanism: the noise, as a multiple of `clip_norm`.
+        sampler: who takes part in a round (or, inside one client, which of its records).
+        num_clients: how many units the sampler draws from: clients, or one client's records where the unit is a record.
+    """
+
+    what: str
+    seen_by: str
+    unit: Literal["client", "record"]
+    relation: Relation
+    clip_norm: float
+    mechanism: Mechanism
+    sampler: Sampler
+    num_clients: int
+
+    def __post_init__(self) -> None:
+        checks.number("clip_norm", self.clip_norm, above=0)
+        checks.integer("num_clients", self.num_clients, at_least=1)
+        # Refuse now what no accountant can bound; delta does not matter for that, except that 0 suits pure epsilon alone.
+        accounting.epsilon(self.event(1), delta=1e-5, relation=self.relation, grid=1e-2)
+
+    @property
+    def noise_scale(self) -> float:
+        """Scale of the noise on the released sum: the standard deviation of Gaussian noise, the Laplace scale."""
+        return self.mechanism.noise_multiplier * self.clip_norm
+
+    def lattice_step(self, dimension: int) -> float:
+        """Return the step of the lattice on which contributions [d] and the noise of their sum lie; 0 without noise."""
+        return noise.lattice_step(self.noise_scale, clip_norm=self.clip_norm, dimension=dimension, norm=self.mechanism.norm)
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one unit can move the released sum: the clip norm, or twice that when it is replaced by another."""
+        return self.clip_norm * (2 if self.relation == "replace-one" else 1)
+
+    @property
+    def expected_cohort(self) -> float:
+        """Expected number of contributions in a round."""
+        return self.sampler.expected_cohort(self.num_clients)
+
+    def event(self, server_round: int) -> DpEvent:
+        """Return what the release of one round (1, 2, ...) costs the client whom it costs most."""
+        return self.sampler.event(self.mechanism.event(), server_round, self.num_clients)
+
+    def events(self, num_rounds: int) -> DpEvent:
+        """Return what rounds 1 to `num_rounds` cost together."""
+        return ComposedDpEvent([self.event(server_round) for server_round in range(1, num_rounds + 1)])

@@ -1,0 +1,179 @@
+"""The privacy statement: what was protected, against whom, how well, and what was not covered.
+
+Two epsilons, always labelled: `tight` is what can be proved for the code that ran; `paper` is the paper's own formula, with a
+flag that says whether its assumptions held.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context, Decimal
+from typing import Any
+
+from flower_dp.privacy.events import Relation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperEpsilon:
+    """A paper's own epsilon: the formula's value, whether the formula is valid here, and why (not)."""
+
+    epsilon: float
+    formula: str
+    valid: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adversary:
+    """What one kind of adversary sees, and the tight epsilon against it of the client who paid most.
+
+    Attributes:
+        name: who it is, in one or two words.
+        sees: what it is assumed to see.
+        epsilon: the tight epsilon against it.
+        accountant: what proves it.
+        noise_std: standard deviation of the noise on one thing that it sees, the least over all of them.
+        paper: the paper's epsilon against it, if there is one.
+        trusted: whether the statement trusts it, and promises nothing against it.
+    """
+
+    name: str
+    sees: str
+    epsilon: float
+    accountant: str
+    noise_std: float
+    paper: PaperEpsilon | None = None
+    trusted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientCosts:
+    """The tight epsilon of every client with a ledger of its own: the distribution, the worst, and up to 100 one by one."""
+
+    count: int
+    minimum: float
+    median: float
+    maximum: float
+    worst: str
+    each: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyStatement:
+    """(epsilon, delta)-differential privacy of everything that a run released, in full words.
+
+    Attributes:
+        method: the method's name.
+        unit: what is protected: a `client` or a `record`.
+        relation: the neighbouring relation.
+        adversary: who is assumed to see what.
+        delta: the delta of every epsilon here.
+        epsilon: the tight epsilon; infinite when the run was not private.
+        accountant: what proves the tight epsilon.
+        paper: the paper's epsilon, if the method has one.
+        num_rounds: rounds whose release was charged.
+        noise: clip norm and noise, in numbers.
+        sampling: who took part, in words.
+        events: the ledger.
+        assumptions: what the guarantee leans on.
+        not_covered: what left the clients or the server outside the guarantee.
+        incidents: dropouts, refused replies and early stops, in words.
+        adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest not trusted.
+        clients: where every client has a ledger of its own, the epsilons of all of them; `epsilon` is the worst client's.
+    """
+
+    method: str
+    unit: str
+    relation: Relation
+    adversary: str
+    delta: float
+    epsilon: float
+    accountant: str
+    paper: PaperEpsilon | None
+    num_rounds: int
+    noise: dict[str, float]
+    sampling: str
+    events: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    not_covered: tuple[str, ...]
+    incidents: tuple[str, ...]
+    adversaries: tuple[Adversary, ...] = ()
+    clients: ClientCosts | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether there is any guarantee at all."""
+        return math.isfinite(self.epsilon)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statement as JSON-ready values; an infinite epsilon is None, and `private` is False then."""
+        data: dict[str, Any] = _finite({"private": self.private, **asdict(self)})
+        return data
+
+    def __str__(self) -> str:
+        if self.private:
+            promise = (
+                f"({_up(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
+                f"({self.relation}; tight, accountant {self.accountant}), over {self.num_rounds} rounds."
+            )
+        else:
+            promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."
+        lines = [
+            f"Privacy statement: {self.method}",
+            promise,
+            f"Protected against: {self.adversary}",
+            f"Sampling: {self.sampling}",
+        ]
+        lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
+        if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
+            lines.append(_told(self.paper))
+        for adversary in self.adversaries:
+            lines.append(
+                f"Against {adversary.name}{' (trusted)' if adversary.trusted else ''}: {adversary.sees}: tight epsilon "
+                f"{_shown(adversary.epsilon)}, accountant {adversary.accountant}, noise std {adversary.noise_std:.6g}"
+            )
+            if adversary.paper is not None:
+                lines.append("  " + _told(adversary.paper))
+        if self.clients is not None:
+            costs = self.clients
+            lines.append(
+                f"Over {costs.count} clients: epsilon at least {_shown(costs.minimum)}, median {_shown(costs.median)}, "
+                f"at most {_shown(costs.maximum)} ({costs.worst})"
+            )
+            if costs.each:
+                lines.append("Each client: " + ", ".join(f"{name} {_shown(value)}" for name, value in costs.each.items()))
+        for title, items in (
+            ("Assumes", self.assumptions),
+            ("Not covered", self.not_covered),
+            ("Happened", self.incidents),
+        ):
+            lines.extend(f"{title}: {item}" for item in items)
+        return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in the place of every infinite number."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_finite(item) for item in value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _told(paper: PaperEpsilon) -> str:
+    state = "valid here" if paper.valid else "NOT VALID here"
+    return f"The paper's own epsilon: {_shown(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"
+
+
+def _shown(epsilon: float) -> str:
+    return _up(epsilon) if math.isfinite(epsilon) else "infinite"
+
+
+def delta_in_words(delta: float) -> str:
+    """Three significant digits, rounded up: a printed delta is never smaller than the one that was computed with."""
+    # From the float's shortest decimal: 0.001 is shown as it was given, though as a float it is a little above 1/1000.
+    return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(repr(float(delta))))):.3g}"
+
+
+def _up(epsilon: float) -> str:
+    """Four decimals, rounded up: a printed epsilon is never smaller than the proved one."""
+    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"

@@ -1,0 +1,219 @@
+"""Finished runs side by side: runs that differ in nothing but the seed are one curve."""
+
+import json
+import math
+import os
+import textwrap
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_dp.privacy.statement import delta_in_words
+from flower_dp.running import run_folder as run_folders
+
+# What makes runs repetitions of one another.
+REPEATED = ("seed", "output-dir")
+_WIDTH = 46  # of a label, in characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
+
+    `epsilon` is the statement's, or of a run without an end the last one recorded; infinite: not private.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    values: Mapping[int, float]
+    spent: Mapping[int, float]
+    epsilon: float
+    delta: float | None
+    unit: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Runs of the same settings: mean and standard deviation (n - 1) of the metric over runs, at the rounds that all have.
+
+    `std` is zero where there is but one run; `spent` is the mean epsilon at each round, infinite where a run is not private.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+    rounds: NDArray[np.int64]
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    spent: NDArray[np.float64]
+
+    @property
+    def epsilon(self) -> float:
+        """The largest epsilon of the runs."""
+        return max(run.epsilon for run in self.runs)
+
+    @property
+    def private(self) -> bool:
+        """Whether every run is private."""
+        return math.isfinite(self.epsilon)
+
+    def epsilon_in_words(self) -> str:
+        """Return the epsilon as a reader wants it."""
+        return f"{self.epsilon:.4g}" if self.private else "not private"
+
+
+def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:
+    """Read a run's folder.
+
+    Args:
+        folder: as `flower-dp run` writes it.
+        metric: a key of `metrics.jsonl`.
+        allow_unfinished: take a run without a final model for what it has so far.
+
+    Raises:
+        ValueError: naming the folder, if it is none of a run, was not finished or never recorded the metric.
+    """
+    path = Path(folder).expanduser()
+    if not (path / run_folders.CONFIG).is_file():
+        raise ValueError(f"{folder}: is not the folder of a run: it has no {run_folders.CONFIG}")
+    try:
+        config = tomllib.loads((path / run_folders.CONFIG).read_text(encoding="utf-8"))
+        rows = run_folders.read_metrics(path)
+        finished, stated = (path / run_folders.MODEL).is_file(), path / run_folders.STATEMENT_JSON
+        statement = json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {}
+    except ValueError as error:  # of TOML, JSON and UTF-8
+        raise ValueError(f"{folder}: can't be read: {error}") from None
+    values = {int(row["round"]): _number(row[metric], math.nan) for row in rows if "round" in row and metric in row}
+    if not values:
+        raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}")
+    if not finished and not allow_unfinished:
+        raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); --allow-unfinished takes it")
+    spent = {int(row["round"]): _number(row["epsilon"], math.inf) for row in rows if "round" in row and "epsilon" in row}
+    epsilon = max(spent.values(), default=math.inf)
+    if finished or statement:
+        epsilon = _number(statement.get("epsilon"), math.inf) if statement.get("private") else math.inf
+    return Run(
+        folder=path,
+        config=config,
+        values=values,
+        spent=spent,
+        epsilon=epsilon,
+        delta=statement.get("delta", rows[-1].get("delta")),
+        unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
+        finished=finished,
+    )
+
+
+def curves_of(runs: Sequence[Run], metric: str) -> list[Curve]:
+    """Gather runs into curves, in the order in which their settings first come.
+
+    Raises:
+        ValueError: naming the folder, if it is given twice or shares no round with the others of its curve.
+    """
+    groups: dict[str, list[Run]] = {}
+    seen: set[Path] = set()
+    for run in runs:
+        if (place := run.folder.resolve()) in seen:
+            raise ValueError(f"{run.folder}: is given twice")
+        seen.add(place)
+        settings = sorted(_setting(key, run.config) for key in run.config if key not in REPEATED)
+        groups.setdefault("\n".join(settings), []).append(run)
+    labels = _labels([group[0].config for group in groups.values()])
+    return [_curve(label, group, metric) for label, group in zip(labels, groups.values(), strict=True)]
+
+
+def table(curves: Sequence[Curve], metric: str) -> str:
+    """Return where every curve ended, in columns: label, seeds, last mean +- standard deviation, epsilon, rounds."""
+    scale, unit = (100, " (%)") if metric == "accuracy" else (1, "")
+    lines: list[tuple[str, ...]] = [("curve", "seeds", f"final {metric}{unit}", "tight epsilon", "delta", "protects", "rounds")]
+    for curve in curves:
+        seeds = len({run.config.get("seed") for run in curve.runs})
+        many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
+        final = _final(scale * curve.mean[-1], scale * curve.std[-1], len(curve.runs))
+        first, private = curve.runs[0], curve.private
+        delta = delta_in_words(first.delta) if private and isinstance(first.delta, int | float) else "-"
+        cells = (many, final, curve.epsilon_in_words(), delta, first.unit if private else "-", str(curve.rounds[-1]))
+        label, *rest = wrapped(curve.label)
+        lines += [(label, *cells), *((text, *[""] * len(cells)) for text in rest)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def notes(curves: Sequence[Curve]) -> list[str]:
+    """Return what a reader of the curves must know besides."""
+    lines = [f"{run.folder}: not finished; taken as far as it got" for curve in curves for run in curve.runs if not run.finished]
+    for curve in curves:
+        if len({max(run.values) for run in curve.runs}) > 1:
+            lines.append(f"{curve.label}: its runs end in different rounds; compared up to the last that all have")
+    private = [curve.runs[0] for curve in curves if curve.private]
+    if len({(run.delta, run.unit) for run in private}) > 1:
+        lines.append("the epsilons hold for different deltas or protect different units: don't compare them with each other")
+    return lines
+
+
+def wrapped(text: str) -> list[str]:
+    """Return a label in lines."""
+    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
+
+
+def _curve(label: str, runs: Sequence[Run], metric: str) -> Curve:
+    common = sorted(set.intersection(*(set(run.values) for run in runs)))
+    if not common:
+        raise ValueError(f"{runs[-1].folder}: has no {metric} of a round that the other runs of its curve have")
+    values = np.asarray([[run.values[at] for at in common] for run in runs])
+    spent = np.asarray([[_spent(run, at) for at in common] for run in runs])
+    return Curve(
+        label=label,
+        runs=tuple(runs),
+        rounds=np.asarray(common),
+        mean=values.mean(axis=0),
+        std=values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common)),
+        spent=spent.mean(axis=0),
+    )
+
+
+def _spent(run: Run, at: int) -> float:
+    """Return the epsilon at a round, the last one recorded by then; infinite throughout a run that was not private."""
+    if math.isinf(run.epsilon):
+        return math.inf
+    return run.spent[max(before for before in run.spent if before <= at)] if min(run.spent, default=at + 1) <= at else 0.0
+
+
+def _labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a label for each configuration, of the keys in which they differ."""
+    if len(configs) == 1:
+        return [str(configs[0].get("method", "all runs"))]
+    keys = list(dict.fromkeys(key for config in configs for key in config if key not in REPEATED))
+    differ = [key for key in keys if any(_setting(key, config) != _setting(key, configs[0]) for config in configs)]
+    # Keys that some runs do not know (those of an older version) are left out, if the others tell the curves apart.
+    known = [key for key in differ if all(key in config for config in configs)]
+    for chosen in (known, differ):
+        labels = [", ".join(_setting(key, config) for key in chosen) for config in configs]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def _setting(key: str, config: Mapping[str, Any]) -> str:
+    if key not in config:
+        return f"{key} not set"
+    value = config[key]
+    if isinstance(value, bool) or value == "":
+        return f"{key}={json.dumps(value)}"
+    return f"{key}={value:.10g}" if isinstance(value, float) else f"{key}={value}"
+
+
+def _final(mean: float, std: float, count: int) -> str:
+    if not math.isfinite(mean):
+        return "not finite"
+    return f"{mean:.4g}" if count == 1 else f"{mean:.4g} +- {std:.2g}"
+
+
+def _number(value: Any, otherwise: float) -> float:
+    """Return a recorded number; null stands for what is not finite."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise

@@ -1,0 +1,109 @@
+"""The curves of runs, drawn. The only module of the comparison that needs matplotlib."""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
+
+from flower_dp.privacy.statement import delta_in_words
+from flower_dp.reporting.compare import Curve, wrapped
+from flower_dp.running.run_folder import write_whole
+
+# Okabe and Ito's colours, told apart by the colour-blind, without the yellow that white paper swallows.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_STYLES = ("-", "--", "-.", ":")
+_BARS = 12  # about so many error bars and markers a curve
+
+
+def draw(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str]) -> None:
+    """Write the figure of the curves into a PNG file, whole or not at all.
+
+    Raises:
+        ValueError: if the file's name does not end in .png, or it can't be written.
+    """
+    target = Path(path).expanduser()
+    if target.suffix.lower() != ".png":
+        raise ValueError(f"--output={path}: must end in .png")
+    buffer = io.BytesIO()
+    figure(curves, metric).savefig(buffer, format="png")
+    try:
+        write_whole(target, buffer.getvalue())
+    except OSError as error:
+        raise ValueError(f"--output={path}: can't be written: {error.strerror or error}") from None
+
+
+def figure(curves: Sequence[Curve], metric: str) -> Figure:
+    """Return the metric over the rounds, and over the epsilon spent where some curve is private."""
+    panels = 2 if any(curve.private for curve in curves) else 1
+    lines = sum(len(_entry(curve)) for curve in curves)
+    result = Figure(figsize=(5.5 * panels + 0.5, 4.6 + 0.2 * lines / panels), dpi=150, layout="constrained")
+    FigureCanvasAgg(result)
+    every = result.subplots(1, panels, sharey=True, squeeze=False)[0]
+    for place, curve in enumerate(curves):
+        _plot(every[0], curve.rounds.astype(float), curve, place, len(curves))
+        if curve.private:
+            _plot(every[-1], curve.spent, curve, place, len(curves))
+    every[0].set_xlabel("round")
+    every[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    every[0].set_ylabel("test accuracy (%)" if metric == "accuracy" else f"test {metric}")
+    if panels > 1:
+        _spending(every[-1], curves)
+    if metric == "accuracy":
+        every[0].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
+    for axes in every:
+        axes.grid(alpha=0.3)
+    if any(len(curve.runs) > 1 for curve in curves):
+        result.suptitle(f"Test {metric}: mean of n runs with different seeds; bars: their standard deviation")
+    else:
+        result.suptitle(f"Test {metric}: one run a curve, so its spread over seeds is not known")
+    handles, names = every[0].get_legend_handles_labels()
+    result.legend(handles, names, loc="outside lower center", ncols=panels, frameon=False)
+    return result
+
+
+def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: int) -> None:
+    step = max(1, round(len(x) / _BARS))
+    # Bars of different curves stand side by side, not on top of each other; those of the first end at the last round.
+    first = (len(x) - 1 - place * step // count) % step
+    colour = _COLOURS[place % len(_COLOURS)]
+    axes.errorbar(
+        x,
+        curve.mean,
+        yerr=curve.std if len(curve.runs) > 1 else None,
+        errorevery=(first, step),
+        marker=_MARKERS[place % len(_MARKERS)],
+        markevery=(first, step),
+        markersize=4,
+        capsize=3,
+        elinewidth=1,
+        color=colour,
+        linestyle=_STYLES[place // len(_COLOURS) % len(_STYLES)],
+        label="\n".join(_entry(curve)),
+    )
+
+
+def _spending(axes: Axes, curves: Sequence[Curve]) -> None:
+    private = [curve for curve in curves if curve.private]
+    ends = [curve.epsilon for curve in private if curve.epsilon > 0]
+    if ends and max(ends) > 20 * min(ends):
+        axes.set_xscale("log")
+    guarantees = {(curve.runs[0].delta, curve.runs[0].unit) for curve in private}
+    delta, unit = next(iter(guarantees))
+    one = f" (delta {delta_in_words(delta)}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
+    axes.set_xlabel("epsilon spent" + (one if len(guarantees) == 1 else " (for different deltas or units)"))
+    if len(private) < len(curves):
+        axes.set_title("without the curves that are not private", fontsize="medium")
+
+
+def _entry(curve: Curve) -> list[str]:
+    """Return a curve's lines of the legend."""
+    private = f"tight epsilon {curve.epsilon_in_words()}" if curve.private else "not private"
+    return [*wrapped(curve.label), f"{private}, n = {len(curve.runs)}"]

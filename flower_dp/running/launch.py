@@ -1,0 +1,247 @@
+"""Run a Flower app with `flwr run` on a private SuperLink: failure is seen, and nothing is left behind.
+
+`flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports, installs the app's
+dependencies at run time and lets Ray's workers import whatever lies in the working directory. Here the SuperLink is
+ours: on a free loopback port, with its own FLWR_HOME, an in-memory state and an empty working directory.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import tomli_w
+
+from flower_dp.core import checks
+from flower_dp.running.run_folder import LOG, METRICS, write_whole
+from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    `status` is Flower's word (`completed`, `failed`, `stopped`) or `lost` when the SuperLink died with the run;
+    `details` is empty when completed, else why not, in a few lines; `seconds` is the time from start to end.
+    """
+
+    status: str
+    details: str
+    seconds: float
+
+    @property
+    def completed(self) -> bool:
+        """Whether the app ran to its end."""
+        return self.status == "completed"
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run; everything it had started is gone."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+def default_workers() -> int:
+    """Return the number of CPU cores this process may use: a SuperNode each."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def launch(
+    app_dir: str | os.PathLike[str],
+    *,
+    overrides: Mapping[str, bool | int | float | str],
+    output_dir: Path,
+    num_workers: int,
+    num_supernodes: int | None = None,
+    gpus_per_worker: float,
+    on_progress: Callable[[dict[str, Any]], None],
+    on_log: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
+
+    When this returns or raises, no process that it started is left.
+
+    Args:
+        app_dir: The folder of the app's pyproject.toml.
+        overrides: Run-config values by flat key (`a.b` for a nested one); the app must have every key.
+        output_dir: The run's folder. Flower's output goes to `flower.log` there.
+        num_workers: Number of Ray workers, one CPU core each.
+        num_supernodes: Number of SuperNodes that the workers play; None for one each. Stock clients are SuperNodes.
+        gpus_per_worker: The fraction of a GPU that Ray hands each worker; 0 keeps them on the CPU.
+        on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
+        on_log: Called with every line of Flower's output, without colours.
+
+    Raises:
+        ValueError: a bad number, or `app_dir` has no pyproject.toml.
+        LaunchError: Flower is not installed here or its SuperLink does not start.
+        Interrupted: a signal came.
+    """
+    checks.integer("num_workers", num_workers, at_least=1)
+    if num_supernodes is not None:
+        checks.integer("num_supernodes", num_supernodes, at_least=1)
+    checks.number("gpus_per_worker", gpus_per_worker, at_least=0)
+    app = Path(app_dir).expanduser().resolve()
+    if not (app / "pyproject.toml").is_file():
+        raise ValueError(f"app_dir={str(app_dir)!r}: must be a folder with a pyproject.toml")
+    if importlib.util.find_spec("ray") is None:
+        raise LaunchError("Ray is not installed: pip install 'flower-dp[simulation]'")
+    output_dir = output_dir.absolute()
+    start = time.monotonic()
+    log = output_dir / LOG
+    with ExitStack() as stack:
+        signals = stack.enter_context(_Signals())
+        room = Path(stack.enter_context(_temporary_folder()))
+        stack.callback(_without_colours, log)
+        superlink = stack.enter_context(SuperLink(room, signals.check))
+        config = room / "overrides.toml"
+        config.write_text(tomli_w.dumps(dict(overrides)), encoding="utf-8")
+        readers = [_Tail(output_dir / METRICS, _rows_to(on_progress))]
+        if on_log is not None:
+            readers.append(_Tail(log, lambda line: on_log(plain(line))))
+
+        original = _Original(app / "pyproject.toml")
+        stack.callback(original.keep)
+
+        def read() -> None:
+            original.keep()
+            for reader in readers:
+                reader.read()
+
+        nodes = (
+            f"num-supernodes={num_supernodes or num_workers} init-args-num-cpus={num_workers} "
+            f"client-resources-num-cpus=1 client-resources-num-gpus={float(gpus_per_worker)}"
+        )
+        with log.open("wb") as output:
+            arguments = ["run", str(app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
+            client = superlink.start("flwr", arguments, output)
+            superlink.wait(client, read)
+        status, details = superlink.status(client.returncode, read)
+        read()
+        superlink.stop()
+        if status == "lost":
+            with log.open("ab") as output:
+                output.write(f"\n--- SuperLink ---\n{superlink.log_text()}".encode())
+    why = "" if status == "completed" else _why(details, log.read_text(encoding="utf-8", errors="replace"))
+    return Outcome(status=status, details=why, seconds=time.monotonic() - start)
+
+
+class _Signals:
+    """Within this context SIGINT, SIGTERM and SIGHUP are noted, not raised, so that no step is cut in half."""
+
+    def __init__(self) -> None:
+        self._came: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                signum = getattr(signal, name, None)
+                if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
+                    continue  # not on this system; or nohup asked to go on after the terminal is gone
+                self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        if kind is None:
+            self.check()  # it came during the last steps: the caller still wants to end
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._came = signum
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal came."""
+        if self._came is not None:
+            raise Interrupted(self._came)
+
+
+def _rows_to(take: Callable[[dict[str, Any]], None]) -> Callable[[str], None]:
+    def parse(line: str) -> None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return  # what is shown while a run lasts must not end it
+        if isinstance(row, dict):
+            take(row)
+
+    return parse
+
+
+class _Original:
+    """An app's pyproject.toml, put back where Flower's migration comments out its federations.
+
+    The migration would move the user's connections into our FLWR_HOME, which does not outlive the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = path.read_bytes()
+        self._migrates = b"\n[tool.flwr.federations" in self._content
+
+    def keep(self) -> None:
+        """Put the file back if it has been migrated; any other change is its owner's."""
+        if self._migrates and self._path.is_file() and b"\n# [tool.flwr.federations" in self._path.read_bytes():
+            self._path.write_bytes(self._content)
+
+
+class _Tail:
+    """Hands on the whole lines that a growing file gains."""
+
+    def __init__(self, path: Path, take: Callable[[str], None]) -> None:
+        self._path = path
+        self._take = take
+        self._offset = 0
+
+    def read(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            self._take(line)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    # Ray puts sockets under it, and a socket's path has at most 103 characters on macOS, 107 on Linux.
+    parent = tempfile.gettempdir()
+    if len(parent) > 12 and os.access("/tmp", os.W_OK):  # noqa: S108
+        parent = "/tmp"  # noqa: S108
+    return tempfile.TemporaryDirectory(prefix="flower-dp-", dir=parent, ignore_cleanup_errors=True)
+
+
+def _without_colours(log: Path) -> None:
+    if log.exists():
+        write_whole(log, plain(log.read_text(encoding="utf-8", errors="replace")).encode())
+
+
+def _why(details: str, log_text: str) -> str:
+    """Return why a run failed: Flower's details, and the exception or the last lines of the log."""
+    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
+    details = "" if details == "N/A" else details.strip()
+    if traces := [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]:
+        last = [line for line in lines[traces[-1] + 1 :] if not line[0].isspace()][:1]
+        # Flower's details repeat the exception's message without its type.
+        message = last[0].partition(": ")[2] if last else ""
+        return "\n".join(last if message and details.endswith(message) else filter(None, [details, *last]))
+    if details:
+        return details
+    if boxes := [at for at, line in enumerate(lines) if line.startswith("\u256d")]:  # how `flwr` shows its errors
+        return " ".join(" ".join(lines[boxes[-1] + 1 : -1]).replace("\u2502", " ").split())
+    return "\n".join(line.strip() for line in lines[-3:]) or "no reason given"

@@ -1,0 +1,202 @@
+"""A SuperLink of our own, the programs that speak to it, and the surroundings they all run in."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from flower_dp.running.processes import ProcessTree
+
+CONNECTION = "flower-dp"
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.1
+
+
+class LaunchError(RuntimeError):
+    """Flower could not be started at all."""
+
+
+class SuperLink:
+    """A SuperLink for simulations and the `flwr` commands that speak to it; leaving the context ends them all.
+
+    It listens on a free port of the loopback interface, keeps its state in memory, and has its own FLWR_HOME.
+
+    Raises:
+        LaunchError: on entering, if it is not installed or does not start.
+    """
+
+    def __init__(self, room: Path, check: Callable[[], None]) -> None:
+        """Prepare it in an empty folder of its own; `check` is called while waiting, and raises to give up."""
+        self._check = check
+        self._home = room / "home"
+        self._desk = room / "desk"  # the working directory: empty, so that no import finds anything there
+        self._log = room / "superlink.log"
+        self._tree = ProcessTree(("FLWR_HOME", str(self._home)))
+        self._environment = _environment(room, self._home)
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._home.mkdir()
+        self._desk.mkdir()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        for _ in range(3):  # another program may take the free port before the SuperLink does
+            port = _free_port()
+            arguments = ["--insecure", "--simulation", "--isolation", "subprocess"]
+            with self._log.open("wb") as output:
+                self._server = self.start("flower-superlink", [*arguments, "--host", "127.0.0.1", "--port", str(port)], output)
+            deadline = time.monotonic() + _START_SECONDS
+            while self._server.poll() is None and time.monotonic() < deadline:
+                if _healthy(port):
+                    connection = {"address": f"127.0.0.1:{port}", "insecure": True}
+                    (self._home / "config.toml").write_text(
+                        tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: connection}}),
+                        encoding="utf-8",
+                    )
+                    return
+                self._check()
+                time.sleep(_POLL_SECONDS)
+            if self._server.poll() is None:
+                raise LaunchError(f"Flower's SuperLink was not ready after {_START_SECONDS:.0f} s")
+        raise LaunchError(f"Flower's SuperLink did not start: {' '.join(self.log_text().split()[-60:])}")
+
+    def start(self, program: str, arguments: list[str], output: Any) -> subprocess.Popen[bytes]:
+        """Start a program of this Python environment, away from the terminal's signals."""
+        process = subprocess.Popen(
+            [_program(program), *arguments],
+            cwd=self._desk,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        self._tree.add(process.pid)
+        return process
+
+    def wait(self, process: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> None:
+        """Wait until a process ends, or the SuperLink does."""
+        steps = 0
+        while process.poll() is None and self._server.poll() is None:
+            self._check()
+            meanwhile()
+            if steps % 10 == 0:
+                self._tree.look()
+            steps += 1
+            time.sleep(_POLL_SECONDS)
+
+    def status(self, client_status: int | None, meanwhile: Callable[[], None]) -> tuple[str, str]:
+        """Return the run's final status and Flower's details, once it has one.
+
+        The log stream may break before the run ends; the SuperLink's word counts.
+        """
+        unanswered = 0
+        while self._server.poll() is None and unanswered < 5:
+            answer = self._log.with_name("list.json")
+            with answer.open("wb") as output:
+                self.wait(self.start("flwr", ["list", CONNECTION, "--format", "json"], output), meanwhile)
+            runs = _runs(answer.read_text(encoding="utf-8", errors="replace"))
+            if not runs and client_status != 0:
+                return "failed", ""  # flwr refused the app; why stands in its output
+            if runs and runs[0]["status"].startswith("finished:"):
+                return runs[0]["status"].partition(":")[2], runs[0]["status-details"]
+            unanswered = 0 if runs else unanswered + 1
+            self._check()
+            time.sleep(1.0)
+        return "lost", "Flower's SuperLink ended, or answered no more, before the run ended"
+
+    def stop(self) -> None:
+        """End the SuperLink and all that it started."""
+        self._tree.end()
+        for process in self._started:
+            process.wait()
+
+    def log_text(self) -> str:
+        """Return what the SuperLink itself wrote."""
+        return plain(self._log.read_text(encoding="utf-8", errors="replace"))
+
+
+def plain(text: str) -> str:
+    """Return a text without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+
+
+def _environment(room: Path, home: Path) -> dict[str, str]:
+    """Return the environment of Flower's programs: this one's, with Flower and Ray kept to themselves."""
+    environment = dict(os.environ)
+    for name in ("RAY_ADDRESS", "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_DATABASE"):
+        environment.pop(name, None)
+    environment |= {
+        "FLWR_HOME": str(home),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray starts workers at niceness 15: whatever else runs would take the cores from the training.
+        "RAY_worker_niceness": "0",
+        # Messages of up to 4 MiB go straight to the worker, not by way of Ray's object store.
+        "RAY_max_direct_call_object_size": str(2**22),
+        "RAY_TMPDIR": str(room),
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment["PATH"] = os.pathsep.join([*_program_folders(), environment.get("PATH", os.defpath)])
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1", "localhost"]))
+    return environment
+
+
+def _program_folders() -> list[str]:
+    return list(dict.fromkeys([str(Path(sys.executable).parent), sysconfig.get_path("scripts")]))
+
+
+def _program(name: str) -> str:
+    for folder in _program_folders():
+        if found := shutil.which(name, path=folder):
+            return found
+    raise LaunchError(f"{name} is not installed beside {sys.executable}: pip install 'flower-dp[simulation]'")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _healthy(port: int) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _runs(text: str) -> list[dict[str, str]]:
+    """Return the runs in the answer of `flwr list --format json`; none if it is no such answer."""
+    try:
+        answer = json.loads(text[text.index("{") :])
+    except ValueError:
+        return []
+    return list(answer.get("runs") or [])
