@@ -14,9 +14,11 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import compression, wire
+from flower_dp.clients.draws import batch_seed
+from flower_dp.clients.engines import local_updates
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel, LocalTraining, batch_seed, local_updates
+from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.clipping import clip_l2
 from flower_dp.mechanisms import Gaussian, noise_generator
 from flower_dp.wire import Answer, Instruction

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from flower_dp import checks
 from flower_dp.events import Relation
+from flower_dp.clients.draws import OwnDraws, draws_seed
+from flower_dp.clients.losses import record_cross_entropy
 from flower_dp.clients.records import Records, TensorRecords
-from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
+from flower_dp.clients.training import FlatModel
 from flower_dp.clipping import clip_l1, clip_l2
 from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
@@ -20,8 +22,6 @@ from flower_dp.terms import MECHANISMS, Terms, gradient_terms, value_of, values_
 
 log = logging.getLogger("flwr")
 
-# What cross-entropy takes for no class, on purpose.
-_IGNORED = -100
 # Numbers in the matrix of per-record gradients that is in memory at a time: what stays in a core's cache, or fills a GPU.
 _LARGEST_MATRIX = {"cpu": 2**19}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
@@ -192,7 +192,7 @@ def record_gradients(
     loss of NaN: on a GPU it would end the process's use of it.
     """
     weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
-    checked = _cross_entropy if loss is nn.functional.cross_entropy else loss
+    checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
 
     def one(weights: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
         return checked(torch.func.functional_call(model.module, weights, (inputs.unsqueeze(0),)), target.unsqueeze(0))
@@ -201,13 +201,6 @@ def record_gradients(
     gradients, values = each(weights, inputs, targets)
     rows = torch.cat([gradients[name].flatten(start_dim=1) for name in model.layout.names], dim=1)
     return rows.detach(), values.detach()
-
-
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    if targets.dtype != torch.int64:  # probabilities
-        return nn.functional.cross_entropy(outputs, targets)
-    known = ((targets == _IGNORED) | ((targets >= 0) & (targets < outputs.shape[1]))).all()
-    return nn.functional.cross_entropy(outputs, targets.where(known, 0)).where(known, math.nan)
 
 
 def _secret_seed(rng: Generator) -> int:

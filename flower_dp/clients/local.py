@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from flower_dp.clients.account import Account
 from flower_dp.clients.client import NodeClient, failure
+from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel, batch_seed
+from flower_dp.clients.training import FlatModel
 from flower_dp.mechanisms import Generator
 from flower_dp.release import Release
 from flower_dp.terms import Terms

@@ -1,0 +1,199 @@
+"""Local training of a group of clients at once, for one fixed shape: so many clients, so many records a step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flower_dp.clients.engines.feed import Batch, Kind
+from flower_dp.clients.engines.one_by_one import Trained
+from flower_dp.clients.losses import IGNORED, Loss, checked, cross_entropy
+from flower_dp.clients.training import FlatModel, LocalTraining
+
+_FLOAT32 = torch.finfo(torch.float32)
+# 64 bytes, where memory of a tensor's own begins on a processor.
+_ALIGNED_FLOATS = 16
+
+
+class Program:
+    """The steps of a group of clients, each with its own weights in a slot of its own.
+
+    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes: slots without a client, and
+    those whose client has finished, compute on with other records, and nobody reads the result.
+
+    Args:
+        model: the architecture; its frozen parameters and buffers are the same for all clients.
+        training: the recipe.
+        kind: the kind of record.
+        num_slots: clients in a group.
+        sliced: take matrix products slot by slot, each in memory that is aligned alike. A product's last bits can depend on
+            where its memory begins.
+
+    Raises:
+        Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers or changes a buffer.
+    """
+
+    def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
+        self._training, self._num_slots = training, num_slots
+        self._weights = [parameter.detach().expand(num_slots, *parameter.shape).clone() for parameter in model.parameters]
+        self._velocity = [torch.empty_like(weight) for weight in self._weights] if training.momentum else []
+        self._uphill = [torch.empty_like(weight) for weight in self._weights] if training.sam_radius else []
+        self._constants = _constants(model)
+        names, loss = (*model.layout.names, *self._constants), checked(training.loss)
+
+        def one(tensors: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
+            given = dict(zip(names, (*tensors, *self._constants.values()), strict=True))
+            used = dict(given)
+            outputs = functional_call(model.module, used, (inputs,))
+            if any(used[name] is not given[name] for name in given):
+                raise RuntimeError("the model changes its buffers")
+            return _mean_loss(loss, outputs, targets, present)
+
+        each = vmap(grad_and_value(one))
+
+        def gradients(inputs: Tensor, targets: Tensor, present: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+            found, losses = each(weights, inputs, targets, present)
+            return losses, list(found)
+
+        batch = (num_slots, training.batch_size)
+        self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
+        self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
+        self._present = torch.ones(*batch, dtype=torch.bool, device=model.device)
+        # Which records are there, by their number.
+        self._presences = torch.ones(training.batch_size + 1, training.batch_size, dtype=torch.bool, device=model.device).tril(-1)
+        with torch.no_grad(), _deterministic(model.device):
+            self._traced = make_fx(gradients)(self._inputs, self._targets, self._present, *self._weights)
+        if sliced:
+            _slice_products(self._traced)
+
+    @torch.no_grad()
+    def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> list[Trained]:
+        """Train one client a feed, from the global model [d]; a client whose feed fails leaves the others alone.
+
+        Raises:
+            Exception: if a step fails, for whichever client.
+        """
+        with _deterministic(vector.device):
+            return self._train([iter(feed) for feed in feeds], vector, step_size)
+
+    def _train(self, feeds: list[Iterator[Batch]], vector: Tensor, step_size: float) -> list[Trained]:
+        views = _views(vector, self._weights)
+        for weight, view in zip(self._weights, views, strict=True):
+            weight.copy_(view.expand_as(weight))
+        for velocity in self._velocity:
+            velocity.zero_()
+        start = views if self._training.proximal else []
+        results: dict[int, Trained] = {}
+        losses: list[Tensor] = []
+        batches: dict[int, Batch] = {}
+        while True:
+            finished = []
+            for slot, feed in enumerate(feeds):
+                if slot in results:
+                    continue
+                try:
+                    batch = next(feed, None)
+                except Exception as error:
+                    results[slot] = error
+                    continue
+                if batch is None:
+                    finished.append(slot)
+                else:
+                    batches[slot] = batch
+            if finished:
+                results |= self._trained(finished, vector, losses)
+            if len(results) == len(feeds):
+                return [results[slot] for slot in range(len(feeds))]
+            self._stage(batches)
+            loss, gradients = self._gradients(self._weights)
+            if self._training.sam_radius:
+                gradients = self._sam_gradients(gradients)
+            losses.append(loss)
+            self._training.descend(self._weights, gradients, self._velocity, start, step_size)
+
+    def _trained(self, slots: list[int], vector: Tensor, losses: list[Tensor]) -> dict[int, Trained]:
+        """Return updates and losses of some slots; each row begins in memory as a tensor of its own does."""
+        index = torch.tensor(slots, device=vector.device)
+        parts = [weight.flatten(1).index_select(0, index) for weight in self._weights]
+        padding = vector.new_empty(len(slots), -len(vector) % _ALIGNED_FLOATS)
+        rows = torch.cat([*parts, padding], dim=1)[:, : len(vector)].sub_(vector)
+        means = torch.stack(losses).mean(0)
+        return {slot: (row, means[slot]) for slot, row in zip(slots, rows.unbind(), strict=True)}
+
+    def _stage(self, batches: dict[int, Batch]) -> None:
+        """Lay the batches side by side; slots without one take any."""
+        some = next(iter(batches.values()))
+        all_ = [batches.get(slot, some) for slot in range(self._num_slots)]
+        torch.stack([batch.inputs for batch in all_], out=self._inputs)
+        torch.stack([batch.targets for batch in all_], out=self._targets)
+        counts = torch.tensor([batch.num_records for batch in all_], device=self._present.device)
+        torch.index_select(self._presences, 0, counts, out=self._present)
+
+    def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the losses [slots], and gradients in the shapes of the weights."""
+        losses, gradients = self._traced(self._inputs, self._targets, self._present, *weights)
+        return losses, gradients
+
+    def _sam_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients at the point `sam_radius` uphill, slot by slot; at a zero gradient there is no uphill."""
+        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        norm = torch.linalg.vector_norm(norms, dim=0)
+        flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
+        scale = (self._training.sam_radius / norm).where(~flat, 0.0)
+        for uphill, weight, gradient in zip(self._uphill, self._weights, gradients, strict=True):
+            torch.addcmul(weight, gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill)
+        return self._gradients(self._uphill)[1]
+
+
+def _constants(model: FlatModel) -> dict[str, Tensor]:
+    """Return copies of the frozen parameters and the buffers, by name."""
+    model.reset_buffers()
+    frozen = {name: value for name, value in model.module.named_parameters() if not value.requires_grad}
+    return {name: value.detach().clone() for name, value in (frozen | dict(model.module.named_buffers())).items()}
+
+
+def _mean_loss(loss: Loss, outputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
+    """Return the mean loss over the records of a batch that are present."""
+    if loss is cross_entropy and targets.dtype == torch.int64:
+        return loss(outputs, targets.where(present.view(-1, *[1] * (targets.ndim - 1)), IGNORED))
+    each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
+    return each.where(present, 0.0).sum() / present.sum()
+
+
+def _views(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a vector [d] in the shapes of one slot's weights."""
+    parts = torch.split(vector, [weight[0].numel() for weight in weights])
+    return [part.view(weight.shape[1:]) for part, weight in zip(parts, weights, strict=True)]
+
+
+def _deterministic(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a GPU's convolutions give the same bits every time."""
+    return torch.backends.cudnn.flags(deterministic=True) if device.type == "cuda" else nullcontext()
+
+
+def _slice_products(traced: torch.fx.GraphModule) -> None:
+    """Replace every batched matrix product."""
+    for node in traced.graph.nodes:
+        if node.target is torch.ops.aten.bmm.default:
+            node.target = _sliced_product
+    traced.recompile()
+
+
+def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:
+    """Return ones @ others of matrices [slots, m, k] and [slots, k, n], slot by slot."""
+    ones, others = _aligned(ones), _aligned(others)
+    result = _aligned(ones.new_empty(len(ones), ones.shape[1], others.shape[2]))
+    for product, one, other in zip(result.unbind(), ones.unbind(), others.unbind(), strict=True):
+        torch.mm(one, other, out=product)
+    return result.contiguous()
+
+
+def _aligned(matrices: Tensor) -> Tensor:
+    """Return matrices [slots, rows, columns] in memory where every slot begins as a tensor of its own does."""
+    size = matrices[0].numel()
+    padded = -(-size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+    room = matrices.new_empty(len(matrices), padded)[:, :size].view(matrices.shape)
+    return room.copy_(matrices)
