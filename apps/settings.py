@@ -18,6 +18,7 @@ from flower_dp.terms import MECHANISMS
 
 METHODS = ("dp-fedavg", "dp-fedsam", "fedsgd-dpc", "nbafl")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
+ENGINES = ("batched", "one-by-one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class Settings:
     weight_decay: float
     sam_radius: float
     proximal: float
+    engine: str
     report_client_metrics: bool
     evaluate_every: int
     round_timeout: float
@@ -91,6 +93,7 @@ class Settings:
         checks.one_of("sampling", settings.sampling, SAMPLINGS)
         checks.one_of("mechanism", settings.mechanism, MECHANISMS)
         checks.one_of("aggregation", settings.aggregation, AGGREGATIONS)
+        checks.one_of("engine", settings.engine, ENGINES)
         checks.integer("num-clients", settings.num_clients, at_least=1)
         checks.integer("num-rounds", settings.num_rounds, at_least=0)
         checks.integer("evaluate-every", settings.evaluate_every, at_least=0)

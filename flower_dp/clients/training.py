@@ -156,10 +156,10 @@ class LocalTraining:
     @torch.no_grad()
     def descend(
         self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        velocity: Sequence[Tensor],
-        start: Sequence[Tensor],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        velocity: list[Tensor],
+        start: list[Tensor],
         step_size: float,
     ) -> None:
         """Take one step, in place, with weight decay, the proximal term and momentum.
@@ -174,9 +174,9 @@ class LocalTraining:
         # Not in place: autograd may return one tensor for two parameters, or an expanded one.
         pull = self.weight_decay + self.proximal
         if pull:
-            gradients = torch._foreach_add(gradients, weights, alpha=pull)
+            gradients = list(torch._foreach_add(gradients, weights, alpha=pull))
         if self.proximal:
-            gradients = torch._foreach_add(gradients, start, alpha=-self.proximal)
+            gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
         if self.momentum:
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, gradients)

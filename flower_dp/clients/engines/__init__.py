@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from flower_dp import checks
-from flower_dp.clients.engines.batched import batched
-from flower_dp.clients.engines.one_by_one import Trained, one_by_one
+from flower_dp.clients.engines.batched import train_batched
+from flower_dp.clients.engines.one_by_one import Trained, train_one_by_one
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
 
@@ -49,7 +49,7 @@ def local_updates(
     checks.one_of("engine", engine, ENGINES)
     if len(seeds) != len(clients):
         raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
-    train = batched if engine == "batched" else one_by_one
+    train = train_batched if engine == "batched" else train_one_by_one
     return _rows(train(vector, clients, training, model=model, server_round=server_round, seeds=seeds), losses)
 
 

@@ -25,12 +25,12 @@ _MOST_SLOTS = 64
 _CACHED_FLOATS = 2**20
 _PART_OF_GPU = 64
 # Weights of the clients that are sorted by their number of steps, and wait for their turn to be yielded.
-_WAITING_FLOATS = 2**26
+_WAITING_FLOATS = 2**20
 # How far two engines' updates of made-up records may be apart, relative to the norm.
 _TOLERANCE = 1e-3
 
 
-def batched(
+def train_batched(
     vector: Tensor,
     clients: Sequence[Records],
     training: LocalTraining,
@@ -46,7 +46,7 @@ def batched(
     client's own records, never what they hold, and nothing of other clients.
     """
     trainer = _Trainer(vector, training, model, server_round)
-    window = max(trainer.num_slots, _WAITING_FLOATS // max(1, model.layout.size))
+    window = trainer.num_slots * max(1, _WAITING_FLOATS // max(1, model.layout.size * trainer.num_slots))
     for start in range(0, len(clients), window):
         yield from trainer.train(clients[start : start + window], seeds[start : start + window])
 
@@ -76,7 +76,7 @@ class _Trainer:
             group: dict[Kind, dict[int, Feed]] = {}
             for index in order[start : start + self.num_slots]:
                 try:
-                    feed = Feed(clients[index], self._training, self._model.device, seeds[index])
+                    feed = Feed(clients[index], self._training, self._vector.device, seeds[index])
                 except Exception as error:
                     results[index] = error
                 else:
@@ -99,7 +99,7 @@ class _Trainer:
                 return dict.fromkeys(feeds, error)
             again: dict[int, Trained] = {}
             for index in feeds:
-                feed = Feed(clients[index], self._training, self._model.device, seeds[index])
+                feed = Feed(clients[index], self._training, self._vector.device, seeds[index])
                 again |= self._train_group(kind, {index: feed}, clients, seeds)
             return again
         results = dict(zip(feeds, trained, strict=True))
@@ -158,7 +158,7 @@ class _Trainer:
         return replace(self._training, num_local_epochs=1, num_local_steps=None)
 
     def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:
-        feeds = [Feed(records, self._brief(), self._model.device, seed=0) for records in clients]
+        feeds = [Feed(records, self._brief(), self._vector.device, seed=0) for records in clients]
         trained = program.train(feeds, self._vector, self._training.step_size(self._round))
         rows = []
         for result in trained:

@@ -1,7 +1,7 @@
-"""A client's records as batches of one fixed shape, one a step."""
+"""A client's records, a batch a step."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +10,11 @@ from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import LocalTraining
 
+# Inputs and targets of a step, [records, ...] each.
+Batch = tuple[Tensor, Tensor]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+
+class Kind(NamedTuple):
     """Shape and type of one record."""
 
     input_shape: tuple[int, ...]
@@ -22,24 +24,14 @@ class Kind:
 
     @classmethod
     def of(cls, inputs: Tensor, targets: Tensor) -> "Kind":
-        """Return the kind of the records in a batch."""
+        """Return the kind of the records in a batch.
+
+        Raises:
+            ValueError: if there are none, or not as many targets as inputs.
+        """
         if not 0 < len(inputs) == len(targets):
             raise ValueError(f"records: a batch of {len(inputs)} inputs and {len(targets)} targets")
-        return cls(
-            input_shape=tuple(inputs.shape[1:]),
-            input_type=inputs.dtype,
-            target_shape=tuple(targets.shape[1:]),
-            target_type=targets.dtype,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Inputs and targets [batch_size, ...] of a step, the first `num_records` of which count; the others are padding."""
-
-    inputs: Tensor
-    targets: Tensor
-    num_records: int
+        return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
 
 
 class MixedRecordsError(ValueError):
@@ -52,6 +44,12 @@ class Feed:
     Order and number of records are those of `LocalTraining.train` with a generator of the same seed, and so is what the data set
     draws from torch's own generators.
 
+    Args:
+        records: the client's.
+        training: the recipe.
+        device: a tensor's device.
+        seed: the client's, for this round.
+
     Attributes:
         kind: the kind of all its records, that of the first ones.
 
@@ -61,11 +59,10 @@ class Feed:
 
     def __init__(self, records: Records, training: LocalTraining, device: torch.device, seed: int) -> None:
         self._parts = training.fetched(records, device, torch.Generator().manual_seed(seed))
-        self._draws = OwnDraws(torch.empty(0, device=device).device, draws_seed(seed))
+        self._draws = OwnDraws(device, draws_seed(seed))
         self._batch_size = training.batch_size
-        first = self._fetch()
-        if first is None:
-            raise ValueError("records: a client without records can't train")
+        with self._draws:
+            first = next(self._parts)
         self.kind = Kind.of(*first)
         self._batches = self._all(first)
 
@@ -73,24 +70,10 @@ class Feed:
         """Return the batches; there is one pass."""
         return self._batches
 
-    def _fetch(self) -> tuple[Tensor, Tensor] | None:
-        with self._draws:
-            return next(self._parts, None)
-
-    def _all(self, part: tuple[Tensor, Tensor] | None) -> Iterator[Batch]:
+    def _all(self, part: Batch | None) -> Iterator[Batch]:
         while part is not None:
             if Kind.of(*part) != self.kind:
                 raise MixedRecordsError("records: not all of one shape and type")
-            yield from self._split(*part)
-            part = self._fetch()
-
-    def _split(self, inputs: Tensor, targets: Tensor) -> Iterator[Batch]:
-        """Yield batches of the full size; the last record stands again for those that are missing in the last batch."""
-        size, num_records = self._batch_size, len(inputs)
-        missing = -num_records % size
-        if missing:
-            inputs = torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])])
-            targets = torch.cat([targets, targets[-1:].expand(missing, *targets.shape[1:])])
-        for start in range(0, num_records, size):
-            batch = slice(start, start + size)
-            yield Batch(inputs[batch], targets[batch], min(size, num_records - start))
+            yield from zip(torch.split(part[0], self._batch_size), torch.split(part[1], self._batch_size), strict=True)
+            with self._draws:
+                part = next(self._parts, None)

@@ -12,7 +12,7 @@ from flower_dp.clients.training import FlatModel, LocalTraining
 Trained = tuple[Tensor, Tensor] | Exception
 
 
-def one_by_one(
+def train_one_by_one(
     vector: Tensor,
     clients: Sequence[Records],
     training: LocalTraining,

@@ -14,6 +14,8 @@ from flower_dp.clients.losses import IGNORED, Loss, checked, cross_entropy
 from flower_dp.clients.training import FlatModel, LocalTraining
 
 _FLOAT32 = torch.finfo(torch.float32)
+# Of several clients' tables these make one, where a number that is too large for its own table finds the next client's.
+_UNCHECKED = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default)
 # 64 bytes, where memory of a tensor's own begins on a processor.
 _ALIGNED_FLOATS = 16
 
@@ -33,7 +35,8 @@ class Program:
             where its memory begins.
 
     Raises:
-        Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers or changes a buffer.
+        Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers, changes a buffer or
+            has an embedding.
     """
 
     def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
@@ -62,10 +65,12 @@ class Program:
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
         self._present = torch.ones(*batch, dtype=torch.bool, device=model.device)
-        # Which records are there, by their number.
+        # Which records of a batch are there, by their number.
         self._presences = torch.ones(training.batch_size + 1, training.batch_size, dtype=torch.bool, device=model.device).tril(-1)
         with torch.no_grad(), _deterministic(model.device):
             self._traced = make_fx(gradients)(self._inputs, self._targets, self._present, *self._weights)
+        if any(node.target in _UNCHECKED for node in self._traced.graph.nodes):
+            raise RuntimeError("the model has an embedding, which torch.func looks up in the weights of all clients")
         if sliced:
             _slice_products(self._traced)
 
@@ -104,7 +109,8 @@ class Program:
                 else:
                     batches[slot] = batch
             if finished:
-                results |= self._trained(finished, vector, losses)
+                means = torch.stack(losses).mean(0)
+                results |= {slot: (self._update(slot, vector), means[slot]) for slot in finished}
             if len(results) == len(feeds):
                 return [results[slot] for slot in range(len(feeds))]
             self._stage(batches)
@@ -114,23 +120,23 @@ class Program:
             losses.append(loss)
             self._training.descend(self._weights, gradients, self._velocity, start, step_size)
 
-    def _trained(self, slots: list[int], vector: Tensor, losses: list[Tensor]) -> dict[int, Trained]:
-        """Return updates and losses of some slots; each row begins in memory as a tensor of its own does."""
-        index = torch.tensor(slots, device=vector.device)
-        parts = [weight.flatten(1).index_select(0, index) for weight in self._weights]
-        padding = vector.new_empty(len(slots), -len(vector) % _ALIGNED_FLOATS)
-        rows = torch.cat([*parts, padding], dim=1)[:, : len(vector)].sub_(vector)
-        means = torch.stack(losses).mean(0)
-        return {slot: (row, means[slot]) for slot, row in zip(slots, rows.unbind(), strict=True)}
+    def _update(self, slot: int, vector: Tensor) -> Tensor:
+        """Return how far one slot's weights are from the global model, a new row [d]."""
+        row = torch.empty_like(vector)
+        for moved, weight, start in zip(_views(row, self._weights), self._weights, _views(vector, self._weights), strict=True):
+            torch.sub(weight[slot], start, out=moved)
+        return row
 
     def _stage(self, batches: dict[int, Batch]) -> None:
-        """Lay the batches side by side; slots without one take any."""
+        """Lay the batches side by side, each filled up with its own last record; slots without a batch take any."""
         some = next(iter(batches.values()))
-        all_ = [batches.get(slot, some) for slot in range(self._num_slots)]
-        torch.stack([batch.inputs for batch in all_], out=self._inputs)
-        torch.stack([batch.targets for batch in all_], out=self._targets)
-        counts = torch.tensor([batch.num_records for batch in all_], device=self._present.device)
-        torch.index_select(self._presences, 0, counts, out=self._present)
+        inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
+        sizes = torch.tensor([len(batch) for batch in targets])
+        within = torch.minimum(torch.arange(self._training.batch_size), sizes[:, None] - 1)
+        rows = (within + (sizes.cumsum(0) - sizes)[:, None]).flatten().to(self._present.device)
+        for staged, parts in ((self._inputs, inputs), (self._targets, targets)):
+            torch.index_select(torch.cat(parts), 0, rows, out=staged.flatten(0, 1))
+        torch.index_select(self._presences, 0, sizes.to(self._present.device), out=self._present)
 
     def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the losses [slots], and gradients in the shapes of the weights."""
