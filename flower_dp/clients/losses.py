@@ -38,11 +38,19 @@ def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return _mean_over(whole, outputs, targets, math.nan)
 
 
+def class_losses(outputs: Tensor, classes: Tensor) -> Tensor:
+    """Return the cross-entropy of every target [batch, ...], each of which must be a class."""
+    return -nn.functional.log_softmax(outputs, dim=1).gather(1, classes.unsqueeze(1)).squeeze(1)
+
+
+def known_classes(targets: Tensor, num_classes: int) -> Tensor:
+    """Return which targets are classes."""
+    return (targets >= 0) & (targets < num_classes)
+
+
 def _known(outputs: Tensor, targets: Tensor) -> Tensor | None:
     """Return which targets are classes; None for targets that are no class indices."""
-    if targets.dtype != torch.int64:
-        return None
-    return (targets >= 0) & (targets < outputs.shape[1 if outputs.ndim > 1 else 0])
+    return known_classes(targets, outputs.shape[1 if outputs.ndim > 1 else 0]) if targets.dtype == torch.int64 else None
 
 
 def _mean_over(counted: Tensor | None, outputs: Tensor, targets: Tensor, otherwise: float) -> Tensor:

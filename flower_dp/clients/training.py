@@ -134,8 +134,8 @@ class LocalTraining:
         at_a_time = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
         while records_left > 0:
             order = torch.randperm(num_records, generator=rng)[:records_left]
-            for positions in torch.split(order, at_a_time):
-                yield records.batch(positions, device)
+            for start in range(0, len(order), at_a_time):
+                yield records.batch(order[start : start + at_a_time], device)
             records_left -= -(-num_records // self.batch_size) * self.batch_size
 
     def _train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:

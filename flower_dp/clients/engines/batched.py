@@ -68,45 +68,44 @@ class _Trainer:
         self._threads = torch.get_num_threads()
         self.num_slots = num_slots(model.layout.size, model.device)
 
-    def train(self, clients: Sequence[Records], seeds: Sequence[int]) -> list[Trained]:
-        """Train these clients, those with as many steps together."""
-        results: dict[int, Trained] = {}
+    def train(self, clients: Sequence[Records], seeds: Sequence[int]) -> Iterator[Trained]:
+        """Train these clients, those with as many steps together; yield what became of each, in order."""
+        waiting: dict[int, Trained] = {}
+        turn = 0
         order = sorted(range(len(clients)), key=lambda index: self._num_steps(clients[index]))
         for start in range(0, len(order), self.num_slots):
-            group: dict[Kind, dict[int, Feed]] = {}
-            for index in order[start : start + self.num_slots]:
-                try:
-                    feed = Feed(clients[index], self._training, self._vector.device, seeds[index])
-                except Exception as error:
-                    results[index] = error
-                else:
-                    group.setdefault(feed.kind, {})[index] = feed
-            for kind, feeds in group.items():
-                results |= self._train_group(kind, feeds, clients, seeds)
-        return [results[index] for index in range(len(clients))]
+            for index, trained in self._train_group(order[start : start + self.num_slots], clients, seeds):
+                waiting[index] = trained
+                while turn in waiting:
+                    yield waiting.pop(turn)
+                    turn += 1
 
     def _train_group(
-        self, kind: Kind, feeds: dict[int, Feed], clients: Sequence[Records], seeds: Sequence[int]
-    ) -> dict[int, Trained]:
-        program = self._program(kind)
-        if program is None:
-            return {index: self._alone(clients[index], seeds[index]) for index in feeds}
-        try:
-            trained = program.train(list(feeds.values()), self._vector, self._training.step_size(self._round))
-        except Exception as error:
-            # One client's records make a step fail. Which one is seen when each is in a group by itself.
-            if len(feeds) == 1:
-                return dict.fromkeys(feeds, error)
-            again: dict[int, Trained] = {}
-            for index in feeds:
+        self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
+    ) -> Iterator[tuple[int, Trained]]:
+        """Yield what became of the clients with these places, each with its place."""
+        kinds: dict[Kind, dict[int, Feed]] = {}
+        for index in group:
+            try:
                 feed = Feed(clients[index], self._training, self._vector.device, seeds[index])
-                again |= self._train_group(kind, {index: feed}, clients, seeds)
-            return again
-        results = dict(zip(feeds, trained, strict=True))
-        for index, result in results.items():
-            if isinstance(result, MixedRecordsError):
-                results[index] = self._alone(clients[index], seeds[index])
-        return results
+            except Exception as error:
+                yield index, error
+            else:
+                kinds.setdefault(feed.kind, {})[index] = feed
+        for kind, feeds in kinds.items():
+            program, places, left = self._program(kind), list(feeds), set(feeds)
+            if program is None:
+                yield from ((index, self._alone(clients[index], seeds[index])) for index in places)
+                continue
+            try:
+                for slot, trained in program.train(list(feeds.values()), self._vector, self._training.step_size(self._round)):
+                    index = places[slot]
+                    left.remove(index)
+                    yield index, self._alone(clients[index], seeds[index]) if isinstance(trained, MixedRecordsError) else trained
+            except Exception as error:
+                # One client's records make a step fail. Which one is seen when each is in a group by itself.
+                for index in sorted(left):
+                    yield from [(index, error)] if len(feeds) == 1 else self._train_group([index], clients, seeds)
 
     def _num_steps(self, records: Records) -> int:
         """Return how many steps a client takes, 0 where even that fails: training will tell why."""
@@ -142,7 +141,8 @@ class _Trainer:
             own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
             layouts = [[own] * self.num_slots, [own, other] * (self.num_slots // 2), [other, own] * (self.num_slots // 2)]
             trained = [self._tried(program, layout) for layout in layouts]
-            rows = [row for layout, rows in zip(layouts, trained, strict=True) for who, row in zip(layout, rows, strict=True) if who is own]
+            pairs = [pair for layout, rows in zip(layouts, trained, strict=True) for pair in zip(layout, rows, strict=True)]
+            rows = [row for records, row in pairs if records is own]
             if all(torch.equal(row.view(torch.int32), rows[0].view(torch.int32)) for row in rows):
                 break
         else:
@@ -159,13 +159,12 @@ class _Trainer:
 
     def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:
         feeds = [Feed(records, self._brief(), self._vector.device, seed=0) for records in clients]
-        trained = program.train(feeds, self._vector, self._training.step_size(self._round))
-        rows = []
-        for result in trained:
-            if isinstance(result, Exception):
-                raise result
-            rows.append(result[0])
-        return rows
+        rows: dict[int, Tensor] = {}
+        for slot, trained in program.train(feeds, self._vector, self._training.step_size(self._round)):
+            if isinstance(trained, Exception):
+                raise trained
+            rows[slot] = trained[0]
+        return [rows[slot] for slot in range(len(feeds))]
 
 
 def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> TensorRecords:

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
         Raises:
             ValueError: if there are none, or not as many targets as inputs.
         """
-        if not 0 < len(inputs) == len(targets):
+        if not 0 < inputs.shape[0] == targets.shape[0]:
             raise ValueError(f"records: a batch of {len(inputs)} inputs and {len(targets)} targets")
         return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
 
@@ -70,10 +70,13 @@ class Feed:
         """Return the batches; there is one pass."""
         return self._batches
 
-    def _all(self, part: Batch | None) -> Iterator[Batch]:
+    def _all(self, first: Batch) -> Iterator[Batch]:
+        part: Batch | None = first
         while part is not None:
-            if Kind.of(*part) != self.kind:
+            if part is not first and Kind.of(*part) != self.kind:
                 raise MixedRecordsError("records: not all of one shape and type")
-            yield from zip(torch.split(part[0], self._batch_size), torch.split(part[1], self._batch_size), strict=True)
+            inputs, targets = part
+            for start in range(0, targets.shape[0], self._batch_size):  # cheaper than torch.split
+                yield inputs[start : start + self._batch_size], targets[start : start + self._batch_size]
             with self._draws:
                 part = next(self._parts, None)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flower_dp.clients.engines.feed import Batch, Kind
 from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.losses import IGNORED, Loss, checked, cross_entropy
+from flower_dp.clients.losses import checked, class_losses, cross_entropy, known_classes
 from flower_dp.clients.training import FlatModel, LocalTraining
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -41,106 +41,116 @@ class Program:
 
     def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
         self._training, self._num_slots = training, num_slots
+        self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
         self._weights = [parameter.detach().expand(num_slots, *parameter.shape).clone() for parameter in model.parameters]
         self._velocity = [torch.empty_like(weight) for weight in self._weights] if training.momentum else []
         self._uphill = [torch.empty_like(weight) for weight in self._weights] if training.sam_radius else []
-        self._constants = _constants(model)
-        names, loss = (*model.layout.names, *self._constants), checked(training.loss)
-
-        def one(tensors: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
-            given = dict(zip(names, (*tensors, *self._constants.values()), strict=True))
-            used = dict(given)
-            outputs = functional_call(model.module, used, (inputs,))
-            if any(used[name] is not given[name] for name in given):
-                raise RuntimeError("the model changes its buffers")
-            return _mean_loss(loss, outputs, targets, present)
-
-        each = vmap(grad_and_value(one))
-
-        def gradients(inputs: Tensor, targets: Tensor, present: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
-            found, losses = each(weights, inputs, targets, present)
-            return losses, list(found)
-
         batch = (num_slots, training.batch_size)
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
-        self._present = torch.ones(*batch, dtype=torch.bool, device=model.device)
-        # Which records of a batch are there, by their number.
-        self._presences = torch.ones(training.batch_size + 1, training.batch_size, dtype=torch.bool, device=model.device).tril(-1)
-        with torch.no_grad(), _deterministic(model.device):
-            self._traced = make_fx(gradients)(self._inputs, self._targets, self._present, *self._weights)
+        self._num_classes: int | None = None
+        self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
+        self._traced = self._trace(model)
         if any(node.target in _UNCHECKED for node in self._traced.graph.nodes):
             raise RuntimeError("the model has an embedding, which torch.func looks up in the weights of all clients")
         if sliced:
             _slice_products(self._traced)
 
-    @torch.no_grad()
-    def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> list[Trained]:
-        """Train one client a feed, from the global model [d]; a client whose feed fails leaves the others alone.
+    def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
+        """Return the program: inputs, targets, shares of the loss, weights -> losses [slots], gradients."""
+        constants, loss = _constants(model), self._training.loss
+        names = (*model.layout.names, *constants)
+
+        def one(tensors: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+            given = dict(zip(names, (*tensors, *constants.values()), strict=True))
+            used = dict(given)
+            outputs = functional_call(model.module, used, (inputs,))
+            if any(used[name] is not given[name] for name in given):
+                raise RuntimeError("the model changes its buffers")
+            if self._by_class:
+                self._num_classes = outputs.shape[1]
+                return (class_losses(outputs, targets) * shares).sum()
+            each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
+            return (each * shares).sum()
+
+        def gradients(inputs: Tensor, targets: Tensor, shares: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+            found, losses = vmap(grad_and_value(one))(weights, inputs, targets, shares)
+            return losses, list(found)
+
+        with torch.no_grad(), _deterministic(model.device):
+            return make_fx(gradients)(self._inputs, self._targets, self._shares, *self._weights)
+
+    def train(
+        self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float
+    ) -> Iterator[tuple[int, Trained]]:
+        """Yield what became of every feed's client, with its place, as soon as it has finished.
+
+        They start from the global model [d]. A client whose feed fails leaves the others alone.
 
         Raises:
             Exception: if a step fails, for whichever client.
         """
-        with _deterministic(vector.device):
-            return self._train([iter(feed) for feed in feeds], vector, step_size)
-
-    def _train(self, feeds: list[Iterator[Batch]], vector: Tensor, step_size: float) -> list[Trained]:
         views = _views(vector, self._weights)
         for weight, view in zip(self._weights, views, strict=True):
             weight.copy_(view.expand_as(weight))
         for velocity in self._velocity:
             velocity.zero_()
-        start = views if self._training.proximal else []
-        results: dict[int, Trained] = {}
+        flat = [weight.flatten(1) for weight in self._weights]
         losses: list[Tensor] = []
         batches: dict[int, Batch] = {}
-        while True:
+        training = {slot: iter(feed) for slot, feed in enumerate(feeds)}
+        while training:
             finished = []
-            for slot, feed in enumerate(feeds):
-                if slot in results:
-                    continue
+            for slot, feed in list(training.items()):
                 try:
-                    batch = next(feed, None)
-                except Exception as error:
-                    results[slot] = error
-                    continue
-                if batch is None:
+                    batches[slot] = next(feed)
+                except StopIteration:
                     finished.append(slot)
-                else:
-                    batches[slot] = batch
-            if finished:
-                means = torch.stack(losses).mean(0)
-                results |= {slot: (self._update(slot, vector), means[slot]) for slot in finished}
-            if len(results) == len(feeds):
-                return [results[slot] for slot in range(len(feeds))]
-            self._stage(batches)
-            loss, gradients = self._gradients(self._weights)
+                except Exception as error:
+                    del training[slot]
+                    yield slot, error
+            means = torch.stack(losses).mean(0).unbind() if finished else ()
+            for slot in finished:
+                del training[slot]
+                # A row in memory of its own: what is done to it next has the same bits as well.
+                yield slot, (torch.cat([weight[slot] for weight in flat]).sub_(vector), means[slot])
+            if training:
+                self._stage(batches)
+                losses.append(self._step(views, step_size))
+
+    @torch.no_grad()
+    def _step(self, start: list[Tensor], step_size: float) -> Tensor:
+        """Take one step in every slot; return the losses before it."""
+        with _deterministic(self._inputs.device):
+            losses, gradients = self._gradients(self._weights)
             if self._training.sam_radius:
                 gradients = self._sam_gradients(gradients)
-            losses.append(loss)
+            start = start if self._training.proximal else []
             self._training.descend(self._weights, gradients, self._velocity, start, step_size)
-
-    def _update(self, slot: int, vector: Tensor) -> Tensor:
-        """Return how far one slot's weights are from the global model, a new row [d]."""
-        row = torch.empty_like(vector)
-        for moved, weight, start in zip(_views(row, self._weights), self._weights, _views(vector, self._weights), strict=True):
-            torch.sub(weight[slot], start, out=moved)
-        return row
+        return losses
 
     def _stage(self, batches: dict[int, Batch]) -> None:
         """Lay the batches side by side, each filled up with its own last record; slots without a batch take any."""
         some = next(iter(batches.values()))
         inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
-        sizes = torch.tensor([len(batch) for batch in targets])
-        within = torch.minimum(torch.arange(self._training.batch_size), sizes[:, None] - 1)
-        rows = (within + (sizes.cumsum(0) - sizes)[:, None]).flatten().to(self._present.device)
+        sizes = torch.tensor([batch.shape[0] for batch in targets])[:, None]
+        place = torch.arange(self._training.batch_size)
+        rows = (torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes).flatten().to(self._inputs.device)
         for staged, parts in ((self._inputs, inputs), (self._targets, targets)):
             torch.index_select(torch.cat(parts), 0, rows, out=staged.flatten(0, 1))
-        torch.index_select(self._presences, 0, sizes.to(self._present.device), out=self._present)
+        present = (place < sizes).to(self._inputs.device)
+        if self._num_classes is None:
+            torch.div(present, present.sum(1, keepdim=True), out=self._shares)
+            return
+        present = present.view(*present.shape, *[1] * (self._targets.ndim - 2))
+        known = present & known_classes(self._targets, self._num_classes)
+        self._targets.masked_fill_(~known, 0)
+        # Without any class all shares are zero.
+        torch.div(known, known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.ndim - 1)), out=self._shares)
 
     def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the losses [slots], and gradients in the shapes of the weights."""
-        losses, gradients = self._traced(self._inputs, self._targets, self._present, *weights)
+        losses, gradients = self._traced(self._inputs, self._targets, self._shares, *weights)
         return losses, gradients
 
     def _sam_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
@@ -159,14 +169,6 @@ def _constants(model: FlatModel) -> dict[str, Tensor]:
     model.reset_buffers()
     frozen = {name: value for name, value in model.module.named_parameters() if not value.requires_grad}
     return {name: value.detach().clone() for name, value in (frozen | dict(model.module.named_buffers())).items()}
-
-
-def _mean_loss(loss: Loss, outputs: Tensor, targets: Tensor, present: Tensor) -> Tensor:
-    """Return the mean loss over the records of a batch that are present."""
-    if loss is cross_entropy and targets.dtype == torch.int64:
-        return loss(outputs, targets.where(present.view(-1, *[1] * (targets.ndim - 1)), IGNORED))
-    each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
-    return each.where(present, 0.0).sum() / present.sum()
 
 
 def _views(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
