@@ -68,7 +68,7 @@ def client_of(settings: Settings, model: nn.Module, clients: Mapping[str, Record
             min_noise_std=(1 - 1e-9) * _client_level(settings).smallest_share,
             allow_metrics=settings.report_client_metrics,
         )
-        return DPClient(**words, training=training_of(settings), policy=policy)
+        return DPClient(**words, training=training_of(settings), policy=policy, engine=settings.engine.replace("-", "_"))
     policy = ClientPolicy(max_clip_norm=settings.clip_norm, allow_metrics=settings.report_client_metrics)
     return LocalDPClient(**words, recipe=_recipe(settings, sizes), policy=policy)
 

@@ -39,6 +39,7 @@ METHODS = tuple(READS)
 # Clients below which num_clients^-1.1 is no delta that anybody would choose.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
+ENGINES = ("batched", "one-by-one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ class Settings:
     weight_decay: float = 0.0
     sam_radius: float = 0.05
     proximal: float = 0.0
+    engine: str = "batched"
     report_client_metrics: bool = False
     evaluate_every: int = 1
     round_timeout: float = 600.0
@@ -113,6 +115,7 @@ class Settings:
         checks.one_of("sampling", settings.sampling, SAMPLINGS)
         checks.one_of("mechanism", settings.mechanism, MECHANISMS)
         checks.one_of("aggregation", settings.aggregation, AGGREGATIONS)
+        checks.one_of("engine", settings.engine, ENGINES)
         checks.integer("num-clients", settings.num_clients, at_least=1)
         checks.integer("num-rounds", settings.num_rounds, at_least=0)
         checks.integer("evaluate-every", settings.evaluate_every, at_least=0)

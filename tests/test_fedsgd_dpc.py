@@ -13,7 +13,7 @@ from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, fedsgd_
 from flower_dp.clients.fedsgd_dpc import UnfitModelError, record_gradients
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.privacy import accounting
-from flower_dp.privacy import client_terms as terms
+from flower_dp.privacy import fedsgd_dpc as terms
 from flower_dp.privacy.fedsgd_dpc import laplace_scale
 from flower_dp.strategies import FedSGDDPC
 from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of

@@ -12,11 +12,13 @@ from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from flower_dp.core import compression, noise
+from flower_dp.core import checks, compression, noise
 from flower_dp import wire
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel, LocalTraining, batch_seed, local_updates
+from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clients.draws import batch_seed
+from flower_dp.clients.engines import ENGINES, local_updates
 from flower_dp.core.clipping import clip_l2
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Answer, ClientLevelOrder, Instruction
@@ -123,6 +125,7 @@ class DPClient(NodeClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+        engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.engines`.
     """
 
     def __init__(
@@ -135,9 +138,11 @@ class DPClient(NodeClient):
         device: torch.device | str | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
+        engine: str = "one_by_one",
     ) -> None:
         super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
         self.training = training
+        self.engine = checks.one_of("engine", engine, ENGINES)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -169,6 +174,7 @@ class DPClient(NodeClient):
             server_round=instruction.server_round,
             seeds=[batch_seed(self.seed, instruction.server_round, name) for name in hosted],
             losses=trained,
+            engine=self.engine,
         )
         for name, row in zip(hosted, rows, strict=True):
             if isinstance(row, Exception):

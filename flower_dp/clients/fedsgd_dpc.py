@@ -12,7 +12,8 @@ from flower_dp.core import checks
 from flower_dp.privacy.events import Relation
 from flower_dp.clients.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.records import Records, TensorRecords
-from flower_dp.clients.training import FlatModel, OwnDraws, draws_seed
+from flower_dp.clients.training import FlatModel
+from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.core.clipping import clip_l1, clip_l2
 from flower_dp.core.noise import toward_zero
 from flower_dp.privacy.release import Release

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from flower_dp.clients.account import Account
 from flower_dp.clients.client import NodeClient, failure
+from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel, batch_seed
+from flower_dp.clients.training import FlatModel
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.wire import Instruction, LocalOrder

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.core import checks
+from flower_dp.clients.losses import record_cross_entropy
 from flower_dp.clients.training import FlatModel
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# What cross-entropy takes for no class, on purpose.
-_IGNORED = -100
 # Layers without parameters and draws that work record by record; options that join records are looked at below.
 _APART = frozenset(
     {
@@ -77,7 +76,7 @@ def record_gradients(
     """
     name = engine_of(model) if engine is None else engine
     gradients = ENGINES[checks.one_of("engine", name, tuple(ENGINES))]
-    checked = _cross_entropy if loss is nn.functional.cross_entropy else loss
+    checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
     size = len(inputs) if chunk is None else checks.integer("chunk", chunk, at_least=1)
     rows, losses = [], []
     for x, y in zip(torch.split(inputs, size), torch.split(targets, size), strict=True):
@@ -181,11 +180,6 @@ def _by_expanded_weights(model: FlatModel, inputs: Tensor, targets: Tensor, loss
     return gradients, values
 
 
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    if targets.dtype != torch.int64:  # probabilities
-        return nn.functional.cross_entropy(outputs, targets)
-    known = ((targets == _IGNORED) | ((targets >= 0) & (targets < outputs.shape[1]))).all()
-    return nn.functional.cross_entropy(outputs, targets.where(known, 0)).where(known, math.nan)
 
 
 ENGINES: dict[str, Callable[[FlatModel, Tensor, Tensor, Loss], tuple[dict[str, Tensor], Tensor]]] = {

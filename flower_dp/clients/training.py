@@ -1,13 +1,8 @@
-"""Local training: global vector + the data of some clients + a recipe -> one update row a client.
+"""The recipe of local training, and the model that it trains."""
 
-A device calls it with one client, a simulation worker with many; the rows are the same to the last bit: training can magnify any
-difference, and what another client changes would no longer be bounded by the clip of that client's own row.
-"""
-
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +11,9 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.core import checks
+from flower_dp.clients.draws import OwnDraws, draws_seed
+from flower_dp.clients.losses import Loss, checked
 from flower_dp.clients.records import Records
-from flower_dp.clients.stack import LinearStack, SideBySide
 from flower_dp.core.vectors import Layout
 
 # Records that are fetched from a client's data set at a time.
@@ -37,13 +33,14 @@ class FlatModel:
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
         _refuse_batch_statistics(module)
         self.device = device or torch.device("cpu")
+        # What the batched engine keeps for this model.
+        self.programs: dict[Any, Any] = {}
         self.module = module.to(self.device, torch.float32)
         named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         self.layout = Layout.of({name: parameter.detach() for name, parameter in named.items()})
         self.parameters: list[Tensor] = list(named.values())
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self._share(self.vector, self.parameters)
-        self.stack = LinearStack.of(self.module)
         # One copy of a buffer that two layers share.
         saved = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}
         self._buffers = [
@@ -82,7 +79,8 @@ class LocalTraining:
         sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
             a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
         proximal: coefficient of (proximal / 2) ||w - w_global||^2 in every client's objective (NbAFL, FedProx; paper: mu).
-        loss: model outputs, targets -> mean loss of the batch.
+        loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are no
+            class (`flower_dp.clients.losses`).
     """
 
     learning_rate: float
@@ -94,7 +92,7 @@ class LocalTraining:
     learning_rate_decay: float = 0.0
     sam_radius: float = 0.0
     proximal: float = 0.0
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
 
     def __post_init__(self) -> None:
         checks.number("learning_rate", self.learning_rate, above=0)
@@ -120,238 +118,85 @@ class LocalTraining:
         with OwnDraws(model.vector.device, draws_seed(rng.initial_seed())):
             return self._train(model, records, server_round, rng)
 
+    def num_steps(self, num_records: int) -> int:
+        """Return how many steps a client with so many records takes."""
+        return self.num_local_steps or self.num_local_epochs * -(-num_records // self.batch_size)
+
+    def fetched(self, records: Records, device: torch.device, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and targets of the shuffled records for all steps, some whole batches at a time.
+
+        Only an epoch's last batch may be smaller than `batch_size`.
+        """
+        num_records = len(records)
+        if num_records == 0:
+            raise ValueError("records: a client without records can't train")
+        records_left = self.num_steps(num_records) * self.batch_size
+        at_a_time = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
+        while records_left > 0:
+            order = torch.randperm(num_records, generator=rng)[:records_left]
+            for start in range(0, len(order), at_a_time):
+                yield records.batch(order[start : start + at_a_time], device)
+            records_left -= -(-num_records // self.batch_size) * self.batch_size
+
     def _train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
         step_size = self.step_size(server_round)
-        stack = self._stack(model)
-        velocity = [torch.zeros_like(parameter) for parameter in model.parameters] if self.momentum else []
-        start = [parameter.detach().clone() for parameter in model.parameters] if self.proximal else []
+        weights = [parameter.detach() for parameter in model.parameters]
+        velocity = [torch.zeros_like(weight) for weight in weights] if self.momentum else []
+        start = [weight.clone() for weight in weights] if self.proximal else []
         losses = []
-        for fetched in self._fetched(model, records, rng):
-            shortcut = stack if stack is not None and stack.takes(*fetched) else None
+        for fetched in self.fetched(records, model.device, rng):
             for inputs, targets in zip(*(torch.split(part, self.batch_size) for part in fetched), strict=True):
-                loss, gradients = self._gradients(model, shortcut, inputs, targets)
+                loss, gradients = self._gradients(model, inputs, targets)
                 if self.sam_radius:
-                    gradients = self._sam_gradients(model, shortcut, inputs, targets, gradients)
+                    gradients = self._sam_gradients(model, inputs, targets, gradients)
                 losses.append(loss)
-                with torch.no_grad():
-                    # Not in place: autograd may return one tensor for two parameters, or an expanded one.
-                    pull = self.weight_decay + self.proximal
-                    if pull:
-                        gradients = list(torch._foreach_add(gradients, [p.detach() for p in model.parameters], alpha=pull))
-                    if self.proximal:
-                        gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
-                    if self.momentum:
-                        torch._foreach_mul_(velocity, self.momentum)
-                        torch._foreach_add_(velocity, gradients)
-                    torch._foreach_add_(model.parameters, velocity or gradients, alpha=-step_size)
+                self.descend(weights, gradients, velocity, start, step_size)
         return torch.stack(losses).mean()
 
-    def goes_side_by_side(self, model: FlatModel) -> bool:
-        """Whether clients train side by side whose records are plain batches.
+    @torch.no_grad()
+    def descend(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        velocity: list[Tensor],
+        start: list[Tensor],
+        step_size: float,
+    ) -> None:
+        """Take one step, in place, with weight decay, the proximal term and momentum.
 
-        With plain SGD on a stack of linear layers under cross-entropy they do, on one thread of a processor: more of them, or a
-        GPU, may split a sum for one client otherwise than for several.
+        Args:
+            weights: the parameters, overwritten; of one client or, stacked, of many.
+            gradients: of the loss, in the shapes of the weights.
+            velocity: in the shapes of the weights, overwritten; empty without momentum.
+            start: the global model, in the shapes of one client's weights; empty without the proximal term.
+            step_size: how far to go.
         """
-        return self._stack_beside(model) is not None and model.device.type == "cpu" and torch.get_num_threads() == 1
+        # Not in place: autograd may return one tensor for two parameters, or an expanded one.
+        pull = self.weight_decay + self.proximal
+        if pull:
+            gradients = list(torch._foreach_add(gradients, weights, alpha=pull))
+        if self.proximal:
+            gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
+        if self.momentum:
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, gradients)
+        torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
 
-    def train_side_by_side(
-        self, model: FlatModel, clients: Sequence[Records], seeds: Sequence[int], server_round: int
-    ) -> Iterator[tuple[Tensor, Tensor]] | None:
-        """Return update [d] and loss of clients with equally many records, from the model as it is and stays.
-
-        None for any recipe but plain SGD on a stack of linear layers under cross-entropy, and if records of any client fail or
-        are not plain batches for it.
-        """
-        stack = self._stack_beside(model)
-        if stack is None:
-            return None
-        together = SideBySide(stack, len(clients), batch_size=self.batch_size, step_size=self.step_size(server_round))
-        losses = []
-        try:
-            for fetched in zip(*map(partial(self._fetched_by_itself, model), clients, seeds), strict=True):
-                if not all(stack.takes(*batch) for batch in fetched):
-                    return None
-                losses.append(together.descend([x.flatten(1) for x, _ in fetched], [y for _, y in fetched]))
-        except Exception:
-            return None
-        means = torch.cat(losses, dim=1).mean(1)
-        return ((together.update(index), loss) for index, loss in enumerate(means))
-
-    def _stack(self, model: FlatModel) -> LinearStack | None:
-        return model.stack if self.loss is nn.functional.cross_entropy else None
-
-    def _stack_beside(self, model: FlatModel) -> LinearStack | None:
-        plain = not (self.momentum or self.weight_decay or self.sam_radius or self.proximal)
-        return self._stack(model) if plain else None
-
-    def _fetched(self, model: FlatModel, records: Records, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the shuffled records of the given number of epochs or steps, some whole batches at a time."""
-        if len(records) == 0:
-            raise ValueError("records: a client without records can't train")
-        steps_an_epoch = -(-len(records) // self.batch_size)
-        steps_left = self.num_local_steps or self.num_local_epochs * steps_an_epoch
-        fetched = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
-        while steps_left > 0:
-            order = torch.randperm(len(records), generator=rng)[: steps_left * self.batch_size]
-            for positions in torch.split(order, fetched):
-                yield records.batch(positions, model.device)
-            steps_left -= steps_an_epoch
-
-    def _fetched_by_itself(self, model: FlatModel, records: Records, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what `_fetched` does, while others take turns: as `train` would fetch it."""
-        parts = self._fetched(model, records, torch.Generator().manual_seed(seed))
-        draws = OwnDraws(model.vector.device, draws_seed(seed))
-        while True:
-            with draws:
-                part = next(parts, None)
-            if part is None:
-                return
-            yield part
-
-    def _gradients(
-        self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        if stack is not None:
-            return stack.gradients(inputs, targets)
-        loss = self.loss(model.module(inputs), targets)
+    def _gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        loss = checked(self.loss)(model.module(inputs), targets)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
-    def _sam_gradients(
-        self, model: FlatModel, stack: LinearStack | None, inputs: Tensor, targets: Tensor, gradients: list[Tensor]
-    ) -> list[Tensor]:
+    def _sam_gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
         """Return the gradients at the point `sam_radius` uphill; at a zero gradient there is no uphill, and no step."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
-        # A norm that float32 holds with few digits or none has no direction either, and the step to take may overflow.
         if norm < _FLOAT32.tiny or self.sam_radius >= norm * _FLOAT32.max:
             return gradients
         here = model.vector.clone()
         with torch.no_grad():
             torch._foreach_add_(model.parameters, gradients, alpha=self.sam_radius / norm)
-        _, uphill = self._gradients(model, stack, inputs, targets)
+        _, uphill = self._gradients(model, inputs, targets)
         model.vector.copy_(here)
         return uphill
-
-
-def local_updates(
-    vector: Tensor,
-    clients: Sequence[Records],
-    training: LocalTraining,
-    *,
-    model: FlatModel,
-    server_round: int,
-    seeds: Sequence[int],
-    losses: list[Tensor] | None = None,
-) -> Iterator[Tensor | Exception]:
-    """Yield every client's update, trained model minus global model, one new row [d] each, in order.
-
-    In the place of a client whose training fails stands its error. It touches no other client's row: how a client trains, side by
-    side with others or alone, follows from the recipe, the model, this process and its own records.
-
-    Args:
-        vector: the global model [d], float32, on the model's device.
-        clients: each client's records.
-        training: the recipe.
-        model: where to train; its weights are overwritten, its buffers put back before every client.
-        server_round: 1, 2, ...
-        seeds: one seed a client, for the order of its records and for all else that is drawn.
-        losses: receives the mean training loss of every client that trained, before its row is yielded.
-    """
-    if len(seeds) != len(clients):
-        raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
-    # Asked once, for all of them.
-    beside = training.goes_side_by_side(model)
-    for group in _groups(clients, seeds, model.stack if beside else None):
-        model.vector.copy_(vector)
-        # Where one of several fails, each of the others still trains as it does beside those who don't.
-        together = training.train_side_by_side(model, *group, server_round) if len(group[0]) > 1 else None
-        for records, seed in zip(*group, strict=True):
-            try:
-                if together:
-                    row, loss = next(together)
-                else:
-                    row, loss = _by_itself(vector, records, training, model, server_round, seed, beside)
-            except Exception as error:
-                yield error
-                continue
-            if losses is not None:
-                losses.append(loss)
-            yield row
-
-
-def _by_itself(
-    vector: Tensor, records: Records, training: LocalTraining, model: FlatModel, server_round: int, seed: int, beside: bool
-) -> tuple[Tensor, Tensor]:
-    """Return one client's update and loss, made as beside others where that is how its records train."""
-    model.vector.copy_(vector)
-    together = training.train_side_by_side(model, [records], [seed], server_round) if beside else None
-    if together:
-        return next(together)
-    model.reset_buffers()
-    try:
-        loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
-        return model.vector - vector, loss
-    finally:
-        model.reset_buffers()  # what is left must not be told by an evaluation of the model either
-
-
-def _groups(
-    clients: Sequence[Records], seeds: Sequence[int], stack: LinearStack | None
-) -> Iterator[tuple[Sequence[Records], Sequence[int]]]:
-    """Yield neighbours that could train side by side: with equally many records, and no more than fits a cache."""
-    sizes = [_size(records) for records in clients]
-    start = 0
-    while start < len(clients):
-        most = stack.clients_side_by_side(min(sizes[start], _FETCHED_RECORDS)) if stack else 1
-        stop = start + 1
-        while stop < len(clients) and sizes[stop] == sizes[start] and stop - start < most:
-            stop += 1
-        yield clients[start:stop], seeds[start:stop]
-        start = stop
-
-
-def _size(records: Records) -> int:
-    """Return how many records there are, 0 where even that fails: training will tell why."""
-    try:
-        return len(records)
-    except Exception:
-        return 0
-
-
-class OwnDraws:
-    """Torch's process-wide generators, lent to one client: what is drawn within follows from its seed alone, dropout for example.
-
-    A second time within, draws go on where they stopped. Without, nothing is seen of them.
-    """
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        # Of every kind of device that has such generators; the processor's are used beside a GPU's.
-        others = getattr(torch.get_device_module(device), "default_generators", None)
-        self._lent: list[torch.Generator] = [torch.default_generator, *([others[device.index]] if others else [])]
-        self._kept = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._lent]
-
-    def __enter__(self) -> None:
-        self._swap()
-
-    def __exit__(self, *_: object) -> None:
-        self._swap()
-
-    def _swap(self) -> None:
-        for index, generator in enumerate(self._lent):
-            state = generator.get_state()
-            generator.set_state(self._kept[index])
-            self._kept[index] = state
-
-
-def draws_seed(seed: int) -> int:
-    """Return the seed for all that is drawn beside the order of records, which `seed` itself is for."""
-    digest = hashlib.blake2b(f"{seed}/draws".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
-
-
-def batch_seed(seed: int, server_round: int, client: str) -> int:
-    """Return the seed for the order of one client's records in one round, the same wherever the client lives."""
-    digest = hashlib.blake2b(f"{seed}/{server_round}/{client}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
 
 
 def model_arrays(module: nn.Module) -> ArrayRecord:

@@ -1,0 +1,218 @@
+"""Local training of a round's clients: the batched engine against one client after another, in one run.
+
+    python benchmarks/engines.py [default] [mlp] [mlp-module] [cnn] [resnet] [--clients N] [--device cuda] [--repeats N]
+        [--threads N] [--check] [--json FILE]
+
+Prints, for every job, the seconds of both engines and their ratio: the fastest of some rounds, which take turns, after one that
+counts apart (the batched engine traces and checks its program there). Records are random numbers; rows are thrown away. With
+--check it also trains one client alone, first, in the middle and in a second group, and compares the bits.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from apps.tasks.models import make  # noqa: E402
+from flower_dp.clients.engines import ENGINES, local_updates  # noqa: E402
+from flower_dp.clients.engines.batched import num_slots  # noqa: E402
+from flower_dp.clients.records import TensorRecords  # noqa: E402
+from flower_dp.clients.training import FlatModel, LocalTraining  # noqa: E402
+
+
+class Perceptron(nn.Module):
+    """784-256-10, written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.output = nn.Linear(784, 256), nn.Linear(256, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the logits."""
+        outputs: Tensor = self.output(torch.relu(self.hidden(inputs.flatten(1))))
+        return outputs
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions with GroupNorm and a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.first_norm = nn.GroupNorm(8, after)
+        self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.second_norm = nn.GroupNorm(8, after)
+        same = before == after and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the activations."""
+        hidden = torch.relu(self.first_norm(self.first(inputs)))
+        return torch.relu(self.second_norm(self.second(hidden)) + self.shortcut(inputs))
+
+
+def resnet() -> nn.Module:
+    """ResNet-18 with GroupNorm for 3 x 32 x 32 images."""
+    widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+    blocks = [block for before, after, stride in widths for block in (Block(before, after, stride), Block(after, after, 1))]
+    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A model, its recipe and its clients' records."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    training: LocalTraining
+    records_per_client: int
+    shape: tuple[int, ...] = (784,)
+
+
+PLAIN = LocalTraining(learning_rate=0.1, batch_size=10)
+JOBS = (
+    Job(
+        name="default",
+        model=lambda: make("logistic", seed=0),
+        training=LocalTraining(learning_rate=0.15, batch_size=4, momentum=0.5, sam_radius=0.05),
+        records_per_client=5,
+    ),
+    Job(name="mlp", model=lambda: make("mlp", seed=0), training=PLAIN, records_per_client=60),
+    Job(name="mlp-module", model=Perceptron, training=PLAIN, records_per_client=60),
+    Job(name="cnn", model=lambda: make("cnn", seed=0), training=PLAIN, records_per_client=60),
+    Job(name="resnet", model=resnet, training=PLAIN, records_per_client=30, shape=(3, 32, 32)),
+)
+
+
+def clients_of(job: Job, num_clients: int) -> list[TensorRecords]:
+    """Return clients that share 10,000 random uint8 records."""
+    rng = torch.Generator().manual_seed(0)
+    inputs = torch.randint(256, (10_000, *job.shape), generator=rng, dtype=torch.uint8)
+    targets = torch.randint(10, (10_000,), generator=rng)
+    rows = torch.randint(10_000, (num_clients, job.records_per_client), generator=rng)
+    return [TensorRecords(inputs=inputs, targets=targets, indices=own, transform=_scaled) for own in rows]
+
+
+def _scaled(raw: Tensor) -> Tensor:
+    return raw.to(torch.float32) / 127.5 - 1
+
+
+class Runner:
+    """One job on one device."""
+
+    def __init__(self, job: Job, num_clients: int, device: torch.device) -> None:
+        self._training, self._device = job.training, device
+        torch.manual_seed(0)
+        self.model = FlatModel(job.model(), device)
+        self._vector = self.model.vector.clone()
+        self._clients = clients_of(job, num_clients)
+
+    def rows(self, engine: str, places: list[int]) -> Any:
+        """Return the rows of some clients, one at a time."""
+        clients = [self._clients[place] for place in places]
+        words: dict[str, Any] = {"model": self.model, "server_round": 1, "seeds": places, "engine": engine}
+        return local_updates(self._vector, clients, self._training, **words)
+
+    def seconds(self, engine: str) -> float:
+        """Train all clients; return the time it took."""
+        self._synchronize()
+        started = time.perf_counter()
+        for row in self.rows(engine, list(range(len(self._clients)))):
+            if isinstance(row, Exception):
+                raise row
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def same_bits(self) -> bool:
+        """Return whether a client's row is the same alone, first, in the middle and in a second group."""
+        full = num_slots(self.model.layout.size, self._device)
+        others = list(range(1, min(2 * full, len(self._clients))))
+        (alone,) = self.rows("batched", [0])
+        for before in {0, 1, full - 1, full // 2, min(full + 1, len(others))}:
+            places = [*others[:before], 0, *others[before:]]
+            for place, row in zip(places, self.rows("batched", places), strict=True):
+                if place == 0 and not torch.equal(row, alone):
+                    return False
+        return True
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a job."""
+    device = torch.device(options.device)
+    runner = Runner(job, options.clients, device)
+    first = {engine: runner.seconds(engine) for engine in ENGINES}
+    times: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for _ in range(options.repeats):
+        for engine in ENGINES:
+            times[engine].append(runner.seconds(engine))
+    best = {engine: min(seconds) for engine, seconds in times.items()}
+    result: dict[str, Any] = {
+        "job": job.name,
+        "clients": options.clients,
+        "parameters": runner.model.layout.size,
+        "slots": num_slots(runner.model.layout.size, device),
+        "batched": all(program is not None for program in runner.model.programs.values()),
+        "seconds": best,
+        "first_seconds": first,
+        "ratio": best["one_by_one"] / best["batched"],
+    }
+    return result | ({"same_bits": runner.same_bits()} if options.check else {})
+
+
+def main() -> None:
+    """Run the jobs asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--check", action="store_true", help="compare bits as well")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    if unknown := set(options.jobs) - {job.name for job in JOBS}:
+        parser.error(f"unknown jobs {sorted(unknown)}; known are {', '.join(job.name for job in JOBS)}")
+    torch.set_num_threads(options.threads)
+    machine = torch.cuda.get_device_name(options.device) if options.device.startswith("cuda") else platform.processor() or "CPU"
+    print(
+        f"{platform.platform()}, {machine}, {os.cpu_count()} cores, {options.threads} torch threads, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    results = []
+    for job in JOBS:
+        if options.jobs and job.name not in options.jobs:
+            continue
+        result = measure(job, options)
+        results.append(result)
+        one, batched = (result["seconds"][engine] for engine in ENGINES)
+        print(
+            f"{job.name}: {options.clients} clients in groups of {result['slots']}, "
+            f"one_by_one {one:.4f} s, batched {batched:.4f} s, ratio {result['ratio']:.2f}; "
+            f"first round {result['first_seconds']['batched']:.2f} s"
+            + ("" if result["batched"] else "; fell back")
+            + (f"; same bits: {result['same_bits']}" if options.check else ""),
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

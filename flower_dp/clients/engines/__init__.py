@@ -1,0 +1,64 @@
+"""Local training of many clients: global vector + their records + a recipe -> one update row a client.
+
+Two engines do it. `one_by_one` trains client after client with autograd: any model, and the only one for real clients.
+`batched` is for simulations: groups of clients at once. With either, what one client has changes no bit of another one's row.
+Training can magnify any difference, and what another client changes would not be bounded by the clip of that client's own row.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from flower_dp.core import checks
+from flower_dp.clients.engines.batched import train_batched
+from flower_dp.clients.engines.one_by_one import Trained, train_one_by_one
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel, LocalTraining
+
+ENGINES = ("one_by_one", "batched")
+
+
+def local_updates(
+    vector: Tensor,
+    clients: Sequence[Records],
+    training: LocalTraining,
+    *,
+    model: FlatModel,
+    server_round: int,
+    seeds: Sequence[int],
+    losses: list[Tensor] | None = None,
+    engine: str = "one_by_one",
+) -> Iterator[Tensor | Exception]:
+    """Yield every client's update, trained model minus global model, one new row [d] each, in order.
+
+    In the place of a client whose training fails stands its error. It touches no other client's row.
+
+    Args:
+        vector: the global model [d], float32, on the model's device.
+        clients: each client's records.
+        training: the recipe.
+        model: where to train; its weights are overwritten, its buffers are as at first afterwards.
+        server_round: 1, 2, ...
+        seeds: one seed a client, for the order of its records and for all else that is drawn.
+        losses: receives the mean training loss of every client that trained, before its row is yielded.
+        engine: "one_by_one", or "batched" in a simulation.
+
+    Raises:
+        ValueError: for an unknown engine, or if the seeds are not as many as the clients.
+    """
+    checks.one_of("engine", engine, ENGINES)
+    if len(seeds) != len(clients):
+        raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
+    train = train_batched if engine == "batched" else train_one_by_one
+    return _rows(train(vector, clients, training, model=model, server_round=server_round, seeds=seeds), losses)
+
+
+def _rows(trained: Iterator[Trained], losses: list[Tensor] | None) -> Iterator[Tensor | Exception]:
+    for result in trained:
+        if isinstance(result, Exception):
+            yield result
+            continue
+        row, loss = result
+        if losses is not None:
+            losses.append(loss)
+        yield row

@@ -1,0 +1,82 @@
+"""A client's records, a batch a step."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flower_dp.clients.draws import OwnDraws, draws_seed
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import LocalTraining
+
+# Inputs and targets of a step, [records, ...] each.
+Batch = tuple[Tensor, Tensor]
+
+
+class Kind(NamedTuple):
+    """Shape and type of one record."""
+
+    input_shape: tuple[int, ...]
+    input_type: torch.dtype
+    target_shape: tuple[int, ...]
+    target_type: torch.dtype
+
+    @classmethod
+    def of(cls, inputs: Tensor, targets: Tensor) -> "Kind":
+        """Return the kind of the records in a batch.
+
+        Raises:
+            ValueError: if there are none, or not as many targets as inputs.
+        """
+        if not 0 < inputs.shape[0] == targets.shape[0]:
+            raise ValueError(f"records: a batch of {len(inputs)} inputs and {len(targets)} targets")
+        return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
+
+
+class MixedRecordsError(ValueError):
+    """A client's records are not all of one kind."""
+
+
+class Feed:
+    """The batches of one client for one round, read from its data set as they are needed.
+
+    Order and number of records are those of `LocalTraining.train` with a generator of the same seed, and so is what the data set
+    draws from torch's own generators.
+
+    Args:
+        records: the client's.
+        training: the recipe.
+        device: a tensor's device.
+        seed: the client's, for this round.
+
+    Attributes:
+        kind: the kind of all its records, that of the first ones.
+
+    Raises:
+        Exception: whatever the data set raises for the first records.
+    """
+
+    def __init__(self, records: Records, training: LocalTraining, device: torch.device, seed: int) -> None:
+        self._parts = training.fetched(records, device, torch.Generator().manual_seed(seed))
+        self._draws = OwnDraws(device, draws_seed(seed))
+        self._batch_size = training.batch_size
+        with self._draws:
+            first = next(self._parts)
+        self.kind = Kind.of(*first)
+        self._batches = self._all(first)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the batches; there is one pass."""
+        return self._batches
+
+    def _all(self, first: Batch) -> Iterator[Batch]:
+        part: Batch | None = first
+        while part is not None:
+            if part is not first and Kind.of(*part) != self.kind:
+                raise MixedRecordsError("records: not all of one shape and type")
+            inputs, targets = part
+            for start in range(0, targets.shape[0], self._batch_size):  # cheaper than torch.split
+                yield inputs[start : start + self._batch_size], targets[start : start + self._batch_size]
+            with self._draws:
+                part = next(self._parts, None)

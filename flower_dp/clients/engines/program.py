@@ -1,0 +1,207 @@
+"""Local training of a group of clients at once, for one fixed shape: so many clients, so many records a step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flower_dp.clients.engines.feed import Batch, Kind
+from flower_dp.clients.engines.one_by_one import Trained
+from flower_dp.clients.losses import checked, class_losses, cross_entropy, known_classes
+from flower_dp.clients.training import FlatModel, LocalTraining
+
+_FLOAT32 = torch.finfo(torch.float32)
+# Of several clients' tables these make one, where a number that is too large for its own table finds the next client's.
+_UNCHECKED = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default)
+# 64 bytes, where memory of a tensor's own begins on a processor.
+_ALIGNED_FLOATS = 16
+
+
+class Program:
+    """The steps of a group of clients, each with its own weights in a slot of its own.
+
+    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes: slots without a client, and
+    those whose client has finished, compute on with other records, and nobody reads the result.
+
+    Args:
+        model: the architecture; its frozen parameters and buffers are the same for all clients.
+        training: the recipe.
+        kind: the kind of record.
+        num_slots: clients in a group.
+        sliced: take matrix products slot by slot, each in memory that is aligned alike. A product's last bits can depend on
+            where its memory begins.
+
+    Raises:
+        Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers, changes a buffer or
+            has an embedding.
+    """
+
+    def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
+        self._training, self._num_slots = training, num_slots
+        self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
+        self._weights = [parameter.detach().expand(num_slots, *parameter.shape).clone() for parameter in model.parameters]
+        self._velocity = [torch.empty_like(weight) for weight in self._weights] if training.momentum else []
+        self._uphill = [torch.empty_like(weight) for weight in self._weights] if training.sam_radius else []
+        batch = (num_slots, training.batch_size)
+        self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
+        self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
+        self._num_classes: int | None = None
+        self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
+        self._traced = self._trace(model)
+        if any(node.target in _UNCHECKED for node in self._traced.graph.nodes):
+            raise RuntimeError("the model has an embedding, which torch.func looks up in the weights of all clients")
+        if sliced:
+            _slice_products(self._traced)
+
+    def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
+        """Return the program: inputs, targets, shares of the loss, weights -> losses [slots], gradients."""
+        constants, loss = _constants(model), self._training.loss
+        names = (*model.layout.names, *constants)
+
+        def one(tensors: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+            given = dict(zip(names, (*tensors, *constants.values()), strict=True))
+            used = dict(given)
+            outputs = functional_call(model.module, used, (inputs,))
+            if any(used[name] is not given[name] for name in given):
+                raise RuntimeError("the model changes its buffers")
+            if self._by_class:
+                self._num_classes = outputs.shape[1]
+                return (class_losses(outputs, targets) * shares).sum()
+            each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
+            return (each * shares).sum()
+
+        def gradients(inputs: Tensor, targets: Tensor, shares: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+            found, losses = vmap(grad_and_value(one))(weights, inputs, targets, shares)
+            return losses, list(found)
+
+        with torch.no_grad(), _deterministic(model.device):
+            return make_fx(gradients)(self._inputs, self._targets, self._shares, *self._weights)
+
+    def train(
+        self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float
+    ) -> Iterator[tuple[int, Trained]]:
+        """Yield what became of every feed's client, with its place, as soon as it has finished.
+
+        They start from the global model [d]. A client whose feed fails leaves the others alone.
+
+        Raises:
+            Exception: if a step fails, for whichever client.
+        """
+        views = _views(vector, self._weights)
+        for weight, view in zip(self._weights, views, strict=True):
+            weight.copy_(view.expand_as(weight))
+        for velocity in self._velocity:
+            velocity.zero_()
+        flat = [weight.flatten(1) for weight in self._weights]
+        losses: list[Tensor] = []
+        batches: dict[int, Batch] = {}
+        training = {slot: iter(feed) for slot, feed in enumerate(feeds)}
+        while training:
+            finished = []
+            for slot, feed in list(training.items()):
+                try:
+                    batches[slot] = next(feed)
+                except StopIteration:
+                    finished.append(slot)
+                except Exception as error:
+                    del training[slot]
+                    yield slot, error
+            means = torch.stack(losses).mean(0).unbind() if finished else ()
+            for slot in finished:
+                del training[slot]
+                # A row in memory of its own: what is done to it next has the same bits as well.
+                yield slot, (torch.cat([weight[slot] for weight in flat]).sub_(vector), means[slot])
+            if training:
+                self._stage(batches)
+                losses.append(self._step(views, step_size))
+
+    @torch.no_grad()
+    def _step(self, start: list[Tensor], step_size: float) -> Tensor:
+        """Take one step in every slot; return the losses before it."""
+        with _deterministic(self._inputs.device):
+            losses, gradients = self._gradients(self._weights)
+            if self._training.sam_radius:
+                gradients = self._sam_gradients(gradients)
+            start = start if self._training.proximal else []
+            self._training.descend(self._weights, gradients, self._velocity, start, step_size)
+        return losses
+
+    def _stage(self, batches: dict[int, Batch]) -> None:
+        """Lay the batches side by side, each filled up with its own last record; slots without a batch take any."""
+        some = next(iter(batches.values()))
+        inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
+        sizes = torch.tensor([batch.shape[0] for batch in targets])[:, None]
+        place = torch.arange(self._training.batch_size)
+        rows = (torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes).flatten().to(self._inputs.device)
+        for staged, parts in ((self._inputs, inputs), (self._targets, targets)):
+            torch.index_select(torch.cat(parts), 0, rows, out=staged.flatten(0, 1))
+        present = (place < sizes).to(self._inputs.device)
+        if self._num_classes is None:
+            torch.div(present, present.sum(1, keepdim=True), out=self._shares)
+            return
+        present = present.view(*present.shape, *[1] * (self._targets.ndim - 2))
+        known = present & known_classes(self._targets, self._num_classes)
+        self._targets.masked_fill_(~known, 0)
+        # Without any class all shares are zero.
+        torch.div(known, known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.ndim - 1)), out=self._shares)
+
+    def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the losses [slots], and gradients in the shapes of the weights."""
+        losses, gradients = self._traced(self._inputs, self._targets, self._shares, *weights)
+        return losses, gradients
+
+    def _sam_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients at the point `sam_radius` uphill, slot by slot; at a zero gradient there is no uphill."""
+        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        norm = torch.linalg.vector_norm(norms, dim=0)
+        flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
+        scale = (self._training.sam_radius / norm).where(~flat, 0.0)
+        for uphill, weight, gradient in zip(self._uphill, self._weights, gradients, strict=True):
+            torch.addcmul(weight, gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill)
+        return self._gradients(self._uphill)[1]
+
+
+def _constants(model: FlatModel) -> dict[str, Tensor]:
+    """Return copies of the frozen parameters and the buffers, by name."""
+    model.reset_buffers()
+    frozen = {name: value for name, value in model.module.named_parameters() if not value.requires_grad}
+    return {name: value.detach().clone() for name, value in (frozen | dict(model.module.named_buffers())).items()}
+
+
+def _views(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a vector [d] in the shapes of one slot's weights."""
+    parts = torch.split(vector, [weight[0].numel() for weight in weights])
+    return [part.view(weight.shape[1:]) for part, weight in zip(parts, weights, strict=True)]
+
+
+def _deterministic(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a GPU's convolutions give the same bits every time."""
+    return torch.backends.cudnn.flags(deterministic=True) if device.type == "cuda" else nullcontext()
+
+
+def _slice_products(traced: torch.fx.GraphModule) -> None:
+    """Replace every batched matrix product."""
+    for node in traced.graph.nodes:
+        if node.target is torch.ops.aten.bmm.default:
+            node.target = _sliced_product
+    traced.recompile()
+
+
+def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:
+    """Return ones @ others of matrices [slots, m, k] and [slots, k, n], slot by slot."""
+    ones, others = _aligned(ones), _aligned(others)
+    result = _aligned(ones.new_empty(len(ones), ones.shape[1], others.shape[2]))
+    for product, one, other in zip(result.unbind(), ones.unbind(), others.unbind(), strict=True):
+        torch.mm(one, other, out=product)
+    return result.contiguous()
+
+
+def _aligned(matrices: Tensor) -> Tensor:
+    """Return matrices [slots, rows, columns] in memory where every slot begins as a tensor of its own does."""
+    size = matrices[0].numel()
+    padded = -(-size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+    room = matrices.new_empty(len(matrices), padded)[:, :size].view(matrices.shape)
+    return room.copy_(matrices)

@@ -1,0 +1,62 @@
+"""Cross-entropy for labels that nobody has checked."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+# The class that torch's cross-entropy leaves out.
+IGNORED = -100
+
+
+def checked(loss: Loss) -> Loss:
+    """Return `cross_entropy` in the place of torch's, and any other loss as it is."""
+    return cross_entropy if loss is nn.functional.cross_entropy else loss
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the targets that are classes; without any, 0 with a gradient of zero.
+
+    A target outside [0, classes) is left out of the mean, as torch leaves out its ignore index. Torch raises for it on a
+    processor; on a GPU it would end the process's use of it. If all targets are classes, value and gradient are torch's, to the
+    bit. Targets that are probabilities go to torch unchecked.
+
+    Args:
+        outputs: logits [batch, classes, ...].
+        targets: class indices [batch, ...], int64, or probabilities.
+    """
+    return _mean_over(_known(outputs, targets), outputs, targets, 0.0)
+
+
+def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of one record; NaN with a gradient of zero if any target is neither a class nor ignored."""
+    known = _known(outputs, targets)
+    whole = known if known is None else (known | (targets == IGNORED)).all()
+    return _mean_over(whole, outputs, targets, math.nan)
+
+
+def class_losses(outputs: Tensor, classes: Tensor) -> Tensor:
+    """Return the cross-entropy of every target [batch, ...], each of which must be a class."""
+    return -nn.functional.log_softmax(outputs, dim=1).gather(1, classes.unsqueeze(1)).squeeze(1)
+
+
+def known_classes(targets: Tensor, num_classes: int) -> Tensor:
+    """Return which targets are classes."""
+    return (targets >= 0) & (targets < num_classes)
+
+
+def _known(outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Return which targets are classes; None for targets that are no class indices."""
+    return known_classes(targets, outputs.shape[1 if outputs.ndim > 1 else 0]) if targets.dtype == torch.int64 else None
+
+
+def _mean_over(counted: Tensor | None, outputs: Tensor, targets: Tensor, otherwise: float) -> Tensor:
+    if counted is None:
+        return nn.functional.cross_entropy(outputs, targets)
+    some = counted.any()
+    # A class for all of them where none counts: the mean over nothing would be NaN, and so would its gradient.
+    safe = targets.where(counted, IGNORED).where(some, 0)
+    return nn.functional.cross_entropy(outputs, safe).where(some, otherwise)

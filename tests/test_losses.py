@@ -1,0 +1,87 @@
+"""Checked cross-entropy against torch's, and against torch's on the targets that count."""
+
+import pytest
+import torch
+from torch import nn
+
+from flower_dp.clients.losses import checked, cross_entropy, record_cross_entropy
+
+
+def _value_and_gradient(loss, outputs, targets):
+    outputs = outputs.clone().requires_grad_()
+    value = loss(outputs, targets)
+    (gradient,) = torch.autograd.grad(value, outputs)
+    return value.detach(), gradient
+
+
+def _targets(*shape):
+    return torch.randint(5, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        _targets(9),
+        _targets(9, 4, 4),
+        _targets(9).where(torch.arange(9) % 3 > 0, -100),
+        torch.full((9, 5), 0.2),
+    ],
+    ids=["classes", "a class for every pixel", "ignored", "probabilities"],
+)
+def test_is_torchs_to_the_bit_where_torch_has_one(targets):
+    shape = (9, 5, *targets.shape[1:]) if targets.dtype == torch.int64 else (9, 5)
+    outputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    value, gradient = _value_and_gradient(cross_entropy, outputs, targets)
+    expected, expected_gradient = _value_and_gradient(nn.functional.cross_entropy, outputs, targets)
+    assert torch.equal(value, expected)
+    assert torch.equal(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("label", [5, 2**40, -1, -101, -(2**40)])
+def test_a_target_that_is_no_class_counts_as_if_ignored(label):
+    outputs, targets = torch.randn(9, 5, generator=torch.Generator().manual_seed(2)), _targets(9)
+    targets[4] = label
+    value, gradient = _value_and_gradient(cross_entropy, outputs, targets)
+    kept = torch.arange(9) != 4
+    expected, expected_gradient = _value_and_gradient(nn.functional.cross_entropy, outputs[kept], targets[kept])
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradient[kept], expected_gradient)
+    assert not gradient[4].any()
+
+
+@pytest.mark.parametrize("label", [5, -1, -100])
+def test_without_any_class_the_gradient_is_zero(label):
+    value, gradient = _value_and_gradient(cross_entropy, torch.randn(3, 5), torch.full((3,), label))
+    assert value == 0
+    assert gradient.tolist() == torch.zeros(3, 5).tolist()
+
+
+def test_of_one_record_without_batch():
+    outputs = torch.tensor([0.1, 2.0, -1.0])
+    value, _ = _value_and_gradient(cross_entropy, outputs, torch.tensor(1))
+    assert value == nn.functional.cross_entropy(outputs, torch.tensor(1))
+    assert cross_entropy(outputs, torch.tensor(3)) == 0
+
+
+@pytest.mark.parametrize("label", [5, -1, 2**40])
+def test_a_record_with_an_unknown_class_has_no_loss_and_no_gradient(label):
+    targets = torch.tensor([[0, 1, label, 2]])
+    value, gradient = _value_and_gradient(record_cross_entropy, torch.randn(1, 5, 4), targets)
+    assert value.isnan()
+    assert not gradient.any()
+
+
+def test_a_record_may_ignore_some_targets():
+    outputs, targets = torch.randn(1, 5, 4), torch.tensor([[0, -100, 4, 2]])
+    value, gradient = _value_and_gradient(record_cross_entropy, outputs, targets)
+    expected, expected_gradient = _value_and_gradient(nn.functional.cross_entropy, outputs, targets)
+    assert torch.equal(value, expected)
+    assert torch.equal(gradient, expected_gradient)
+
+
+def test_only_torchs_own_is_replaced():
+    def own(outputs, targets):
+        return outputs.mean()
+
+    assert checked(nn.functional.cross_entropy) is cross_entropy
+    assert checked(own) is own
