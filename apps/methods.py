@@ -13,12 +13,12 @@ from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.accounting import relation_of
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
-from flower_dp.strategies.rounds import RoundStrategy
+from flower_dp.strategies.strategy import DPStrategy
 
 Sizes = Mapping[str, int]
 
 
-def strategy_of(settings: Settings, sizes: Callable[[], Sizes]) -> RoundStrategy:
+def strategy_of(settings: Settings, sizes: Callable[[], Sizes]) -> DPStrategy:
     """Return the server's side of the method.
 
     Args:
@@ -65,7 +65,7 @@ def client_of(settings: Settings, model: nn.Module, clients: Mapping[str, Record
         policy = ClientPolicy(
             max_clip_norm=settings.clip_norm,
             min_noise_multiplier=settings.noise_multiplier,
-            min_noise_std=(1 - 1e-9) * _client_level(settings).smallest_share,
+            min_noise_std=(1 - 1e-9) * _client_level(settings).rules.smallest_share,
             allow_metrics=settings.report_client_metrics,
         )
         return DPClient(**words, training=training_of(settings), policy=policy, engine=settings.engine.replace("-", "_"))

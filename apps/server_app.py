@@ -16,7 +16,7 @@ from apps.tasks import Task, load_task
 from apps.tasks.models import make
 from flower_dp.clients import model_arrays
 from flower_dp.running.run_folder import RunFolder
-from flower_dp.strategies.rounds import RoundStrategy
+from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 
 app = ServerApp()
@@ -54,7 +54,7 @@ def _public_sizes(run_config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _recorder(
-    folder: RunFolder, settings: Settings, strategy: RoundStrategy, model: nn.Module, task: Task
+    folder: RunFolder, settings: Settings, strategy: DPStrategy, model: nn.Module, task: Task
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
     """Return an evaluate_fn that tests the model and writes the round's line of metrics."""
     images, labels = standardize(torch.from_numpy(task.test_images)), torch.from_numpy(task.test_labels)

@@ -19,7 +19,7 @@ from apps.pilot import pilot
 from flower_dp.planning.fedsgd_dpc import Plan, num_replies, plan
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import FedSGDDPC
-from flower_dp.strategies.rounds import RoundStrategy
+from flower_dp.strategies.strategy import DPStrategy
 
 PRESET = "mnist-fedsgd-dpc-laplace-full"
 EPSILONS = (5.0, 10.0)
@@ -96,14 +96,14 @@ def points(
     return chosen, left_out
 
 
-def _numbers(strategy: RoundStrategy, statement: PrivacyStatement) -> Row:
+def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
     if not isinstance(strategy, FedSGDDPC):
         raise TypeError("the preset is not of FedSGD-DPC")
-    if not strategy.num_rounds:
+    if not strategy.rules.books.num_rounds:
         return {"replies": 0, "noise scale": 0.0, "tight": 0.0, "paper": 0.0}
     if statement.paper is None:
         raise TypeError("the preset has no noise")
-    replies = num_replies(strategy.num_clients, strategy.cohort_size, strategy.num_rounds)
+    replies = num_replies(strategy.num_clients, strategy.rules.cohort_size, strategy.rules.books.num_rounds)
     scale = statement.noise["largest_noise_scale_of_a_mean_gradient"]
     return {"replies": replies, "noise scale": scale, "tight": statement.epsilon, "paper": statement.paper.epsilon}
 

@@ -12,7 +12,7 @@ from points import Measured, Point, Row, difference, spread, table
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import NbAFL
-from flower_dp.strategies.rounds import RoundStrategy
+from flower_dp.strategies.strategy import DPStrategy
 
 PRESET = "mnist-nbafl"
 BASE = {"epsilon": 50.0, "N": 50, "T": 25}
@@ -45,14 +45,14 @@ def points(num_records: int, scale: float) -> list[Point]:
     ]
 
 
-def _numbers(strategy: RoundStrategy, statement: PrivacyStatement) -> Row:
+def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
     if not isinstance(strategy, NbAFL):
         raise TypeError("the preset is not of NbAFL")
     # A run without noise has no adversaries in its statement: it is not private against any.
     tight = {adversary.name: adversary.epsilon for adversary in statement.adversaries}
     return {
-        "uplink std": strategy.uplink_noise_std,
-        "downlink std": strategy.downlink_noise_std,
+        "uplink std": strategy.rules.uplink_noise_std,
+        "downlink std": strategy.rules.downlink_noise_std,
         "uplink": tight.get("uplink", statement.epsilon),
         "downlink": tight.get("downlink", statement.epsilon),
         "paper valid": None if statement.paper is None else statement.paper.valid,

@@ -29,7 +29,7 @@ from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from flower_dp.clients import model_arrays  # noqa: E402
 from flower_dp.privacy.statement import PrivacyStatement  # noqa: E402
-from flower_dp.strategies.rounds import RoundStrategy  # noqa: E402
+from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Point:
     preset: str
     settings: Mapping[str, Any]
     words: Mapping[str, Any]
-    numbers: Callable[[RoundStrategy, PrivacyStatement], Row]
+    numbers: Callable[[DPStrategy, PrivacyStatement], Row]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def test_an_empty_cohort_still_releases_noise_and_still_pays():
     steps = increments(strategy, LocalGrid(stock_app(shifted(lambda node: 0.0)), 8), arrays(**ZEROS), 3)
     assert [report.cohort_size for report in strategy.rounds] == [0, 0, 0]
     assert_std(steps, 1.0 / (1e-9 * 8))
-    assert strategy.ledger.num_charges == 3
+    assert strategy.rules.ledger.num_charges == 3
 
 
 @pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
@@ -162,7 +162,7 @@ def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(
         # Too few: charged, and not released.
         assert steps[0].any()
         assert not steps[1:].any()
-        assert strategy.ledger.num_charges == 10
+        assert strategy.rules.ledger.num_charges == 10
         assert sum("too few for the noise" in line for line in strategy.statement.incidents) == 9
 
 
@@ -314,7 +314,7 @@ def test_the_charge_comes_before_the_messages():
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, delta=1e-3)
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
     strategy.configure_train(1, arrays(**ZEROS), ConfigRecord(), grid)
-    assert strategy.ledger.num_charges == 1
+    assert strategy.rules.ledger.num_charges == 1
     assert strategy.statement.epsilon > 1
 
 

@@ -587,10 +587,10 @@ def test_uniform_aggregation_and_equal_sizes_agree():
 
 def test_step_sizes():
     strategy, _ = pair(2, server={"learning_rate_decay": 0.1}, **LAPLACE)
-    assert [strategy.step_size(t) for t in (1, 2, 3)] == pytest.approx([0.5, 0.45, 0.405])
+    assert [strategy.rules.step_size(t) for t in (1, 2, 3)] == pytest.approx([0.5, 0.45, 0.405])
     theory, _ = pair(2, server={"learning_rate": None, "strong_convexity": 0.5, "smoothness": 4.0}, **LAPLACE)
     # (2/mu)/(t + 2 lambda/mu) = 4/(t + 16)
-    assert [theory.step_size(t) for t in (1, 2, 5)] == pytest.approx([4 / 16, 4 / 17, 4 / 20])
+    assert [theory.rules.step_size(t) for t in (1, 2, 5)] == pytest.approx([4 / 16, 4 / 17, 4 / 20])
 
 
 @pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN])
@@ -607,7 +607,7 @@ def test_same_result_for_one_client_a_node_and_for_many(words):
 
 
 def report_names(strategy):
-    return [name for name, ledger in strategy.ledgers.items() if ledger.num_charges]
+    return [name for name, ledger in strategy.rules.books.ledgers.items() if ledger.num_charges]
 
 
 # The statement
@@ -647,10 +647,10 @@ def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
 def test_a_small_budget_over_many_replies_is_stated_within_it():
     words = GAUSSIAN | {"epsilon": 0.05, "sampling_rate": 0.01}
     strategy, _ = pair(1, server={"num_replies": 1000}, **words)
-    strategy._open(("c0", "c1", "c2", "c3"))
+    strategy.rules.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
-        strategy.ledgers["c0"].charge(strategy.terms["c0"].event)
-    assert 0.99 * 0.05 < strategy.cost(strategy.ledgers["c0"]).epsilon <= 0.05
+        strategy.rules.books.ledgers["c0"].charge(strategy.rules.books.terms["c0"].event)
+    assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.books.ledgers["c0"]).epsilon <= 0.05
 
 
 def test_without_noise_nothing_is_claimed():

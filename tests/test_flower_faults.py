@@ -103,9 +103,9 @@ def test_no_module_uses_a_global_generator():
 def test_clip_and_noise_are_those_of_one_norm():
     # An adaptive bound that moves between clip and noise would break this; here both derive from one release.
     strategy = DPFedAvg(clip_norm=0.7, noise_multiplier=1.3, sampling=FullSampling(), num_clients=4, delta=1e-3)
-    assert strategy.release.noise_scale == 0.7 * 1.3
+    assert strategy.rules.release.noise_scale == 0.7 * 1.3
     with pytest.raises(AttributeError):
-        strategy.release.clip_norm = 1.0
+        strategy.rules.release.clip_norm = 1.0
 
 
 def test_poisson_amplification_is_accounted():

@@ -52,10 +52,10 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     assert strategy.num_clients == settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
-        strategy._plan(settings.num_rounds)
-        strategy._open(tuple(settings.client_names()))
+        strategy.plan(settings.num_rounds)
+        strategy.rules.open(tuple(settings.client_names()))
         first = settings.client_names()[0]
-        assert strategy.terms[first].text == node.recipe.terms(first, node.clients[first]).text
+        assert strategy.rules.books.terms[first].text == node.recipe.terms(first, node.clients[first]).text
 
 
 def test_presets_of_both_methods_are_there_in_both_sizes():
@@ -71,7 +71,7 @@ def test_fedsgd_dpc_words_reach_strategy_and_recipe():
     settings = settings_of({**LAPLACE, "client-epsilons": budgets, "aggregation": "uniform", "cohort-size": 3})
     strategy = strategy_of(settings, sizes_of(settings))
     assert isinstance(strategy, FedSGDDPC)
-    assert strategy.aggregation == "uniform"
+    assert strategy.rules.books.population.aggregation == "uniform"
     recipe = client(settings).recipe
     assert isinstance(recipe, FedSGDDPCRecipe)
     assert recipe.epsilon["client-9"] == 10.0
@@ -81,14 +81,14 @@ def test_fedsgd_dpc_words_reach_strategy_and_recipe():
 
 def test_theory_schedule_takes_the_place_of_the_learning_rate():
     settings = settings_of({**LAPLACE, "strong-convexity": 0.5, "smoothness": 4.0})
-    assert strategy_of(settings, sizes_of(settings)).step_size(1) == 0.25
+    assert strategy_of(settings, sizes_of(settings)).rules.step_size(1) == 0.25
 
 
 def test_nbafl_words_reach_strategy_and_recipe():
     settings = settings_of({**PRESETS["mnist-nbafl-k-of-n"], "uplink-exposures": 0, "num-replies": 0})
     strategy = strategy_of(settings, sizes_of(settings))
     assert isinstance(strategy, NbAFL)
-    assert (strategy.cohort_size, strategy.uplink_exposures) == (20, 25)
+    assert (strategy.rules.cohort_size, strategy.rules.uplink_exposures) == (20, 25)
     recipe = client(settings).recipe
     assert isinstance(recipe, NbAFLRecipe)
     assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, 80, 25)

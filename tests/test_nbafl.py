@@ -186,7 +186,7 @@ def test_k_of_n_asks_k_at_random_and_not_more_than_the_budget():
     cohorts = [report.cohort_size for report in strategy.rounds]
     assert max(cohorts) == 2
     assert sum(cohorts) <= 12
-    assert all(ledger.num_charges <= 3 for ledger in strategy.ledgers.values())
+    assert all(ledger.num_charges <= 3 for ledger in strategy.rules.books.ledgers.values())
 
 
 # Downlink noise
@@ -212,10 +212,10 @@ def test_measured_noise_of_broadcasts_and_a_wrong_one_is_rejected(wrong):
     for _ in range(8):
         strategy, recipe = pair(server={"num_replies": 1}, **words)
         grid = grid_of(recipe, ZEROS, model=wide)
-        strategy._plan(30)
-        assert strategy.downlink_noise_std == pytest.approx(down)
+        strategy.plan(30)
+        assert strategy.rules.downlink_noise_std == pytest.approx(down)
         # The plan is for 30 rounds, of which the first is run.
-        strategy._plan = lambda num_rounds: None
+        strategy.rules.plan = lambda num_rounds: None
         strategy._begin = lambda: None
         values.append(start(strategy, grid, 1, model=wide).double().numpy())
     measured = (np.concatenate(values) ** 2).mean() / (wrong**2 * (down**2 + up**2 / 4))
@@ -224,29 +224,29 @@ def test_measured_noise_of_broadcasts_and_a_wrong_one_is_rejected(wrong):
 
 def planned(num_rounds=30, **server):
     strategy, _ = pair(server=server, uplink_exposures=1)
-    strategy._plan(num_rounds)
+    strategy.plan(num_rounds)
     return strategy
 
 
 def test_downlink_noise_is_the_planners():
     strategy = planned(num_records=8, cohort_size=2)
-    assert strategy.downlink_noise_std == downlink_noise_std(
+    assert strategy.rules.downlink_noise_std == downlink_noise_std(
         num_clients=4, cohort_size=2, num_rounds=30, uplink_exposures=1, epsilon=2.0, delta=0.01, clip_norm=1.5, min_records=8
     )
-    assert strategy.added_noise_std([0.5, 0.5]) == pytest.approx(strategy.downlink_noise_std)
+    assert strategy.rules.added_noise_std([0.5, 0.5]) == pytest.approx(strategy.rules.downlink_noise_std)
 
 
 @pytest.mark.parametrize("num_rounds", [1, 30])
 @pytest.mark.parametrize("parts", [[0.25] * 4, [1 / 3] * 3, [0.5, 0.5], [1.0], [0.7, 0.1, 0.1, 0.1], [0.9, 0.1]])
 def test_missing_and_unequal_clients_never_lower_the_ratio_of_noise_to_a_clients_part(parts, num_rounds):
     strategy = planned(num_rounds)
-    assert (strategy.downlink_noise_std > 0) == (num_rounds == 30)
-    std, up = strategy.added_noise_std(parts), strategy.uplink_noise_std
+    assert (strategy.rules.downlink_noise_std > 0) == (num_rounds == 30)
+    std, up = strategy.rules.added_noise_std(parts), strategy.rules.uplink_noise_std
     ratio = math.sqrt(std**2 + up**2 * sum(part**2 for part in parts)) / max(parts)
-    full = math.sqrt(strategy.downlink_noise_std**2 + up**2 / 4) / 0.25
+    full = math.sqrt(strategy.rules.downlink_noise_std**2 + up**2 / 4) / 0.25
     assert ratio >= full * (1 - 1e-12)
     if parts == [0.25] * 4:
-        assert std == pytest.approx(strategy.downlink_noise_std, abs=1e-9)
+        assert std == pytest.approx(strategy.rules.downlink_noise_std, abs=1e-9)
 
 
 # The statement
@@ -260,7 +260,7 @@ def test_all_adversaries_are_stated_with_what_clipping_proves():
     up = uplink_noise_std(uplink_exposures=4, epsilon=2.0, delta=0.01, clip_norm=1.5, min_records=8)
     assert uplink.epsilon == pytest.approx(exact_epsilon(up / (2 * 1.5) / math.sqrt(4), 0.01), rel=1e-4)
     # An average over 4 of sensitivity 2 C / 4 with noise of sigma_U / 2: as if the clip were halved.
-    assert strategy.downlink_noise_std == 0.0
+    assert strategy.rules.downlink_noise_std == 0.0
     assert downlink.epsilon == pytest.approx(exact_epsilon(2 * up / (2 * 1.5) / math.sqrt(4), 0.01), rel=1e-4)
     # A participant knows a quarter of that noise, in variance.
     assert inside.epsilon == pytest.approx(exact_epsilon(math.sqrt(3) * up / (2 * 1.5) / math.sqrt(4), 0.01), rel=1e-4)
@@ -282,7 +282,7 @@ def test_downlink_charges_what_was_there_when_clients_are_missing():
         grid = grid_of(recipe, FOUR, tamper=lambda node, message, lost=lost: [] if node in lost else [message])
         start(strategy, grid, 1)
         costs.append(strategy.statement.adversaries[2].epsilon)
-    assert strategy.added_noise_stds[0] == pytest.approx(strategy.uplink_noise_std * math.sqrt(4 - 1))
+    assert strategy.rules.added_noise_stds[0] == pytest.approx(strategy.rules.uplink_noise_std * math.sqrt(4 - 1))
     assert costs[1] == pytest.approx(costs[0], rel=1e-6)
 
 

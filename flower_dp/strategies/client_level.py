@@ -3,39 +3,54 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any, Required
 
 import numpy as np
 from dp_accounting import ComposedDpEvent
 
-from flower_dp.privacy import accounting
-from flower_dp.core import checks, compression, noise
 from flower_dp import wire
+from flower_dp.core import checks, compression, noise
+from flower_dp.core.noise import Generator, gaussian_share
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
+from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.core.noise import gaussian_share
 from flower_dp.privacy.release import Release
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.client_level_statement import ClientLevelFacts, state
 from flower_dp.strategies.replies import Bounds, Collected
-from flower_dp.strategies.roster import Roster
-from flower_dp.strategies.rounds import Round, RoundStrategy
-from flower_dp.strategies.client_level_statement import state
+from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts, check_sampler
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
-    "distributed": "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not "
-    "to look at single ones",
+    "distributed": (
+        "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not to look "
+        "at single ones"
+    ),
 }
 # Of the drawn clients, how many must answer where nobody tops up the noise of the others.
 _MIN_REPLY_RATIO = 0.75
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
+_PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
 # Rounds to look ahead where nobody has said how many there will be.
 _FIRST_LOOK = 64
 
 
-class ClientLevelStrategy(RoundStrategy):
+class ClientLevelArguments(Options, total=False):
+    """What a strategy with one noised sum takes; see `ClientLevelRules` and `Options`."""
+
+    clip_norm: Required[float]
+    noise_multiplier: Required[float]
+    sampling: Required[Sampler]
+    num_clients: Required[int]
+    delta: Required[float]
+    target_epsilon: float | None
+    relation: Relation | None
+
+
+class ClientLevelRules:
     """One release a round: the sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum.
 
     The noise has std noise_multiplier x clip_norm; the global model moves by the noised sum over the *expected* cohort. Example
@@ -44,6 +59,8 @@ class ClientLevelStrategy(RoundStrategy):
     choose the coordinates that they send.
 
     Args:
+        name: the method's name on the wire.
+        title: the method's name for people.
         clip_norm: L2 bound of one client's update.
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
@@ -57,19 +74,17 @@ class ClientLevelStrategy(RoundStrategy):
             are sized for the fewest clients that may answer, and the ledger counts on no sampling.
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
-        report_client_metrics: as `RoundStrategy`.
-        registration_timeout: as `RoundStrategy`.
-        noise_seed: as `RoundStrategy`.
+        paper_formula: what the paper's epsilon is called.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
     """
 
-    paper_formula = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
-
     def __init__(
         self,
         *,
+        name: str,
+        title: str,
         clip_norm: float,
         noise_multiplier: float,
         sampling: Sampler,
@@ -81,10 +96,10 @@ class ClientLevelStrategy(RoundStrategy):
         keep_ratio: float = 1.0,
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
-        report_client_metrics: bool = False,
-        registration_timeout: float = 600.0,
-        noise_seed: int | None = None,
+        paper_formula: str = _PAPER_FORMULA,
     ) -> None:
+        self.name, self.title, self.paper_formula = name, title, paper_formula
+        check_sampler(sampling)
         checks.number("delta", delta, above=0, below=1)
         self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
         self.keep_ratio = checks.number("keep_ratio", keep_ratio, above=0, at_most=1)
@@ -92,8 +107,8 @@ class ClientLevelStrategy(RoundStrategy):
         self.trusted_server = checks.flag("trusted_server", trusted_server)
         if min_reply_ratio is not None and (self.trusted_server or self.placement == "central"):
             raise ValueError(
-                f"min_reply_ratio={min_reply_ratio}: is read with placement='distributed' and trusted_server=False only; else the "
-                "server adds the noise of clients that do not answer"
+                f"min_reply_ratio={min_reply_ratio}: is read with placement='distributed' and trusted_server=False only; else "
+                "the server adds the noise of clients that do not answer"
             )
         self.min_reply_ratio = checks.number(
             "min_reply_ratio", _MIN_REPLY_RATIO if min_reply_ratio is None else min_reply_ratio, above=0, at_most=1
@@ -103,14 +118,7 @@ class ClientLevelStrategy(RoundStrategy):
         part = isinstance(sampling, FixedSizeSampling) and sampling.cohort_size != num_clients
         if part and self._relation == "add-or-remove-one":
             raise ValueError("relation='add-or-remove-one': sampling of a fixed size is accounted under 'replace-one' only")
-        super().__init__(
-            sampling=sampling,
-            num_clients=num_clients,
-            delta=delta,
-            report_client_metrics=report_client_metrics,
-            registration_timeout=registration_timeout,
-            noise_seed=noise_seed,
-        )
+        self.delta = float(delta)
         self.release = Release(
             what="the noised sum of clipped client updates, and every model made from it",
             seen_by=_SEEN_BY[self.placement],
@@ -119,13 +127,36 @@ class ClientLevelStrategy(RoundStrategy):
             clip_norm=clip_norm,
             mechanism=Gaussian(noise_multiplier=noise_multiplier),
             sampler=sampling,
-            num_clients=num_clients,
+            num_clients=checks.integer("num_clients", num_clients, at_least=1),
         )
+        self.begin()
         if self.target_epsilon is not None and noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
 
-    def _begin(self) -> None:
-        super()._begin()
+    @property
+    def sampling(self) -> Sampler:
+        """Who takes part in a round."""
+        return self.release.sampler
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return self.release.num_clients
+
+    @property
+    def clip_norm(self) -> float:
+        """L2 bound of one client's update."""
+        return self.release.clip_norm
+
+    @property
+    def stock_refusal(self) -> str | None:
+        """Why stock clients can't take part, None if they can."""
+        if self.placement == "central":
+            return None
+        return "placement='distributed': stock clients add no noise; use flower_dp.clients, or placement='central'"
+
+    def begin(self) -> None:
+        """Forget the last run."""
         # Against any single client; against those who are no clients.
         self.ledger = Ledger(owner="every client", relation=self._relation)
         self.outside_ledger = Ledger(owner="every client, against outsiders", relation=self._relation)
@@ -135,7 +166,6 @@ class ClientLevelStrategy(RoundStrategy):
         self._asked: tuple[object, ...] = ()
         self._pays = False
         self._curve = np.zeros(1)
-        self._stated: tuple[tuple[object, ...], PrivacyStatement] | None = None
 
     # Noise
 
@@ -212,7 +242,7 @@ class ClientLevelStrategy(RoundStrategy):
         if self.placement == "central":
             return 0.0
         if self.sparse_messages:
-            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.expected_cohort)))
+            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.release.expected_cohort)))
         return gaussian_share(self.release.noise_scale, self._shares(cohort_size))
 
     @property
@@ -234,29 +264,36 @@ class ClientLevelStrategy(RoundStrategy):
         shares = self._most_shares()
         return self.release.noise_scale * math.sqrt((shares - heard) / shares)
 
-    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
+    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+        """Return the model moved by the noised sum over the expected cohort.
+
+        Raises:
+            RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
+        """
         heard, step = len(collected.clients), self._step(now.layout.size, now.cohort_size)
         if self.placement == "distributed" and not self.trusted_server and heard < self._fewest(now.cohort_size):
-            return self._left_out(now, f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
+            raise RoundLeftOut(f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
         std = self._server_noise_std(heard)
-        rng = self._generator("noise", now.server_round)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
         total = collected.total + noise.gaussian(collected.total, std, step, rng)
         if not noise.exact(total, step):
-            return self._left_out(now, "the replies' sum is too large to be exact")
-        mean = total / self.expected_cohort
+            raise RoundLeftOut("the replies' sum is too large to be exact")
+        mean = total / self.release.expected_cohort
         if self.keep_ratio < 1 and self.placement == "central":
             mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
-        return self._sane(now.vector + mean, now)
+        return np.asarray(now.vector + mean)
 
     # Clients
 
-    def _fits(self, roster: Roster) -> str | None:
-        if self.placement == "distributed" and not roster.hosting:
-            return "placement='distributed': stock clients add no noise; use flower_dp.clients, or placement='central'"
-        return super()._fits(roster)
+    def open(self, names: tuple[str, ...]) -> None:
+        """Nothing: one ledger serves all clients."""
 
-    def _bounds(self, now: Round) -> Bounds:
+    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        """Return all that were drawn."""
+        return chosen
+
+    def bounds(self, now: Round) -> Bounds:
+        """Return clip norm, lattice and the longest honest sum."""
         share, clip_norm = self._share(now.cohort_size), self.release.clip_norm
 
         def honest_norm(names: Sequence[str]) -> float:
@@ -269,25 +306,27 @@ class ClientLevelStrategy(RoundStrategy):
             honest_norm=honest_norm,
         )
 
-    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> wire.Instruction:
+    def noise_multiplier(self, names: tuple[str, ...]) -> float:
+        """Return the noise multiplier of the sum."""
+        return self.release.mechanism.noise_multiplier
+
+    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+        """Return placement, share of the noise and sparsity."""
         order = wire.ClientLevelOrder(
             placement=self.placement,
             noise_std=self._share(cohort_size),
             keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
         )
-        return wire.Instruction(
-            server_round=server_round,
-            method=self.name,
-            clients=names,
-            clip_norm=self.release.clip_norm,
-            noise_multiplier=self.release.mechanism.noise_multiplier,
-            report_metrics=self.report_client_metrics,
-            order=asdict(order),
-        )
+        return asdict(order)
+
+    def bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return the bytes of a dense update: what is really sent may depend on data, or tell the size of a secret cohort."""
+        return 4.0 * now.layout.size
 
     # Cost
 
-    def _plan(self, num_rounds: int) -> None:
+    def plan(self, num_rounds: int) -> None:
+        """Compute the cost of every round, and how many the target pays for."""
         self._curve = accounting.curve(self.charged.events, num_rounds=num_rounds, delta=self.delta, relation=self._relation)
         if self.target_epsilon is not None:
             self._look_ahead(num_rounds, self.target_epsilon)
@@ -299,7 +338,8 @@ class ClientLevelStrategy(RoundStrategy):
         )
         self._all_affordable = self._affordable == num_rounds
 
-    def _why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return that the target would be passed, if it would."""
         if self.target_epsilon is None or (cohort_size is None) == self._shares_vary:
             return None
         if self.ledger.num_charges == server_round - 1:
@@ -318,25 +358,44 @@ class ClientLevelStrategy(RoundStrategy):
             self._asked, self._pays = key, cost <= self.target_epsilon
         return None if self._pays else f"it would pass target_epsilon={self.target_epsilon:g}"
 
-    def _charge(self, server_round: int, names: tuple[str, ...]) -> None:
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge the round to both ledgers, as this cohort's shares are sized."""
         charged = self._charged(self._shares(len(names)))
         self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
         self.ledger.charge(charged.event(server_round))
         self.outside_ledger.charge(self.outside.event(server_round))
 
     @property
+    def charges(self) -> object:
+        """The ledger's lines."""
+        return (self.ledger.num_charges, *self.ledger.lines())
+
+    @property
     def epsilon(self) -> float:
-        """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
-        if self.seeded_noise:
-            return math.inf
+        """An upper bound of the cost of all rounds charged so far, quick to compute."""
         if not self._shares_vary and self.ledger.num_charges < len(self._curve):
             return float(self._curve[self.ledger.num_charges])
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
-    @property
-    def statement(self) -> PrivacyStatement:
-        """The privacy statement of all that was released so far."""
-        key = (*self.ledger.lines(), self.ledger.num_charges, *self._told())
-        if self._stated is None or self._stated[0] != key:
-            self._stated = (key, state(self))
-        return self._stated[1]
+    def explain(self, facts: RunFacts) -> PrivacyStatement:
+        """Return the privacy statement of what the ledgers hold."""
+        return state(
+            ClientLevelFacts(
+                title=self.title,
+                release=self.release,
+                outside=self.outside,
+                costs=(self.ledger.cost(self.delta), self.outside_ledger.cost(self.delta)),
+                delta=self.delta,
+                num_rounds=self.ledger.num_charges,
+                events=tuple(self.ledger.lines()),
+                paper_formula=self.paper_formula,
+                placement=self.placement,
+                trusted_server=self.trusted_server,
+                sparse_messages=self.sparse_messages,
+                cohort_shows=self.cohort_shows,
+                secret_cohort=self.secret_cohort,
+                smallest_share=self.smallest_share,
+                least_noise_multiplier=min(self.least_noise_multiplier, self.outside.mechanism.noise_multiplier),
+                run=facts,
+            )
+        )

@@ -1,34 +1,73 @@
-"""The privacy statement of a strategy with one client-level release a round."""
+"""The privacy statement of a method with one client-level release a round."""
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from dataclasses import replace
-
-from flower_dp.privacy import accounting
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_in_words
-
-if TYPE_CHECKING:
-    from flower_dp.strategies.client_level import ClientLevelStrategy
+from flower_dp.strategies.rules import RunFacts
 
 
-def state(strategy: "ClientLevelStrategy") -> PrivacyStatement:
-    """Return the statement of what a strategy's ledger holds."""
-    release = strategy.release
-    cost = strategy.ledger.cost(strategy.delta)
-    private = math.isfinite(cost.epsilon) and not strategy.seeded_noise
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLevelFacts:
+    """All that the statement is made of.
+
+    Attributes:
+        title: the method's name.
+        release: what was configured.
+        outside: the release as outsiders see it.
+        costs: of all that was charged, against participants and against outsiders.
+        delta: at which they are stated.
+        num_rounds: rounds that were charged.
+        events: the ledger, in words.
+        paper_formula: what the paper's epsilon is called.
+        placement: `central` or `distributed`.
+        trusted_server: whether the server tops up missing shares.
+        sparse_messages: whether clients choose the coordinates that they send.
+        cohort_shows: whether the release reveals the cohort.
+        secret_cohort: whether the epsilon counts on nobody knowing the size of a cohort.
+        smallest_share: std of the least noise that a client adds itself.
+        least_noise_multiplier: of the noise that was left against any participant.
+        run: facts of the run.
+    """
+
+    title: str
+    release: Release
+    outside: Release
+    costs: tuple[Cost, Cost]
+    delta: float
+    num_rounds: int
+    events: tuple[str, ...]
+    paper_formula: str
+    placement: str
+    trusted_server: bool
+    sparse_messages: bool
+    cohort_shows: bool
+    secret_cohort: bool
+    smallest_share: float
+    least_noise_multiplier: float
+    run: RunFacts
+
+
+def state(facts: ClientLevelFacts) -> PrivacyStatement:
+    """Return the statement of what the ledgers hold."""
+    release = facts.release
+    cost = facts.costs[0]
+    private = math.isfinite(cost.epsilon) and not facts.run.seeded_noise
     return PrivacyStatement(
-        method=strategy.method,
+        method=facts.title,
         unit=release.unit,
         relation=release.relation,
         adversary=release.seen_by if private else "nobody",
-        delta=strategy.delta,
+        delta=facts.delta,
         epsilon=cost.epsilon if private else math.inf,
         accountant=cost.accountant,
-        paper=_paper(strategy),
-        num_rounds=strategy.ledger.num_charges,
+        paper=_paper(facts),
+        num_rounds=facts.num_rounds,
         noise={
             "clip_norm": release.clip_norm,
             "noise_multiplier": release.mechanism.noise_multiplier,
@@ -36,27 +75,27 @@ def state(strategy: "ClientLevelStrategy") -> PrivacyStatement:
             "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
         },
         sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
-        events=tuple(strategy.ledger.lines()),
-        assumptions=tuple(_assumptions(strategy)),
-        not_covered=tuple(_not_covered(strategy)),
-        incidents=tuple(_incidents(strategy)),
-        adversaries=_adversaries(strategy) if private else (),
+        events=facts.events,
+        assumptions=tuple(_assumptions(facts)),
+        not_covered=tuple(_not_covered(facts)),
+        incidents=tuple(_incidents(facts)),
+        adversaries=_adversaries(facts) if private else (),
     )
 
 
-def _adversaries(strategy: "ClientLevelStrategy") -> tuple[Adversary, ...]:
+def _adversaries(facts: ClientLevelFacts) -> tuple[Adversary, ...]:
     """Outsiders, participants and the server, and what can be proved against each."""
-    inside, outside = strategy.ledger.cost(strategy.delta), strategy.outside_ledger.cost(strategy.delta)
-    release = strategy.outside
-    secret = ", not how many clients took part" if strategy.secret_cohort else ", and who took part"
-    knows = "" if strategy.placement == "central" else ", each its own share of the noise"
-    if strategy.placement == "central":
+    inside, outside = facts.costs
+    release = facts.outside
+    secret = ", not how many clients took part" if facts.secret_cohort else ", and who took part"
+    knows = "" if facts.placement == "central" else ", each its own share of the noise"
+    if facts.placement == "central":
         server, accountant, std, sees = math.inf, "none", 0.0, "every client's update without noise"
     else:
-        multiplier = strategy.smallest_share / release.clip_norm
+        multiplier = facts.smallest_share / release.clip_norm
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
-        event = accounting.repeated(share.event(1), strategy.ledger.num_charges)
-        cost = accounting.epsilon(event, delta=strategy.delta, relation=release.relation)
+        event = accounting.repeated(share.event(1), facts.num_rounds)
+        cost = accounting.epsilon(event, delta=facts.delta, relation=release.relation)
         server, accountant, std = cost.epsilon, cost.accountant, share.noise_scale
         sees = "every client's message with its own share of the noise alone, and who took part"
     return (
@@ -72,77 +111,75 @@ def _adversaries(strategy: "ClientLevelStrategy") -> tuple[Adversary, ...]:
             sees=f"what outsiders see{knows}; each by itself, as a client that is asked in every round",
             epsilon=inside.epsilon,
             accountant=inside.accountant,
-            noise_std=min(strategy.least_noise_multiplier * release.clip_norm, release.noise_scale),
+            noise_std=facts.least_noise_multiplier * release.clip_norm,
         ),
         Adversary(name="the server", sees=sees, epsilon=server, accountant=accountant, noise_std=std, trusted=True),
     )
 
 
-def _paper(strategy: "ClientLevelStrategy") -> PaperEpsilon | None:
+def _paper(facts: ClientLevelFacts) -> PaperEpsilon | None:
     """The paper's RDP epsilon of the same rounds, with its own assumptions checked."""
-    release, num_rounds = strategy.release, strategy.ledger.num_charges
+    release, num_rounds = facts.release, facts.num_rounds
     if not release.mechanism.noise_multiplier or not num_rounds:
         return None
     sampling_rate = release.expected_cohort / release.num_clients
     # The paper samples without replacement and accounts as if by Poisson, add-or-remove-one.
     as_poisson = PoissonSampling(sampling_rate=sampling_rate).event(release.mechanism.event(), 1, release.num_clients)
     event = accounting.repeated(as_poisson, num_rounds)
-    epsilon = accounting.rdp_epsilon(event, delta=strategy.delta, relation="add-or-remove-one")
+    epsilon = accounting.rdp_epsilon(event, delta=facts.delta, relation="add-or-remove-one")
     if epsilon is None:
         return None
-    held = "its assumptions hold" + (", against outsiders" if strategy.placement == "distributed" else "")
+    held = "its assumptions hold" + (", against outsiders" if facts.placement == "distributed" else "")
     faults = []
     if not isinstance(release.sampler, PoissonSampling) and sampling_rate < 1:
         faults.append("it assumes Poisson sampling, and cohorts were drawn otherwise")
     if release.relation != "add-or-remove-one":
         faults.append("it holds for add-or-remove-one")
-    if strategy.sparse_messages:
+    if facts.sparse_messages:
         faults.append("top-k of each client's own noised update is not post-processing of the noised sum")
-    elif strategy.cohort_shows and sampling_rate < 1:
+    elif facts.cohort_shows and sampling_rate < 1:
         faults.append("it counts on cohorts that nobody knows, and missing shares of noise tell who takes part")
-    if strategy.seeded_noise:
+    if facts.run.seeded_noise:
         faults.append("noise came from a fixed seed")
-    return PaperEpsilon(
-        epsilon=epsilon, formula=strategy.paper_formula, valid=not faults, reason="; ".join(faults) or held
-    )
+    return PaperEpsilon(epsilon=epsilon, formula=facts.paper_formula, valid=not faults, reason="; ".join(faults) or held)
 
 
-def _assumptions(strategy: "ClientLevelStrategy") -> list[str]:
-    release = strategy.release
+def _assumptions(facts: ClientLevelFacts) -> list[str]:
+    release = facts.release
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
-    if strategy.placement == "central":
+    if facts.placement == "central":
         lines.append("the server is trusted: it sees single updates and adds the noise")
-    elif strategy.sparse_messages:
+    elif facts.sparse_messages:
         lines.append("epsilon rests on each client's own share of noise")
     else:
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
-        if strategy.trusted_server:
+        if facts.trusted_server:
             lines.append("the server is trusted to add the shares that the clients of a round leave missing")
         lines.append("clients do not pool what they know of their shares of the noise")
-    if strategy.cohort_shows:
+    if facts.cohort_shows:
         lines.append("who takes part may be known: sampling lowers no cost, and a client is replaced by one whose update is zero")
     elif 0 < release.expected_cohort < release.num_clients:
-        size = ", nor its size: not from logs or timing either" if strategy.secret_cohort else ""
+        size = ", nor its size: not from logs or timing either" if facts.secret_cohort else ""
         lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
-    if strategy.delta * release.num_clients >= 1:
+    if facts.delta * release.num_clients >= 1:
         lines.append(
-            f"DELTA IS NO GUARANTEE: {delta_in_words(strategy.delta)} is at least 1 / {release.num_clients} clients, and a mechanism "
-            "that publishes one client's data outright can have such a delta"
+            f"DELTA IS NO GUARANTEE: {delta_in_words(facts.delta)} is at least 1 / {release.num_clients} clients, and a "
+            "mechanism that publishes one client's data outright can have such a delta"
         )
-    if strategy.seeded_noise:
+    if facts.run.seeded_noise:
         lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
     return lines
 
 
-def _not_covered(strategy: "ClientLevelStrategy") -> list[str]:
+def _not_covered(facts: ClientLevelFacts) -> list[str]:
     lines = ["everything else that is computed from client data: choice of settings, timing, logs on devices and on the server"]
-    if strategy.report_client_metrics:
+    if facts.run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
     return lines
 
 
-def _incidents(strategy: "ClientLevelStrategy") -> list[str]:
-    lines = list(strategy.incidents)
-    if strategy.num_missing:
-        lines.append(f"{strategy.num_missing} updates that were asked for did not count (missing, refused or errors)")
+def _incidents(facts: ClientLevelFacts) -> list[str]:
+    lines = list(facts.run.incidents)
+    if facts.run.num_missing:
+        lines.append(f"{facts.run.num_missing} updates that were asked for did not count (missing, refused or errors)")
     return lines

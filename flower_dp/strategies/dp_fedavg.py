@@ -1,58 +1,36 @@
 """DP-FedAvg (McMahan et al. 2018): federated averaging with clipped updates and noise on the server."""
 
-from flower_dp.privacy.events import Relation
-from flower_dp.core.sampling import Sampler
-from flower_dp.strategies.client_level import ClientLevelStrategy
+from typing import Unpack
+
+from flower_dp.strategies.client_level import ClientLevelArguments, ClientLevelRules
+from flower_dp.strategies.rules import split
+from flower_dp.strategies.strategy import DPStrategy
 
 
-class DPFedAvg(ClientLevelStrategy):
+class DPFedAvg(DPStrategy):
     """Federated averaging with client-level differential privacy; the server is trusted and adds the noise.
 
     Works with any Flower client that replies with its trained model in one `arrays` record, and with the clients of
     `flower_dp.clients`. Updates are clipped on the server in any case; example counts weigh nothing.
 
+    >>> from flower_dp.core.sampling import PoissonSampling
+    >>> from flower_dp.strategies import DPFedAvg
+    >>> strategy = DPFedAvg(
+    ...     clip_norm=0.5, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.1), num_clients=100, delta=1e-4
+    ... )
+    >>> strategy.statement.epsilon  # nothing was released yet
+    0.0
+
     Args:
-        clip_norm: L2 bound of one client's update.
-        noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
-        sampling: a sampler of `flower_dp.core.sampling`.
-        num_clients: number of clients; the run waits until that many have registered.
-        delta: the delta at which epsilon is stated.
-        target_epsilon: the run ends before the round that would pass it.
-        relation: neighbouring relation; replace-one for fixed-size sampling by default, else add-or-remove-one.
-        report_client_metrics: ask clients for training metrics, which are not private.
-        registration_timeout: seconds to wait for the clients.
-        noise_seed: for tests only: makes the run not private.
+        words: clip_norm, noise_multiplier, sampling, num_clients, delta, and optionally target_epsilon and relation: see
+            `ClientLevelRules`; report_client_metrics, registration_timeout, noise_seed: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
     """
 
-    name = "dp-fedavg"
-    method = "DP-FedAvg"
+    rules: ClientLevelRules
 
-    def __init__(
-        self,
-        *,
-        clip_norm: float,
-        noise_multiplier: float,
-        sampling: Sampler,
-        num_clients: int,
-        delta: float,
-        target_epsilon: float | None = None,
-        relation: Relation | None = None,
-        report_client_metrics: bool = False,
-        registration_timeout: float = 600.0,
-        noise_seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            clip_norm=clip_norm,
-            noise_multiplier=noise_multiplier,
-            sampling=sampling,
-            num_clients=num_clients,
-            delta=delta,
-            target_epsilon=target_epsilon,
-            relation=relation,
-            report_client_metrics=report_client_metrics,
-            registration_timeout=registration_timeout,
-            noise_seed=noise_seed,
-        )
+    def __init__(self, **words: Unpack[ClientLevelArguments]) -> None:
+        own, options = split(words, ClientLevelArguments)
+        super().__init__(ClientLevelRules(name="dp-fedavg", title="DP-FedAvg", **own), **options)

@@ -2,23 +2,278 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Required, Unpack
 
 import numpy as np
 
 from flower_dp.core import checks
-from flower_dp.privacy.events import Relation
-from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance
+from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
-from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.local_level import LocalLevelStrategy, PerClient, check_count
-from flower_dp.strategies.local_statement import state
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rounds import Round
-from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
+from flower_dp.strategies.local_statement import LocalFacts, local_facts, state
+from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.strategy import DPStrategy
+
+_FORMULAS = {
+    "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
+    "gaussian": "c2 C sqrt(R log(1/delta)) / (n std), Zhou et al. Theorem 2, eq. 5",
+}
 
 
-class FedSGDDPC(LocalLevelStrategy):
+class FedSGDDPCRules:
+    """The rules of FedSGD-DPC; its arguments are those of `FedSGDDPC`."""
+
+    name = "fedsgd-dpc"
+    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    secret_cohort = False
+
+    def __init__(
+        self,
+        *,
+        mechanism: str,
+        num_clients: int,
+        cohort_size: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float | PerClient,
+        learning_rate: float | None = None,
+        delta: float = 0.0,
+        learning_rate_decay: float = 0.0,
+        strong_convexity: float | None = None,
+        smoothness: float | None = None,
+        aggregation: str = "data-size",
+        sampling_rate: float = 1.0,
+        relation: Relation = "replace-one",
+        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        noise_constant: float | None = None,
+    ) -> None:
+        self.mechanism = checks.one_of("mechanism", mechanism, MECHANISMS)
+        self.title = f"FedSGD-DPC ({mechanism.capitalize()})"
+        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
+        self.sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
+        self.cohort_size = checks.integer("cohort_size", cohort_size, at_least=1)
+        self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
+        self._check_steps(learning_rate, strong_convexity, smoothness)
+        self._learning_rate = learning_rate
+        self._learning_rate_decay = checks.number("learning_rate_decay", learning_rate_decay, at_least=0, below=1)
+        self._strong_convexity, self._smoothness = strong_convexity, smoothness
+        self._epsilon = epsilon
+        self._budgets: dict[str, float] = {}
+        check_count("epsilon", epsilon, num_clients)
+        self.sampling = RoundRobinSampling(cohort_size=cohort_size)
+        population = Population(
+            num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation=aggregation
+        )
+        self.books = ClientBooks(population, relation=relation, delta=delta)
+        self.sampling.expected_cohort(num_clients)
+        self.begin()
+        for budget in values_in(epsilon):
+            self._agreed(budget, 1, 1)
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return self.books.population.num_clients
+
+    @property
+    def delta(self) -> float:
+        """The delta of every budget."""
+        return self.books.delta
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self.books.begin()
+        self._planned_rounds: int | None = None
+
+    def plan(self, num_rounds: int) -> None:
+        """Remember the number of rounds: it tells how often a client replies."""
+        self._planned_rounds = num_rounds
+
+    def open(self, names: tuple[str, ...]) -> None:
+        """Open a ledger for every client, on the terms of its own budget."""
+        self._budgets = per_client("epsilon", self._epsilon, names)
+        rounds = self._planned_rounds
+        most = None if rounds is None else -(-rounds * self.cohort_size // self.num_clients)
+        self.books.open(names, most, lambda name, size, replies: self._agreed(self._budgets[name], size, replies))
+
+    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return that every budget is spent, if so."""
+        return self.books.why_stop()
+
+    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        """Return those of the drawn who can pay."""
+        return self.books.able(chosen, names)
+
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge one reply to each client."""
+        self.books.charge(names)
+
+    def noise_multiplier(self, names: tuple[str, ...]) -> float:
+        """Return the least noise multiplier of these clients."""
+        return self.books.noise_multiplier(names)
+
+    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+        """Return weights and terms."""
+        return self.books.order(names, [self._weight(name) for name in names])
+
+    def bounds(self, now: Round) -> Bounds:
+        """Return the longest honest sum."""
+        return self.books.bounds(now, self._weight)
+
+    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+        """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
+        return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
+
+    def bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
+        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
+
+    def _weight(self, name: str) -> float:
+        """Return what a client's row counts: N/b times its share."""
+        return self.books.share(name) * self.num_clients / self.cohort_size
+
+    @property
+    def charges(self) -> object:
+        """How many replies were charged to each client."""
+        return (self.books.num_rounds, self.books.num_unasked, *(ledger.num_charges for ledger in self.books.ledgers.values()))
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound of the cost to the client who paid most."""
+        return self.books.epsilon
+
+    def step_size(self, server_round: int) -> float:
+        """Return the step size eta_t of round 1, 2, ..., t = round - 1."""
+        if self._learning_rate is not None:
+            return self._learning_rate * float((1 - self._learning_rate_decay) ** (server_round - 1))
+        mu, smoothness = float(self._strong_convexity or 0), float(self._smoothness or 0)
+        return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
+
+    def _agreed(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
+        return gradient_terms(
+            mechanism=self.mechanism,
+            clip_norm=self.clip_norm,
+            epsilon=epsilon,
+            delta=self.delta,
+            num_replies=num_replies,
+            num_records=num_records,
+            sampling_rate=self.sampling_rate,
+            relation=self.books.relation,
+        )
+
+    @staticmethod
+    def _check_steps(learning_rate: float | None, strong_convexity: float | None, smoothness: float | None) -> None:
+        if learning_rate is not None:
+            checks.number("learning_rate", learning_rate, above=0)
+            if strong_convexity is not None or smoothness is not None:
+                raise ValueError(
+                    f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
+                )
+            return
+        if strong_convexity is None and smoothness is None:
+            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
+        mu = checks.number("strong_convexity", strong_convexity, above=0)
+        checks.number("smoothness", smoothness, at_least=mu)
+
+    # Statement
+
+    def explain(self, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement: the worst client, and the distribution over clients."""
+        batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
+        replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
+        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
+        secret = ("which records are in a batch is known to the client alone",) if self.sampling_rate < 1 else ()
+        return state(
+            self._facts(facts),
+            noise=self._noise_numbers(),
+            paper=self._paper(facts),
+            sampling=f"{self.sampling}: at most {most} replies a client; {batch} in each",
+            assumptions=secret,
+        )
+
+    def _facts(self, facts: RunFacts) -> LocalFacts:
+        return local_facts(self.title, self.books, self.sampling, facts)
+
+    def _noise_numbers(self) -> dict[str, float]:
+        numbers = {"clip_norm": self.clip_norm}
+        releases = [terms.release for terms in self.books.terms.values()]
+        for word, pick in (("least", min), ("largest", max)) if releases else ():
+            numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
+            scales = [release.noise_scale / release.expected_cohort for release in releases]
+            numbers[f"{word}_noise_scale_of_a_mean_gradient"] = pick(scales)
+        return numbers
+
+    def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
+        """The paper's epsilon, for the noise and the replies that there were, of the client whom it costs most."""
+        values = {}
+        for name, ledger in self.books.ledgers.items():
+            release, replies = self.books.terms[name].release, ledger.num_charges
+            scale = release.noise_scale / release.expected_cohort
+            if not scale:
+                return None
+            if not replies:
+                continue
+            if self.mechanism == "laplace":
+                values[name] = 2 * self.clip_norm * replies / (self.books.num_records[name] * scale)
+            elif self.noise_constant is not None:
+                variance = gaussian_noise_variance(
+                    self.clip_norm,
+                    self.books.num_records[name],
+                    1.0,
+                    replies,
+                    delta=self.delta,
+                    noise_constant=self.noise_constant,
+                )
+                values[name] = math.sqrt(variance) / scale
+        if not values:
+            return None
+        largest = max(values.values())
+        if facts.seeded_noise:
+            return PaperEpsilon(
+                epsilon=largest, formula=_FORMULAS[self.mechanism], valid=False, reason="noise came from a fixed seed"
+            )
+        if self.mechanism == "laplace":
+            return PaperEpsilon(
+                epsilon=largest,
+                formula=_FORMULAS["laplace"],
+                valid=True,
+                reason="for replace-one, and with the true number of replies in the place of the expected one",
+            )
+        return PaperEpsilon(
+            epsilon=largest,
+            formula=_FORMULAS["gaussian"],
+            valid=False,
+            reason=f"c2 = {self.noise_constant:g} was given by the user; the constant of the proof has no published value",
+        )
+
+
+class FedSGDDPCArguments(Options, total=False):
+    """What `FedSGDDPC` takes; see there and `Options`."""
+
+    mechanism: Required[str]
+    num_clients: Required[int]
+    cohort_size: Required[int]
+    num_records: Required[int | Sequence[int] | Mapping[str, int]]
+    clip_norm: Required[float]
+    epsilon: Required[float | PerClient]
+    learning_rate: float | None
+    delta: float
+    learning_rate_decay: float
+    strong_convexity: float | None
+    smoothness: float | None
+    aggregation: str
+    sampling_rate: float
+    relation: Relation
+    num_replies: int | Sequence[int] | Mapping[str, int] | None
+    noise_constant: float | None
+
+
+class FedSGDDPC(DPStrategy):
     """FedSGD-DPC, for clients whose recipe is `flower_dp.clients.FedSGDDPCRecipe` with the same numbers.
 
     In each round b clients, round robin, send a noised mean of clipped per-record gradients g_i + w_i, and the model moves to
@@ -46,183 +301,14 @@ class FedSGDDPC(LocalLevelStrategy):
         relation: neighbouring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
         num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
         noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
-        report_client_metrics: ask clients for training metrics, which are not private.
-        registration_timeout: seconds to wait for the clients.
-        noise_seed: for tests only: makes the run not private.
+        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
     """
 
-    name = "fedsgd-dpc"
+    rules: FedSGDDPCRules
 
-    def __init__(
-        self,
-        *,
-        mechanism: str,
-        num_clients: int,
-        cohort_size: int,
-        num_records: int | Sequence[int] | Mapping[str, int],
-        clip_norm: float,
-        epsilon: float | PerClient,
-        learning_rate: float | None = None,
-        delta: float = 0.0,
-        learning_rate_decay: float = 0.0,
-        strong_convexity: float | None = None,
-        smoothness: float | None = None,
-        aggregation: str = "data-size",
-        sampling_rate: float = 1.0,
-        relation: Relation = "replace-one",
-        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
-        noise_constant: float | None = None,
-        report_client_metrics: bool = False,
-        registration_timeout: float = 600.0,
-        noise_seed: int | None = None,
-    ) -> None:
-        self.mechanism = checks.one_of("mechanism", mechanism, MECHANISMS)
-        self.method = f"FedSGD-DPC ({mechanism.capitalize()})"
-        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
-        self.sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
-        self.cohort_size = checks.integer("cohort_size", cohort_size, at_least=1)
-        self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
-        self._check_steps(learning_rate, strong_convexity, smoothness)
-        self._learning_rate = learning_rate
-        self._learning_rate_decay = checks.number("learning_rate_decay", learning_rate_decay, at_least=0, below=1)
-        self._strong_convexity, self._smoothness = strong_convexity, smoothness
-        self._epsilon = epsilon
-        self._budgets: dict[str, float] = {}
-        check_count("epsilon", epsilon, num_clients)
-        super().__init__(
-            sampling=RoundRobinSampling(cohort_size=cohort_size),
-            num_clients=num_clients,
-            delta=delta,
-            num_records=num_records,
-            num_replies=num_replies,
-            aggregation=aggregation,
-            relation=relation,
-            report_client_metrics=report_client_metrics,
-            registration_timeout=registration_timeout,
-            noise_seed=noise_seed,
-        )
-        for budget in values_in(epsilon):
-            self._agreed(budget, 1, 1)
-
-    def step_size(self, server_round: int) -> float:
-        """Return the step size eta_t of round 1, 2, ..., t = round - 1."""
-        if self._learning_rate is not None:
-            return self._learning_rate * float((1 - self._learning_rate_decay) ** (server_round - 1))
-        mu, smoothness = float(self._strong_convexity or 0), float(self._smoothness or 0)
-        return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
-
-    def _open(self, names: tuple[str, ...]) -> None:
-        self._budgets = per_client("epsilon", self._epsilon, names)
-        super()._open(names)
-
-    def _terms(self, name: str, num_records: int, num_replies: int) -> Terms:
-        return self._agreed(self._budgets[name], num_records, num_replies)
-
-    def _agreed(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
-        return gradient_terms(
-            mechanism=self.mechanism,
-            clip_norm=self.clip_norm,
-            epsilon=epsilon,
-            delta=self.delta,
-            num_replies=num_replies,
-            num_records=num_records,
-            sampling_rate=self.sampling_rate,
-            relation=self.relation,
-        )
-
-    def _weight(self, share: float) -> float:
-        return share * self.num_clients / self.cohort_size
-
-    def _most_replies(self, num_rounds: int) -> int:
-        return -(-num_rounds * self.cohort_size // self.num_clients)
-
-    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
-        # A client's row is minus its noised gradient.
-        vector = now.vector + self.step_size(now.server_round) * collected.total
-        return self._sane(vector, now)
-
-    @staticmethod
-    def _check_steps(learning_rate: float | None, strong_convexity: float | None, smoothness: float | None) -> None:
-        if learning_rate is not None:
-            checks.number("learning_rate", learning_rate, above=0)
-            if strong_convexity is not None or smoothness is not None:
-                raise ValueError(
-                    f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
-                )
-            return
-        if strong_convexity is None and smoothness is None:
-            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
-        mu = checks.number("strong_convexity", strong_convexity, above=0)
-        checks.number("smoothness", smoothness, at_least=mu)
-
-    # Statement
-
-    def _state(self) -> PrivacyStatement:
-        batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
-        replies = sorted({terms.num_replies for terms in self.terms.values()}) or [0]
-        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
-        secret = ("which records are in a batch is known to the client alone",) if self.sampling_rate < 1 else ()
-        return state(
-            self,
-            noise=self._noise_numbers(),
-            paper=self._paper(),
-            sampling=f"{self.sampling}: at most {most} replies a client; {batch} in each",
-            assumptions=secret,
-        )
-
-    def _noise_numbers(self) -> dict[str, float]:
-        numbers = {"clip_norm": self.clip_norm}
-        for word, pick in (("least", min), ("largest", max)):
-            if self.terms:
-                numbers[f"{word}_noise_multiplier"] = pick(t.release.mechanism.noise_multiplier for t in self.terms.values())
-                numbers[f"{word}_noise_scale_of_a_mean_gradient"] = pick(
-                    t.release.noise_scale / t.release.expected_cohort for t in self.terms.values()
-                )
-        return numbers
-
-    def _paper(self) -> PaperEpsilon | None:
-        """The paper's epsilon, for the noise and the replies that there were, of the client whom it costs most."""
-        values = {}
-        for name, ledger in self.ledgers.items():
-            release, replies = self.terms[name].release, ledger.num_charges
-            scale = release.noise_scale / release.expected_cohort
-            if not scale:
-                return None
-            if not replies:
-                continue
-            if self.mechanism == "laplace":
-                values[name] = 2 * self.clip_norm * replies / (self.num_records[name] * scale)
-            elif self.noise_constant is not None:
-                variance = gaussian_noise_variance(
-                    self.clip_norm, self.num_records[name], 1.0, replies, delta=self.delta, noise_constant=self.noise_constant
-                )
-                values[name] = math.sqrt(variance) / scale
-        if not values:
-            return None
-        largest = max(values.values())
-        if self.seeded_noise:
-            return PaperEpsilon(
-                epsilon=largest, formula=_FORMULAS[self.mechanism], valid=False, reason="noise came from a fixed seed"
-            )
-        if self.mechanism == "laplace":
-            return PaperEpsilon(
-                epsilon=largest,
-                formula=_FORMULAS["laplace"],
-                valid=True,
-                reason="for replace-one, and with the true number of replies in the place of the expected one",
-            )
-        return PaperEpsilon(
-            epsilon=largest,
-            formula=_FORMULAS["gaussian"],
-            valid=False,
-            reason=f"c2 = {self.noise_constant:g} was given by the user; the constant of the proof has no published value",
-        )
-
-
-_FORMULAS = {
-    "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
-    "gaussian": "c2 C sqrt(R log(1/delta)) / (n std), Zhou et al. Theorem 2, eq. 5",
-}
+    def __init__(self, **words: Unpack[FedSGDDPCArguments]) -> None:
+        own, options = split(words, FedSGDDPCArguments)
+        super().__init__(FedSGDDPCRules(**own), **options)

@@ -1,20 +1,69 @@
-"""The privacy statement of a strategy whose clients each have a ledger of their own."""
+"""The privacy statement of a method whose clients each have a ledger of their own."""
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
-
-if TYPE_CHECKING:
-    from flower_dp.strategies.local_level import LocalLevelStrategy
+from flower_dp.strategies.local_level import ClientBooks
+from flower_dp.strategies.rules import RunFacts
 
 _LISTED = 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFacts:
+    """All that the statement is made of.
+
+    Attributes:
+        title: the method's name.
+        relation: neighbouring relation.
+        delta: at which epsilon is stated.
+        sampling: who was asked.
+        terms: of every client; empty before the first round.
+        ledgers: of every client.
+        costs: of every client's ledger.
+        num_rounds: rounds that were charged.
+        num_unasked: times that a client whose budget was spent was not asked.
+        run: facts of the run.
+    """
+
+    title: str
+    relation: Relation
+    delta: float
+    sampling: Sampler
+    terms: Mapping[str, Terms]
+    ledgers: Mapping[str, Ledger]
+    costs: Mapping[str, Cost]
+    num_rounds: int
+    num_unasked: int
+    run: RunFacts
+
+
+def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts) -> LocalFacts:
+    """Return the facts of a method's books."""
+    return LocalFacts(
+        title=title,
+        relation=books.relation,
+        delta=books.delta,
+        sampling=sampling,
+        terms=books.terms,
+        ledgers=books.ledgers,
+        costs={name: books.cost(ledger) for name, ledger in books.ledgers.items()},
+        num_rounds=books.num_rounds,
+        num_unasked=books.num_unasked,
+        run=run,
+    )
+
+
 def state(
-    strategy: "LocalLevelStrategy",
+    facts: LocalFacts,
     *,
     noise: dict[str, float] | None = None,
     paper: PaperEpsilon | None = None,
@@ -25,49 +74,49 @@ def state(
     """Return the statement of what the clients' ledgers hold: the worst client's epsilon, and the distribution over clients.
 
     Args:
-        strategy: after its roll call; before it the statement has no clients and no rounds.
+        facts: before the first round they have no clients.
         noise: the method's numbers.
         paper: the paper's epsilon of the worst client.
         sampling: who was asked, in words.
         assumptions: what this method leans on besides.
         adversaries: where adversaries see different things; the statement's epsilon is the largest.
     """
-    costs = {name: strategy.cost(ledger) for name, ledger in strategy.ledgers.items()}
+    costs = dict(facts.costs)
     worst = max(costs, key=lambda name: costs[name].epsilon, default=None)
     largest = max([cost.epsilon for cost in costs.values()] + [entry.epsilon for entry in adversaries], default=0.0)
-    release = next((terms.release for terms in strategy.terms.values()), None)
-    noiseless = any(not terms.release.mechanism.noise_multiplier for terms in strategy.terms.values())
+    release = next((terms.release for terms in facts.terms.values()), None)
+    noiseless = any(not terms.release.mechanism.noise_multiplier for terms in facts.terms.values())
     private = (
-        math.isfinite(largest) and not strategy.seeded_noise and not noiseless and (worst is not None or not strategy.num_rounds)
+        math.isfinite(largest) and not facts.run.seeded_noise and not noiseless and (worst is not None or not facts.num_rounds)
     )
     if not private:
         costs = {}
     return PrivacyStatement(
-        method=strategy.method,
+        method=facts.title,
         unit=release.unit if release else "record",
-        relation=strategy.relation,
+        relation=facts.relation,
         adversary=release.seen_by if release and private else "nobody",
-        delta=strategy.delta,
+        delta=facts.delta,
         epsilon=largest if private else math.inf,
         accountant=costs[worst].accountant if worst in costs else "none",
         paper=paper,
-        num_rounds=strategy.num_rounds,
+        num_rounds=facts.num_rounds,
         noise=noise or {},
-        sampling=sampling or str(strategy.sampling),
-        events=tuple(strategy.ledgers[worst].lines()) if worst is not None else (),
-        assumptions=(*_assumptions(strategy), *assumptions),
-        not_covered=tuple(_not_covered(strategy)),
-        incidents=tuple(_incidents(strategy)),
-        adversaries=(adversaries or _everyone(costs, worst, strategy)) if private else (),
+        sampling=sampling or str(facts.sampling),
+        events=tuple(facts.ledgers[worst].lines()) if worst is not None else (),
+        assumptions=(*_assumptions(facts), *assumptions),
+        not_covered=tuple(_not_covered(facts)),
+        incidents=tuple(_incidents(facts)),
+        adversaries=(adversaries or _everyone(costs, worst, facts)) if private else (),
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}),
     )
 
 
-def _everyone(costs: dict[str, Cost], worst: str | None, strategy: "LocalLevelStrategy") -> tuple[Adversary, ...]:
+def _everyone(costs: dict[str, Cost], worst: str | None, facts: LocalFacts) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
     if worst is None:
         return ()
-    release = strategy.terms[worst].release
+    release = facts.terms[worst].release
     return tuple(
         Adversary(
             name=name,
@@ -97,33 +146,33 @@ def _client_costs(costs: dict[str, float]) -> ClientCosts | None:
     )
 
 
-def _assumptions(strategy: "LocalLevelStrategy") -> list[str]:
+def _assumptions(facts: LocalFacts) -> list[str]:
     lines = [
         "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
         "and can't be told from an honest one",
         "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
     ]
-    if strategy.seeded_noise:
+    if facts.run.seeded_noise:
         lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
     return lines
 
 
-def _not_covered(strategy: "LocalLevelStrategy") -> list[str]:
+def _not_covered(facts: LocalFacts) -> list[str]:
     lines = [
         "other runs on the same records: a client's account lasts one run, and budgets of several runs add up",
         "everything else that is computed from client data: choice of settings, timing, logs on devices",
     ]
-    if strategy.report_client_metrics:
+    if facts.run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
     return lines
 
 
-def _incidents(strategy: "LocalLevelStrategy") -> list[str]:
-    lines = list(strategy.incidents)
-    if strategy.num_missing:
+def _incidents(facts: LocalFacts) -> list[str]:
+    lines = list(facts.run.incidents)
+    if facts.run.num_missing:
         lines.append(
-            f"{strategy.num_missing} replies that were asked for did not count (missing, refused or errors); they are charged"
+            f"{facts.run.num_missing} replies that were asked for did not count (missing, refused or errors); they are charged"
         )
-    if strategy.num_unasked:
-        lines.append(f"{strategy.num_unasked} times a client whose budget was spent was not asked")
+    if facts.num_unasked:
+        lines.append(f"{facts.num_unasked} times a client whose budget was spent was not asked")
     return lines

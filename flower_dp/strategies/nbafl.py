@@ -2,62 +2,36 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Required, Unpack
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 
 from flower_dp.core import checks, noise
-from flower_dp.privacy.ledger import Ledger
-from flower_dp.privacy.nbafl import downlink_noise_std
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling
-from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.local_level import LocalLevelStrategy, PerClient
-from flower_dp.strategies.nbafl_statement import state_nbafl
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rounds import Round
+from flower_dp.core.noise import Generator
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, Sampler
 from flower_dp.privacy.client_terms import Terms, values_in
-from flower_dp.privacy.nbafl import weights_terms
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.local_level import ClientBooks, PerClient, Population
+from flower_dp.strategies.local_statement import local_facts
+from flower_dp.strategies.nbafl_statement import NbAFLFacts, state_nbafl
+from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.strategy import DPStrategy
 
 # The server's noise is drawn on a lattice that much finer than the broadcast's.
 _FINER = 2.0**10
 
 
-class NbAFL(LocalLevelStrategy):
-    """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
-
-    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise of std
-    sigma_U = c L (2 C / m) / epsilon, c = sqrt(2 ln(1.25/delta)). The server averages them with weights p_i, adds noise of std
-    sigma_D, and broadcasts the result.
-
-    The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies came in*, so that the
-    average is one. That is post-processing of messages that are private on their own. A smaller average hides a client less from
-    those who see broadcasts only, so sigma_D grows then: whoever is missing and however unequal the p_i, a broadcast's noise is
-    at least as large against any client's part in it as in a full round of equal clients.
-
-    Two adversaries are told apart in the statement: who sees a client's messages, and who sees the broadcasts only. The ledgers
-    rest on what clipping proves, a sensitivity of 2 C for all of a client's records together; the paper's 2 C / m is assumed.
-
-    Args:
-        num_clients: number of clients (paper: N).
-        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
-        clip_norm: L2 bound of a client's weights (paper: C).
-        epsilon: the paper's epsilon; math.inf: no noise, not private.
-        delta: the paper's delta, and the delta of the statement.
-        uplink_exposures: how many replies of a client the uplink noise is made for (paper: L).
-        cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
-        num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
-        min_records: the fewest records of any client (paper: m); None: of `num_records`.
-        aggregation: `data-size` (p_i = n_i / n) or `uniform`.
-        report_client_metrics: ask clients for training metrics, which are not private.
-        registration_timeout: seconds to wait for the clients.
-        noise_seed: for tests only: makes the run not private.
-
-    Raises:
-        ValueError: for a value that makes no sense, naming field and value.
-    """
+class NbAFLRules:
+    """The rules of NbAFL; its arguments are those of `NbAFL`."""
 
     name = "nbafl"
-    method = "NbAFL"
+    title = "NbAFL"
+    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    secret_cohort = False
 
     def __init__(
         self,
@@ -72,34 +46,30 @@ class NbAFL(LocalLevelStrategy):
         num_replies: int | PerClient | None = None,
         min_records: int | None = None,
         aggregation: str = "data-size",
-        report_client_metrics: bool = False,
-        registration_timeout: float = 600.0,
-        noise_seed: int | None = None,
     ) -> None:
         self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
         self.paper_epsilon = epsilon if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)
         checks.number("delta", delta, above=0, below=1)
         self.uplink_exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
         self.cohort_size = num_clients if cohort_size is None else checks.integer("cohort_size", cohort_size, at_least=1)
-        sampling = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
-        super().__init__(
-            sampling=sampling,
+        self.sampling: Sampler = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
+        population = Population(
             num_clients=num_clients,
-            delta=delta,
             num_records=num_records,
             num_replies=uplink_exposures if num_replies is None else num_replies,
             aggregation=aggregation,
-            relation="replace-one",
-            report_client_metrics=report_client_metrics,
-            registration_timeout=registration_timeout,
-            noise_seed=noise_seed,
         )
+        self.sampling.expected_cohort(num_clients)
+        self.books = ClientBooks(population, relation="replace-one", delta=delta)
         least = min(values_in(num_records))
         self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
-        self.uplink_noise_std = self._terms("", least, 1).release.noise_scale
+        self.uplink_noise_std = self._terms(1).release.noise_scale
 
-    def _begin(self) -> None:
-        super()._begin()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self.books.begin()
         self.downlink_noise_std = 0.0
         self.planned_rounds = 0
         self.added_noise_stds: list[float] = []
@@ -108,8 +78,8 @@ class NbAFL(LocalLevelStrategy):
         self.broadcast_ledgers: dict[str, Ledger] = {}
         self.participant_ledgers: dict[str, Ledger] = {}
 
-    def _plan(self, num_rounds: int) -> None:
-        super()._plan(num_rounds)
+    def plan(self, num_rounds: int) -> None:
+        """Compute the paper's downlink noise for so many rounds."""
         self.planned_rounds = num_rounds
         if math.isinf(self.paper_epsilon) or not num_rounds:
             return
@@ -124,18 +94,19 @@ class NbAFL(LocalLevelStrategy):
             min_records=self.min_records,
         )
 
-    def _open(self, names: tuple[str, ...]) -> None:
-        super()._open(names)
+    def open(self, names: tuple[str, ...]) -> None:
+        """Open the ledgers of every client: messages, broadcasts, and broadcasts against participants."""
+        self.books.open(names, self.uplink_exposures, lambda name, size, replies: self._terms(replies))
         if not self.planned_rounds and not math.isinf(self.paper_epsilon):
             raise RuntimeError(
-                "num_rounds: the downlink noise depends on it; call NbAFL's own start(), or plan(num_rounds) before the first round"
+                "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
             )
-        self.broadcast_ledgers = {name: Ledger(owner=f"{name}, broadcasts", relation=self.relation) for name in names}
+        self.broadcast_ledgers = {name: Ledger(owner=f"{name}, broadcasts", relation=self.books.relation) for name in names}
         self.participant_ledgers = {
-            name: Ledger(owner=f"{name}, broadcasts, against participants", relation=self.relation) for name in names
+            name: Ledger(owner=f"{name}, broadcasts, against participants", relation=self.books.relation) for name in names
         }
 
-    def _terms(self, name: str, num_records: int, num_replies: int) -> Terms:
+    def _terms(self, num_replies: int) -> Terms:
         return weights_terms(
             clip_norm=self.clip_norm,
             epsilon=self.paper_epsilon,
@@ -145,14 +116,58 @@ class NbAFL(LocalLevelStrategy):
             num_replies=num_replies,
         )
 
-    def _weight(self, share: float) -> float:
-        return share
+    @property
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return self.books.population.num_clients
 
-    def _most_replies(self, num_rounds: int) -> int:
-        return self.uplink_exposures
+    @property
+    def delta(self) -> float:
+        """The paper's delta, and the delta of the statement."""
+        return self.books.delta
 
-    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
-        shares = {name: self._share(name) for name in collected.clients}
+    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return that every budget is spent, if so."""
+        return self.books.why_stop()
+
+    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        """Return those of the drawn who can pay."""
+        return self.books.able(chosen, names)
+
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge one reply to each client."""
+        self.books.charge(names)
+
+    def noise_multiplier(self, names: tuple[str, ...]) -> float:
+        """Return the least noise multiplier of these clients."""
+        return self.books.noise_multiplier(names)
+
+    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+        """Return weights and terms."""
+        return self.books.order(names, [self.books.share(name) for name in names])
+
+    def bounds(self, now: Round) -> Bounds:
+        """Return the longest honest sum."""
+        return self.books.bounds(now, self.books.share)
+
+    def bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
+        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
+
+    @property
+    def charges(self) -> object:
+        """How many replies were charged to each client."""
+        replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
+        return (len(self.added_noise_stds), self.books.num_rounds, self.books.num_unasked, *replies)
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound of the cost to the client who paid most."""
+        return self.books.epsilon
+
+    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+        """Return the noised average of what came in, the next broadcast; charge it."""
+        shares = {name: self.books.share(name) for name in collected.clients}
         all_shares = sum(shares.values())
         if not shares:
             # Nothing new is broadcast: the next round starts from the last broadcast.
@@ -164,9 +179,8 @@ class NbAFL(LocalLevelStrategy):
         # An average of lattice values with any weights lies on no lattice. The broadcast is rounded to one that is much coarser
         # than the clients' and much finer than the noise, so that it is a rounded value plus Gaussian noise.
         step = self._broadcast_step(parts.values(), std)
-        rng = self._generator("noise", now.server_round)
         drawn = noise.gaussian(mean, std, step / _FINER, rng) if std else 0.0
-        return self._sane(noise.nearest(mean + drawn, step), now)
+        return np.asarray(noise.nearest(mean + drawn, step))
 
     def _broadcast_std(self, parts: Iterable[float], std: float) -> float:
         """Return the std of all noise on a broadcast: the server's, and the average of the clients' own."""
@@ -207,5 +221,79 @@ class NbAFL(LocalLevelStrategy):
     def _broadcast_event(self, part: float, std: float) -> DpEvent:
         return GaussianDpEvent(std / (part * self.clip_norm)) if std else NonPrivateDpEvent()
 
-    def _state(self) -> PrivacyStatement:
-        return state_nbafl(self)
+    def explain(self, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement of all three ledgers of every client."""
+        books = self.books
+        return state_nbafl(
+            NbAFLFacts(
+                local=local_facts(self.title, books, self.sampling, facts),
+                broadcast_ledgers=self.broadcast_ledgers,
+                outside={name: books.cost(ledger) for name, ledger in self.broadcast_ledgers.items()},
+                inside={name: books.cost(ledger) for name, ledger in self.participant_ledgers.items()},
+                clip_norm=self.clip_norm,
+                paper_epsilon=self.paper_epsilon,
+                uplink_exposures=self.uplink_exposures,
+                planned_rounds=self.planned_rounds,
+                min_records=self.min_records,
+                cohort_size=self.cohort_size,
+                uplink_noise_std=self.uplink_noise_std,
+                downlink_noise_std=self.downlink_noise_std,
+                added_noise_stds=tuple(self.added_noise_stds),
+                least_broadcast_std=self.least_broadcast_std,
+                least_participant_std=self.least_participant_std,
+            )
+        )
+
+
+class NbAFLArguments(Options, total=False):
+    """What `NbAFL` takes; see there and `Options`."""
+
+    num_clients: Required[int]
+    num_records: Required[int | Sequence[int] | Mapping[str, int]]
+    clip_norm: Required[float]
+    epsilon: Required[float]
+    delta: Required[float]
+    uplink_exposures: Required[int]
+    cohort_size: int | None
+    num_replies: int | PerClient | None
+    min_records: int | None
+    aggregation: str
+
+
+class NbAFL(DPStrategy):
+    """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
+
+    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise of std
+    sigma_U = c L (2 C / m) / epsilon, c = sqrt(2 ln(1.25/delta)). The server averages them with weights p_i, adds noise of std
+    sigma_D, and broadcasts the result.
+
+    The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies came in*, so that the
+    average is one. That is post-processing of messages that are private on their own. A smaller average hides a client less from
+    those who see broadcasts only, so sigma_D grows then: whoever is missing and however unequal the p_i, a broadcast's noise is
+    at least as large against any client's part in it as in a full round of equal clients.
+
+    Two adversaries are told apart in the statement: who sees a client's messages, and who sees the broadcasts only. The ledgers
+    rest on what clipping proves, a sensitivity of 2 C for all of a client's records together; the paper's 2 C / m is assumed.
+
+    Args:
+        num_clients: number of clients (paper: N).
+        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
+        clip_norm: L2 bound of a client's weights (paper: C).
+        epsilon: the paper's epsilon; math.inf: no noise, not private.
+        delta: the paper's delta, and the delta of the statement.
+        uplink_exposures: how many replies of a client the uplink noise is made for (paper: L).
+        cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
+        num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
+        min_records: the fewest records of any client (paper: m); None: of `num_records`.
+        aggregation: `data-size` (p_i = n_i / n) or `uniform`.
+        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+    """
+
+    rules: NbAFLRules
+
+    def __init__(self, **words: Unpack[NbAFLArguments]) -> None:
+        own, options = split(words, NbAFLArguments)
+        super().__init__(NbAFLRules(**own), **options)

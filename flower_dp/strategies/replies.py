@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from flwr.app import Message
 
-from flower_dp.core import compression, noise
 from flower_dp import wire
+from flower_dp.core import compression, noise
 from flower_dp.core.clipping import clip_l2, l2_norms
 from flower_dp.core.vectors import Layout
 

@@ -1,28 +1,28 @@
-"""The round, the same for every method: roll call, sampling, messages, checks, ledger before message, model, report.
+"""The one Flower strategy: roll call, sampling, messages, checks, ledger before message, model, report.
 
-A method says what it releases: it charges its ledgers, writes the instruction of a node, and makes the next model of what
-came back. It never touches messages or the loop.
+A method hands it rules (`flower_dp.strategies.rules`): what it releases and charges, its order to the clients, the next model
+from what came back, and the words of its statement. Rules never touch messages or the loop.
 """
 
 import logging
+import math
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_dp.core import checks
 from flower_dp import wire
+from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
-from flower_dp.core.sampling import Sampler
-from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.replies import Bounds, Collected, collect
-from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.core.vectors import Layout
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.replies import Collected, collect
+from flower_dp.strategies.roster import Roster, call_roll
+from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
 
 log = logging.getLogger("flwr")
 
@@ -34,101 +34,31 @@ _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
 _LARGEST_ARRAY = 2**40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundReport:
-    """What a round did, in numbers.
-
-    Where cohorts are secret (`secret_cohort`), the first four numbers must not leave the server: they tell how many clients took
-    part, which the epsilon counts on nobody to know. `public` leaves them out.
+class DPStrategy(Strategy):
+    """A Flower strategy that runs a method's rules; `DPFedAvg` and its sisters are this class with rules of their own.
 
     Attributes:
-        server_round: 1, 2, ...
-        cohort_size: clients that were asked.
-        replies: clients whose updates count.
-        bytes_down: bytes of arrays and text sent to nodes.
-        bytes_up: bytes of arrays and text in the replies that count.
-        bytes_per_client: bytes of arrays that one client sends, as far as they follow from public numbers.
-        seconds: from request to model.
-        epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
-        secret_cohort: whether the size of the cohort is secret.
-    """
-
-    server_round: int
-    cohort_size: int
-    replies: int
-    bytes_down: int
-    bytes_up: int
-    bytes_per_client: float
-    seconds: float
-    epsilon: float
-    secret_cohort: bool
-
-    def public(self) -> dict[str, int | float]:
-        """Return the numbers that may be published, by run-config style names."""
-        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up") if self.secret_cohort else ()
-        left_out = ("server_round", "secret_cohort", *hidden)
-        return {key.replace("_", "-"): value for key, value in asdict(self).items() if key not in left_out}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """A round under way: the model that was sent [d], and the clients that were asked, by node."""
-
-    server_round: int
-    layout: Layout
-    vector: np.ndarray
-    asked: dict[int, tuple[str, ...]]
-    bytes_down: int
-    started: float
-
-    @property
-    def cohort_size(self) -> int:
-        """How many clients were asked."""
-        return sum(len(names) for names in self.asked.values())
-
-
-class RoundStrategy(Strategy):
-    """A Flower strategy whose rounds go as in the design; methods fill in the seven hooks below.
+        rules: what the method releases, asks and charges; its ledgers are there.
+        rounds: the numbers of every round. Not to be published as they are: see `RoundReport.public`.
+        incidents: what happened, in words.
 
     Args:
-        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
-        num_clients: number of clients; the run waits until that many have registered.
-        delta: the delta at which epsilon is stated, in [0, 1).
-        report_client_metrics: ask clients for training metrics, which are not private; the statement says so then.
-        registration_timeout: seconds to wait for the clients.
-        noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
+        rules: the method's rules.
+        options: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
     """
 
-    method = "differential privacy"
-    # The method's name on the wire.
-    name = ""
-
-    def __init__(
-        self,
-        *,
-        sampling: Sampler,
-        num_clients: int,
-        delta: float,
-        report_client_metrics: bool = False,
-        registration_timeout: float = 600.0,
-        noise_seed: int | None = None,
-    ) -> None:
-        if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
-            raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.core.sampling, such as PoissonSampling")
-        self.sampling = sampling
-        self.num_clients = checks.integer("num_clients", num_clients, at_least=1)
-        self.expected_cohort = sampling.expected_cohort(num_clients)
-        self.delta = checks.number("delta", delta, at_least=0, below=1)
-        self.report_client_metrics = checks.flag("report_client_metrics", report_client_metrics)
-        self.registration_timeout = checks.number("registration_timeout", registration_timeout, above=0)
-        self.noise_seed = noise_seed
+    def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:
+        self.rules = rules
+        self.report_client_metrics = checks.flag("report_client_metrics", options.get("report_client_metrics", False))
+        self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
+        self.noise_seed = options.get("noise_seed")
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
-        """Return a fresh generator for one draw of noise or of a cohort; nothing of it stays in the strategy, or in its copies."""
+        """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
         return noise_generator(self.noise_seed, "server", *purpose)
 
     def _begin(self) -> None:
@@ -136,11 +66,13 @@ class RoundStrategy(Strategy):
         self.rounds: list[RoundReport] = []
         self.incidents: list[str] = []
         self.num_missing = 0
-        self._refusal = "no reply"
         self.seeded_noise = self.noise_seed is not None
+        self._refusal = "no reply"
         self._roster: Roster | None = None
         self._round: Round | None = None
         self._unpaid: set[int] = set()
+        self._stated: tuple[Any, PrivacyStatement] | None = None
+        self.rules.begin()
 
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds; `start` does it. For subclasses with a `start` of their own.
@@ -148,59 +80,42 @@ class RoundStrategy(Strategy):
         Raises:
             ValueError: if `num_rounds` is not a whole number >= 0.
         """
-        self._plan(checks.integer("num_rounds", num_rounds, at_least=0))
+        self.rules.plan(checks.integer("num_rounds", num_rounds, at_least=0))
 
-    # What a method says
-
-    @abstractmethod
-    def _plan(self, num_rounds: int) -> None:
-        """Prepare for up to `num_rounds` rounds, while clients are still registering."""
-
-    @abstractmethod
-    def _why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return why this round can't be paid for, None if it can; asked before the cohort is drawn (None), and after that."""
-
-    @abstractmethod
-    def _charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round's releases, before any message of the round leaves."""
-
-    @abstractmethod
-    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> wire.Instruction:
-        """Return what the clients of one node are asked to do."""
-
-    @abstractmethod
-    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
-        """Return the next global model [d], float32, with all noise that the server owes."""
+    # What the run has cost
 
     @property
-    @abstractmethod
+    def num_clients(self) -> int:
+        """The number of clients."""
+        return self.rules.num_clients
+
+    @property
+    def delta(self) -> float:
+        """The delta at which epsilon is stated."""
+        return self.rules.delta
+
+    @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
+        return math.inf if self.seeded_noise else self.rules.epsilon
 
     @property
-    @abstractmethod
+    def facts(self) -> RunFacts:
+        """What a statement tells besides the ledgers."""
+        return RunFacts(
+            seeded_noise=self.seeded_noise,
+            num_missing=self.num_missing,
+            incidents=tuple(self.incidents),
+            report_client_metrics=self.report_client_metrics,
+        )
+
+    @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-
-    @abstractmethod
-    def _bounds(self, now: Round) -> Bounds:
-        """Return what the server enforces on the replies of a round."""
-
-    @property
-    def secret_cohort(self) -> bool:
-        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
-        return False
-
-    def _fits(self, roster: Roster) -> str | None:
-        """Return why these clients can't run this method, None if they can."""
-        if roster.hosting and self.name not in roster.methods:
-            runs = ", ".join(sorted(roster.methods)) or "no common method"
-            return f"{self.method}: clients must run {self.name!r}; these run {runs}"
-        return None
-
-    def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
-        """Return the indices of the clients that are asked in a round."""
-        return self.sampling.choose(server_round, self.num_clients, self._generator("cohort", server_round))
+        key = (self.rules.charges, self.facts)
+        if self._stated is None or self._stated[0] != key:
+            self._stated = (key, self.rules.explain(self.facts))
+        return self._stated[1]
 
     # Flower's Strategy
 
@@ -229,7 +144,7 @@ class RoundStrategy(Strategy):
         if type(grid).__name__ == "InMemoryGrid":
             setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         result = Result(arrays=initial_arrays)
-        self._plan(num_rounds)
+        self.rules.plan(num_rounds)
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
@@ -275,15 +190,15 @@ class RoundStrategy(Strategy):
         """
         roster = self._call_roll(grid)
         # Asked here, so that no `start` of a subclass can go past it: nothing is sent then, and nothing is charged.
-        if reason := self._why_stop(server_round, None):
+        if reason := self.rules.why_stop(server_round, None):
             return self._stop(server_round, reason)
         started = time.monotonic()
         layout = Layout.of(wire.numpy_arrays(arrays, limit=_LARGEST_ARRAY))
         asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
-        if reason := self._why_stop(server_round, len(cohort)):
+        if reason := self.rules.why_stop(server_round, len(cohort)):
             return self._stop(server_round, reason)
-        self._charge(server_round, cohort)
+        self.rules.charge(server_round, cohort)
         messages = [
             wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort)))
             for node, names in asked.items()
@@ -314,7 +229,7 @@ class RoundStrategy(Strategy):
             asked=now.asked,
             vector=now.vector,
             layout=now.layout,
-            bounds=self._bounds(now),
+            bounds=self.rules.bounds(now),
         )
         self.seeded_noise |= collected.seeded_noise
         vector = self._next_vector(now, collected)
@@ -336,7 +251,9 @@ class RoundStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what the run will do."""
-        log.info("%s: %s, %g of %s clients expected a round", self.method, self.sampling, self.expected_cohort, self.num_clients)
+        rules = self.rules
+        expected = rules.sampling.expected_cohort(rules.num_clients)
+        log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
 
     # Small things
 
@@ -346,6 +263,7 @@ class RoundStrategy(Strategy):
             roster = call_roll(grid, self.num_clients, timeout=self.registration_timeout)
             if reason := self._fits(roster):
                 raise ValueError(reason)
+            self.rules.open(roster.names)
             self._roster = roster
         return self._roster
 
@@ -357,21 +275,13 @@ class RoundStrategy(Strategy):
             replies=len(collected.clients),
             bytes_down=now.bytes_down,
             bytes_up=collected.num_bytes,
-            bytes_per_client=self._bytes_per_client(now, collected),
+            bytes_per_client=self.rules.bytes_per_client(now, collected),
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
-            secret_cohort=self.secret_cohort,
+            secret_cohort=self.rules.secret_cohort,
         )
         self.rounds.append(report)
         return report
-
-    def _told(self) -> tuple[object, ...]:
-        """Return what a statement tells besides the ledger's charges."""
-        return (self.seeded_noise, self.num_missing, *self.incidents)
-
-    def _bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return how many bytes of arrays a client sends, as far as that is public: those of a dense vector."""
-        return 4.0 * now.layout.size
 
     def _stop(self, server_round: int, reason: str) -> list[Message]:
         """Write down that a round is not run, once for all that follow; return its messages: none."""
@@ -382,17 +292,44 @@ class RoundStrategy(Strategy):
         self._unpaid.add(server_round)
         return []
 
-    def _sane(self, vector: np.ndarray, now: Round) -> np.ndarray:
-        """Return the next model as float32, or the last one if the replies have pushed it out of the range of its own dtypes."""
-        if not (names := now.layout.overflows(vector)):
-            return vector.astype(np.float32)
-        return self._left_out(now, f"array {names[0]!r} would leave the range of its dtype")
+    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
+        """Return the next global model [d], float32: the last one where the round has to be left out, though it was paid for."""
+        try:
+            vector = self.rules.combine(now, collected, self._generator("noise", now.server_round))
+            if names := now.layout.overflows(vector):
+                raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
+        except RoundLeftOut as why:
+            self.incidents.append(f"round {now.server_round} was left out: {why}")
+            log.warning("%s", self.incidents[-1])
+            return now.vector
+        return vector.astype(np.float32)
 
-    def _left_out(self, now: Round, why: str) -> np.ndarray:
-        """Write down that a round that was paid for does not change the model; return the model as it was."""
-        self.incidents.append(f"round {now.server_round} was left out: {why}")
-        log.warning("%s", self.incidents[-1])
-        return now.vector
+    def _fits(self, roster: Roster) -> str | None:
+        """Return why these clients can't run this method, None if they can."""
+        rules = self.rules
+        if not roster.hosting:
+            return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
+        if rules.name not in roster.methods:
+            runs = ", ".join(sorted(roster.methods)) or "no common method"
+            return f"{rules.title}: clients must run {rules.name!r}; these run {runs}"
+        return None
+
+    def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
+        """Return the indices of the clients that are asked in a round."""
+        rng = self._generator("cohort", server_round)
+        return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
+
+    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> wire.Instruction:
+        """Return what the clients of one node are asked to do."""
+        return wire.Instruction(
+            server_round=server_round,
+            method=self.rules.name,
+            clients=names,
+            clip_norm=self.rules.clip_norm,
+            noise_multiplier=self.rules.noise_multiplier(names),
+            report_metrics=self.report_client_metrics,
+            order=self.rules.order(server_round, names, cohort_size),
+        )
 
     def _check_fruit(self, *, ended: bool = False) -> None:
         """Fail a run in which no client ever answers usefully: it would only spend budget."""
