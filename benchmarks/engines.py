@@ -204,7 +204,8 @@ def main() -> None:
         one, batched = (result["seconds"][engine] for engine in ENGINES)
         print(
             f"{job.name}: {options.clients} clients in groups of {result['slots']}, "
-            f"one_by_one {one:.4f} s, batched {batched:.4f} s, ratio {result['ratio']:.2f}; first round {result['first_seconds']['batched']:.2f} s"
+            f"one_by_one {one:.4f} s, batched {batched:.4f} s, ratio {result['ratio']:.2f}; "
+            f"first round {result['first_seconds']['batched']:.2f} s"
             + ("" if result["batched"] else "; fell back")
             + (f"; same bits: {result['same_bits']}" if options.check else ""),
             flush=True,
