@@ -451,6 +451,13 @@ class Words(Counting):
         return outputs
 
 
+class Filling(Counting):
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen = (inputs[:1, 0] > 0).long()
+        outputs: Tensor = self.linear(inputs.index_fill(1, chosen, 0.0))
+        return outputs
+
+
 def _dropping() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 3))
@@ -470,9 +477,10 @@ def _sum(outputs: Tensor, targets: Tensor) -> Tensor:
         (Branching, RECIPE, "data-dependent"),
         (Mixing, RECIPE, "mean over records"),
         (_perceptron, replace(RECIPE, loss=_sum), "mean over records"),
-        (Words, RECIPE, "embedding"),
+        (Words, RECIPE, "across clients"),
+        (Filling, RECIPE, "across clients"),
     ],
-    ids=["dropout", "buffer", "replaced buffer", "counter", "branch", "batch mean", "sum", "embedding"],
+    ids=["dropout", "buffer", "replaced buffer", "counter", "branch", "batch mean", "sum", "embedding", "index_fill"],
 )
 def test_falls_back_and_says_so_once(
     make: Callable[[], nn.Module], training: LocalTraining, reason: str, caplog: pytest.LogCaptureFixture

@@ -14,8 +14,9 @@ from flower_dp.clients.losses import checked, class_losses, cross_entropy, known
 from flower_dp.clients.training import FlatModel, LocalTraining
 
 _FLOAT32 = torch.finfo(torch.float32)
-# Of several clients' tables these make one, where a number that is too large for its own table finds the next client's.
-_UNCHECKED = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default)
+# Of several clients' tables torch.func makes one for these, where a number too large for its own table finds the next client's.
+_aten = torch.ops.aten
+_UNCHECKED = (_aten.embedding, _aten.embedding_dense_backward, _aten.index_fill, _aten.index_fill_)
 # 64 bytes, where memory of a tensor's own begins on a processor.
 _ALIGNED_FLOATS = 16
 
@@ -51,8 +52,8 @@ class Program:
         self._num_classes: int | None = None
         self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
         self._traced = self._trace(model)
-        if any(node.target in _UNCHECKED for node in self._traced.graph.nodes):
-            raise RuntimeError("the model has an embedding, which torch.func looks up in the weights of all clients")
+        if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in self._traced.graph.nodes):
+            raise RuntimeError("the model looks numbers up (an embedding), which torch.func does across clients")
         if sliced:
             _slice_products(self._traced)
 
