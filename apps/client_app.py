@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from flwr.app import Context
 
-from apps.methods import client_of
-from apps.settings import Settings
+from apps.methods import Run
 from apps.tasks import load_task
 from apps.tasks.models import make
 from apps.tasks.partitions import partition
@@ -29,10 +28,10 @@ def client_fn(context: Context) -> NodeClient:
 
 @lru_cache(maxsize=8)
 def _client(config: tuple[tuple[str, Any], ...], part: int, parts: int) -> NodeClient:
-    settings = Settings.of(dict(config))
+    run = Run.of(dict(config))
+    settings = run.settings
     names, clients = all_records(config)
-    return client_of(
-        settings,
+    return run.client(
         make(settings.model, bias=settings.model_bias, seed=settings.seed),
         {name: clients[name] for name in names[part::parts]},
         lambda: {name: len(records) for name, records in clients.items()},
@@ -42,7 +41,7 @@ def _client(config: tuple[tuple[str, Any], ...], part: int, parts: int) -> NodeC
 @lru_cache(maxsize=2)
 def all_records(config: tuple[tuple[str, Any], ...]) -> tuple[list[str], dict[str, TensorRecords]]:
     """Deal the task's records to all clients, the same way on every node."""
-    settings = Settings.of(dict(config))
+    settings = Run.of(dict(config)).settings
     task = load_task(settings.task, settings.data_dir)
     dealt = partition(
         settings.partition,

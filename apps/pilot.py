@@ -5,7 +5,7 @@ L2 term, whatever model the preset trains.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from apps.client_app import all_records
+from apps.methods import Run
 from apps.settings import Settings
 from apps.tasks.models import make
 from flower_dp.clients.records import TensorRecords
 from flower_dp.planning.constants import estimate
-from flower_dp.planning.nbafl_bound import best_proximal
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.registry import PLANNERS
 
@@ -51,7 +51,8 @@ def pilot(
         ValueError: naming a setting that makes no sense, or an `l2` with which the fit does not converge.
     """
     known = dict(given or {})
-    settings = Settings.of(run_config)
+    run = Run.of(run_config)
+    settings = run.settings
     _, dealt = all_records(tuple(sorted(run_config.items())))
     rng = np.random.default_rng((settings.seed, 1))
     clients = _rows(dealt, rng)
@@ -73,52 +74,9 @@ def pilot(
         notes.append(f"the preset's method is {settings.method}: of its settings only those of the data were taken")
     sizes = tuple(len(records) for records in dealt.values())
     data = Data(constants=constants, num_records=sizes, dimension=_dimension(settings))
-    chosen = _SETTINGS[method](settings, data, known) if own and method in _SETTINGS else Inputs(values={})
+    chosen = run.planning(data, known) if own else Inputs(values={})
     found = PLANNERS[method].from_data(data, {**chosen.values, **known})
     return Inputs(values={**found.values, **chosen.values}, notes=(*notes, *found.notes, *chosen.notes))
-
-
-def _fedsgd_dpc(settings: Settings, data: Data, given: Mapping[str, object]) -> Inputs:
-    values: dict[str, object] = {
-        "mechanism": settings.mechanism,
-        "clip_norm": settings.clip_norm,
-        "epsilon": list(settings.budgets().values()) if settings.client_epsilons else settings.epsilon,
-    }
-    notes = []
-    if given.get("mechanism", settings.mechanism) == "gaussian":
-        values["sampling_rate"] = settings.record_sampling_rate
-        if settings.delta:
-            values["delta"] = settings.delta
-        if settings.noise_constant:
-            values["noise_constant"] = settings.noise_constant
-        if not {"num_rounds", "max_rounds"} & given.keys():
-            values["max_rounds"] = settings.num_rounds
-            notes.append(f"max_rounds={settings.num_rounds} is the preset's num-rounds")
-    return Inputs(values=values, notes=tuple(notes))
-
-
-def _nbafl(settings: Settings, data: Data, given: Mapping[str, object]) -> Inputs:
-    values: dict[str, object] = {
-        "num_rounds": settings.num_rounds,
-        "cohort_size": settings.cohort_size if settings.sampling == "fixed-size" else len(data.num_records),
-        "epsilon": settings.epsilon,
-        "clip_norm": settings.clip_norm,
-    }
-    values |= {"delta": settings.delta} if settings.delta else {}
-    rounds = given.get("num_rounds", settings.num_rounds)
-    if isinstance(rounds, int):
-        values["uplink_exposures"] = min(settings.uplink_exposures or rounds, rounds)
-    if "proximal" in given:
-        return Inputs(values=values)
-    known: dict[str, Any] = {**data.constants.nbafl(), **given}
-    least = best_proximal(smoothness=known["smoothness"], dissimilarity=known["dissimilarity"]) / 2
-    if settings.proximal > least:
-        return Inputs(values=values | {"proximal": settings.proximal}, notes=(f"proximal={settings.proximal:g} is the preset's",))
-    return Inputs(values=values, notes=(f"at the preset's proximal={settings.proximal:g} the bound says nothing",))
-
-
-# What a preset's settings say of its own method's problem.
-_SETTINGS: Mapping[str, Callable[[Settings, Data, Mapping[str, object]], Inputs]] = {"fedsgd-dpc": _fedsgd_dpc, "nbafl": _nbafl}
 
 
 def _coefficient(settings: Settings) -> tuple[float, str]:

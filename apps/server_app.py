@@ -10,7 +10,8 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from apps.client_app import all_records, standardize
-from apps.methods import strategy_of, training_of
+from apps.methods import Run
+from apps.parts import training_of
 from apps.settings import Settings
 from apps.tasks import Task, load_task
 from apps.tasks.models import make
@@ -25,9 +26,10 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the settings of the run-config."""
-    settings = Settings.of(context.run_config)
+    run = Run.of(context.run_config)
+    settings = run.settings
     training_of(settings)
-    strategy = strategy_of(settings, lambda: _public_sizes(context.run_config))
+    strategy = run.strategy(lambda: _public_sizes(context.run_config))
     folder = RunFolder.create(settings.output_path(), dict(context.run_config), settings.run_name)
     task = load_task(settings.task, settings.data_dir)
     model = make(settings.model, bias=settings.model_bias, seed=settings.seed)

@@ -88,7 +88,12 @@ def points(
         plan_of = {0: "Table I", len(pairs) - 1: "data"}
         for index, (cohort, rounds) in enumerate(pairs):
             words = {"epsilon": f"{epsilon:g}", "b": cohort, "T": rounds, "plan": plan_of.get(index, "")}
-            settings = {"records-per-client": num_records, "epsilon": epsilon, "cohort-size": cohort, "num-rounds": rounds}
+            settings = {
+                "records-per-client": num_records,
+                "fedsgd-dpc.epsilon": epsilon,
+                "cohort-size": cohort,
+                "num-rounds": rounds,
+            }
             if cohort * rounds > most_replies:
                 left_out.append(f"epsilon={epsilon:g} b={cohort} T={rounds}")
             else:

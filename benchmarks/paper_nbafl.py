@@ -32,10 +32,10 @@ def points(num_records: int, scale: float) -> list[Point]:
         Point(
             preset=PRESET,
             settings={
-                "epsilon": words["epsilon"],
+                "nbafl.epsilon": words["epsilon"],
                 "num-clients": words["N"],
                 "num-rounds": (rounds := max(1, round(scale * words["T"]))),
-                "num-replies": rounds,
+                "nbafl.num-replies": rounds,
                 "records-per-client": num_records,
             },
             words=words,

@@ -23,12 +23,12 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 from grids import LocalGrid  # noqa: E402
 
 from apps.client_app import all_records, app, standardize  # noqa: E402
-from apps.methods import strategy_of  # noqa: E402
-from apps.settings import Settings  # noqa: E402
+from apps.methods import Run  # noqa: E402
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from flower_dp.clients import model_arrays  # noqa: E402
 from flower_dp.privacy.statement import PrivacyStatement  # noqa: E402
+from flower_dp.running.apps import flatten  # noqa: E402
 from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
 
 Row = dict[str, Any]
@@ -64,7 +64,8 @@ class Measured:
 def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole run-config: the app's defaults, the preset, and these settings."""
     defaults: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    return defaults | tomllib.loads((REPOSITORY / "apps" / "presets" / f"{preset}.toml").read_text()) | dict(settings)
+    chosen = tomllib.loads((REPOSITORY / "apps" / "presets" / f"{preset}.toml").read_text())
+    return flatten(defaults) | flatten(chosen) | dict(settings)
 
 
 def measure(point: Point, seeds: int, data_dir: str) -> Measured:
@@ -73,9 +74,10 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
     for seed in range(seeds):
         started = time.monotonic()
         config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
-        settings = Settings.of(config)
+        run = Run.of(config)
+        settings = run.settings
         model = make(settings.model, bias=settings.model_bias, seed=seed)
-        strategy = strategy_of(settings, partial(_sizes, config))
+        strategy = run.strategy(partial(_sizes, config))
         # One node hosts all clients, as a worker of the simulation hosts its part of them.
         result = strategy.start(LocalGrid(app, 1, **config), model_arrays(model), num_rounds=settings.num_rounds)
         if strategy.num_missing or strategy.incidents:

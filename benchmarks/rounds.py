@@ -56,7 +56,7 @@ class Job:
             "records-per-client": self.records_per_client,
             "sampling": "fixed-size",
             "cohort-size": 100,
-            "target-epsilon": 0.0,
+            "dp-fedavg.target-epsilon": 0.0,
             "num-rounds": num_rounds,
             "local-epochs": 1,
             "batch-size": 10,

@@ -51,7 +51,8 @@ def test_two_supernodes_with_one_client_each_train_privately(tmp_path):
         "num-clients": 2,
         "sampling": '"full"',
         "num-rounds": 2,
-        "noise-multiplier": 5.0,
+        "dp-fedsam.noise-multiplier": 5.0,
+        "dp-fedsam.delta": 1e-3,
         "batch-size": 100,
         "output-dir": f'"{tmp_path / "run"}"',
     }

@@ -9,52 +9,65 @@ import torch
 from flwr.app import Context, RecordDict
 
 from apps.client_app import app as client_app
-from apps.methods import client_of, strategy_of
+from apps.methods import METHODS, Run, module_of
 from apps.server_app import app as server_app
-from apps.settings import METHODS, READS, Settings
+from apps.settings import TRAINING, Settings
 from apps.tasks.models import make
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.running.apps import flatten
 from flower_dp.strategies import FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder
 from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parent.parent
-DEFAULTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-PRESETS = {path.stem: tomllib.loads(path.read_text()) for path in (ROOT / "apps" / "presets").glob("*.toml")}
+DEFAULTS = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "apps" / "presets").glob("*.toml")}
 LAPLACE = PRESETS["mnist-fedsgd-dpc-laplace"]
 NBAFL = PRESETS["mnist-nbafl"]
 
 
-def settings_of(preset):
-    return Settings.of({**DEFAULTS, **preset})
+def with_table(words):
+    """Put the method's name before keys of its own table."""
+    method = words.get("method", DEFAULTS["method"])
+    return {
+        key if key in DEFAULTS or f"{method}.{key}" not in DEFAULTS else f"{method}.{key}": value for key, value in words.items()
+    }
 
 
-def sizes_of(settings, size=80):
-    return lambda: dict.fromkeys(settings.client_names(), size)
+def run_of(words):
+    return Run.of({**DEFAULTS, **with_table(words)})
+
+
+def strategy_of(run, sizes):
+    return run.strategy(sizes)
+
+
+def sizes_of(run, size=80):
+    return lambda: dict.fromkeys(run.settings.client_names(), size)
 
 
 def data(size=80):
     return TensorRecords(inputs=torch.zeros(size, 1, 28, 28), targets=torch.zeros(size, dtype=torch.int64))
 
 
-def client(settings, size=80):
-    names = settings.client_names()[:2]
-    model = make(settings.model, bias=settings.model_bias, seed=0)
-    return client_of(settings, model, {name: data(size) for name in names}, sizes_of(settings, size))
+def client(run, size=80):
+    names = run.settings.client_names()[:2]
+    model = make(run.settings.model, bias=run.settings.model_bias, seed=0)
+    return run.client(model, {name: data(size) for name in names}, sizes_of(run, size))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
-    settings = settings_of(PRESETS[name])
-    strategy = strategy_of(settings, sizes_of(settings))
-    node = client(settings)
-    assert isinstance(node, LocalDPClient if settings.method in ("fedsgd-dpc", "nbafl") else DPClient)
-    assert strategy.num_clients == settings.num_clients
+    run = run_of(PRESETS[name])
+    strategy = strategy_of(run, sizes_of(run))
+    node = client(run)
+    assert isinstance(node, LocalDPClient if run.settings.method in ("fedsgd-dpc", "nbafl") else DPClient)
+    assert strategy.num_clients == run.settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
-        strategy.plan(settings.num_rounds)
-        strategy.rules.open(tuple(settings.client_names()))
-        first = settings.client_names()[0]
+        strategy.plan(run.settings.num_rounds)
+        strategy.rules.open(tuple(run.settings.client_names()))
+        first = run.settings.client_names()[0]
         assert strategy.rules.books.terms[first].text == node.recipe.terms(first, node.clients[first]).text
 
 
@@ -68,11 +81,11 @@ def test_presets_of_both_methods_are_there_in_both_sizes():
 
 def test_fedsgd_dpc_words_reach_strategy_and_recipe():
     budgets = ",".join(str(value) for value in range(1, 11))
-    settings = settings_of({**LAPLACE, "client-epsilons": budgets, "aggregation": "uniform", "cohort-size": 3})
-    strategy = strategy_of(settings, sizes_of(settings))
+    run = run_of({**LAPLACE, "client-epsilons": budgets, "aggregation": "uniform", "cohort-size": 3})
+    strategy = strategy_of(run, sizes_of(run))
     assert isinstance(strategy, FedSGDDPC)
     assert strategy.rules.books.population.aggregation == "uniform"
-    recipe = client(settings).recipe
+    recipe = client(run).recipe
     assert isinstance(recipe, FedSGDDPCRecipe)
     assert recipe.epsilon["client-9"] == 10.0
     # ceil(3 x 40 / 10)
@@ -80,23 +93,23 @@ def test_fedsgd_dpc_words_reach_strategy_and_recipe():
 
 
 def test_theory_schedule_takes_the_place_of_the_learning_rate():
-    settings = settings_of({**LAPLACE, "strong-convexity": 0.5, "smoothness": 4.0})
-    assert strategy_of(settings, sizes_of(settings)).rules.step_size(1) == 0.25
+    run = run_of({**LAPLACE, "strong-convexity": 0.5, "smoothness": 4.0})
+    assert strategy_of(run, sizes_of(run)).rules.step_size(1) == 0.25
 
 
 def test_nbafl_words_reach_strategy_and_recipe():
-    settings = settings_of({**PRESETS["mnist-nbafl-k-of-n"], "uplink-exposures": 0, "num-replies": 0})
-    strategy = strategy_of(settings, sizes_of(settings))
+    run = run_of({**PRESETS["mnist-nbafl-k-of-n"], "uplink-exposures": 0, "num-replies": 0})
+    strategy = strategy_of(run, sizes_of(run))
     assert isinstance(strategy, NbAFL)
     assert (strategy.rules.cohort_size, strategy.rules.uplink_exposures) == (20, 25)
-    recipe = client(settings).recipe
+    recipe = client(run).recipe
     assert isinstance(recipe, NbAFLRecipe)
     assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, 80, 25)
 
 
 def test_an_infinite_epsilon_is_no_noise():
-    settings = settings_of({**LAPLACE, "epsilon": math.inf})
-    assert client(settings).recipe.terms("client-0", data()).release.noise_scale == 0
+    run = run_of({**LAPLACE, "epsilon": math.inf})
+    assert client(run).recipe.terms("client-0", data()).release.noise_scale == 0
 
 
 @pytest.mark.parametrize(
@@ -111,11 +124,16 @@ def test_an_infinite_epsilon_is_no_noise():
         ({**LAPLACE, "delta": 1e-5}, "delta=1e-05"),
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**NBAFL, "sampling": "poisson"}, "sampling='poisson': must be one of full, fixed-size"),
-        ({**NBAFL, "relation": "add-or-remove-one"}, "relation='add-or-remove-one'"),
-        ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1': is not read by method='nbafl', but by fedsgd-dpc"),
-        ({**NBAFL, "target-epsilon": 0.01}, "target-epsilon=0.01: is not read by method='nbafl', but by dp-fedavg, dp-fedsam"),
-        ({"method": "dp-fedavg", "placement": "distributed"}, "placement='distributed': is not read by method='dp-fedavg'"),
-        ({"method": "dp-fedavg", "keep-ratio": 0.5}, "keep-ratio=0.5: is not read by method='dp-fedavg', but by dp-fedsam"),
+        ({**NBAFL, "relation": "add-or-remove-one"}, "relation='add-or-remove-one': unknown key"),
+        ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1': unknown key"),
+        ({**NBAFL, "target-epsilon": 0.01}, "target-epsilon=0.01: unknown key"),
+        ({**NBAFL, "dp-fedsam.target-epsilon": 0.01}, "dp-fedsam.target-epsilon=0.01: is not read by method='nbafl'"),
+        ({"method": "dp-fedavg", "placement": "distributed"}, "placement='distributed': unknown key"),
+        (
+            {"method": "dp-fedavg", "dp-fedsam.placement": "central"},
+            "dp-fedsam.placement='central': is not read by method='dp-fedavg'",
+        ),
+        ({"method": "dp-fedavg", "keep-ratio": 0.5}, "keep-ratio=0.5: unknown key"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
         ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),
         ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
@@ -125,14 +143,14 @@ def test_an_infinite_epsilon_is_no_noise():
 )
 def test_nonsense_is_refused_naming_the_key(words, message):
     with pytest.raises(ValueError, match=message):
-        strategy_of(settings_of(words), sizes_of(settings_of(words)))
+        strategy_of(run_of(words), sizes_of(run_of(words)))
 
 
 @pytest.mark.parametrize(("name", "num_rounds"), [("the default", 3), ("mnist-fedsgd-dpc-laplace", 5)])
 def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rounds, tmp_path):
     preset = PRESETS.get(name, {"delta": 1e-3, "sampling": "full", "target-epsilon": 0.0})
     config = {**preset, "num-clients": 4, "num-rounds": 5, "output-dir": str(tmp_path)}
-    config = {**DEFAULTS, **config}
+    config = {**DEFAULTS, **with_table(config)}
     grid = LocalGrid(client_app, 2, tamper=lambda node, reply: [], **config)
     with pytest.raises(RuntimeError, match="no client has sent a usable update"):
         server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
@@ -145,17 +163,17 @@ def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rou
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_before_the_first_round_nothing_is_spent(name):
-    settings = settings_of(PRESETS[name])
-    statement = strategy_of(settings, sizes_of(settings)).statement
+    run = run_of(PRESETS[name])
+    statement = strategy_of(run, sizes_of(run)).statement
     assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)
 
 
 @pytest.mark.parametrize("keep_ratio", [1.0, 0.4])
 def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
-    settings = settings_of(
+    run = run_of(
         {"num-clients": 7, "sampling": "full", "delta": 1e-3, "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
     )
-    strategy, node = strategy_of(settings, sizes_of(settings)), client(settings)
+    strategy, node = strategy_of(run, sizes_of(run)), client(run)
     order = ClientLevelOrder.of(strategy._instruction(1, tuple(node.clients), 7))
     assert order.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
     node.policy.check_noise(order)
@@ -165,7 +183,8 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
 
 
 def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
-    config = {**DEFAULTS, "num-clients": 4, "sampling": "full", "delta": 1e-3, "target-epsilon": 0.5, "output-dir": str(tmp_path)}
+    words = {"num-clients": 4, "sampling": "full", "delta": 1e-3, "target-epsilon": 0.5, "output-dir": str(tmp_path)}
+    config = {**DEFAULTS, **with_table(words)}
     grid = LocalGrid(client_app, 2, **config)
     with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
         server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
@@ -173,15 +192,17 @@ def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
 
 
 def test_defaults_in_code_and_in_the_app_are_the_same():
-    assert {field.name.replace("_", "-"): field.default for field in fields(Settings)} == DEFAULTS
+    kinds = {"": Settings, **{f"{name}.": module_of(name).Own for name in METHODS}}
+    found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}
+    assert found == DEFAULTS
 
 
-def test_every_setting_of_a_method_is_a_setting():
-    assert {name for names in READS.values() for name in names} <= {field.name for field in fields(Settings)}
+def test_every_method_reads_known_settings_of_training():
+    assert all(set(module_of(name).READS) <= set(TRAINING) for name in METHODS)
 
 
 def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():
-    settings = settings_of({"num-clients": 3, "delta": 0.5, "sampling": "full"})
-    assert "DELTA IS NO GUARANTEE: 0.5 is at least 1 / 3" in str(strategy_of(settings, sizes_of(settings)).statement)
-    settings = settings_of({"num-clients": 3, "delta": 0.01, "sampling": "full"})
-    assert "NO GUARANTEE" not in str(strategy_of(settings, sizes_of(settings)).statement)
+    run = run_of({"num-clients": 3, "delta": 0.5, "sampling": "full"})
+    assert "DELTA IS NO GUARANTEE: 0.5 is at least 1 / 3" in str(strategy_of(run, sizes_of(run)).statement)
+    run = run_of({"num-clients": 3, "delta": 0.01, "sampling": "full"})
+    assert "NO GUARANTEE" not in str(strategy_of(run, sizes_of(run)).statement)

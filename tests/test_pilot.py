@@ -38,7 +38,14 @@ NBAFL = SMALL | {
 def config(settings):
     app = apps.read_app(CHECKOUT)
     assert app is not None
-    return {**app.defaults, **settings}
+    return {**app.defaults, **with_table(settings)}
+
+
+def with_table(words):
+    """Put the method's name before keys of its own table."""
+    own = f"{words.get('method', 'dp-fedsam')}."
+    defaults = apps.read_app(CHECKOUT).defaults
+    return {key if key in defaults else own + key: value for key, value in words.items()}
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +202,7 @@ def call(capsys, monkeypatch):
 
 
 def settings(values):
-    text = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
+    text = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in with_table(values).items()}
     return [word for key, value in text.items() for word in ("--set", f"{key}={value}")]
 
 

@@ -1,0 +1,110 @@
+"""The methods of the app: one module each, found by its name, with its own table of settings.
+
+A module `dp_fedsam` is the method `dp-fedsam` and the table `[tool.flwr.app.config.dp-fedsam]`. It holds what `Method` says.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from torch import nn
+
+from apps.parts import Sizes
+from apps.settings import TRAINING, Settings, key_of, read
+from flower_dp.clients import Records
+from flower_dp.clients.client import NodeClient
+from flower_dp.core import checks
+from flower_dp.planning.planner import Data, Inputs
+from flower_dp.strategies import DPStrategy
+
+METHODS = tuple(sorted(key_of(module.name) for module in pkgutil.iter_modules(__path__)))
+
+
+class Method(Protocol):
+    """What a method's module holds. One with a planner has `planning(settings, own, data, given)` besides.
+
+    Attributes:
+        Own: the dataclass of its own settings, with their defaults.
+        READS: the settings of local training that it reads.
+    """
+
+    Own: type[Any]
+    READS: tuple[str, ...]
+
+    def strategy(self, settings: Settings, own: Any, sizes: Sizes) -> DPStrategy:
+        """Return the server's side."""
+
+    def client(self, settings: Settings, own: Any, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> NodeClient:
+        """Return the client of one node, around the records of those who live there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's settings: the common ones, and those of its method."""
+
+    settings: Settings
+    method: Method
+    own: Any
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any]) -> "Run":
+        """Read a run-config.
+
+        Raises:
+            ValueError: for an unknown or missing key, a value of the wrong kind, or a setting that the method does not read,
+                naming it.
+        """
+        tables: dict[str, dict[str, Any]] = {name: {} for name in METHODS}
+        common = {}
+        for key, value in run_config.items():
+            prefix, dot, rest = key.partition(".")
+            if dot and prefix in tables:
+                tables[prefix][rest] = value
+            else:
+                common[key] = value
+        settings = read(Settings, common)
+        checks.one_of("method", settings.method, METHODS)
+        settings.check()
+        own = {name: read(module_of(name).Own, table, f"{name}.") for name, table in tables.items()}
+        _refuse_unread(settings, own)
+        return cls(settings=settings, method=module_of(settings.method), own=own[settings.method])
+
+    def strategy(self, sizes: Sizes) -> DPStrategy:
+        """Return the server's side; `sizes` is called by methods alone that take every client's number of records as public."""
+        return self.method.strategy(self.settings, self.own, sizes)
+
+    def client(self, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> NodeClient:
+        """Return the client of one node."""
+        return self.method.client(self.settings, self.own, model, clients, sizes)
+
+    def planning(self, data: Data, given: Mapping[str, object]) -> Inputs:
+        """Return what the settings say of the method's planning problem; nothing where the method has no planner."""
+        fill = getattr(self.method, "planning", None)
+        inputs: Inputs = fill(self.settings, self.own, data, given) if fill else Inputs(values={})
+        return inputs
+
+
+def module_of(name: str) -> Method:
+    """Return a method's module."""
+    module: Any = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    return module  # type: ignore[no-any-return]
+
+
+def _refuse_unread(settings: Settings, own: Mapping[str, Any]) -> None:
+    """Refuse a setting that somebody has set and the method does not read: it would be dropped without a word."""
+    method = settings.method
+    reads = {name: module_of(name).READS for name in METHODS}
+    for name in TRAINING:
+        if settings.is_set(name) and name not in reads[method]:
+            readers = ", ".join(other for other in METHODS if name in reads[other])
+            raise ValueError(f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={method!r}, but by {readers}")
+    for other in METHODS:
+        for field in fields(own[other]):
+            value = getattr(own[other], field.name)
+            if other != method and value != field.default:
+                raise ValueError(
+                    f"{other}.{key_of(field.name)}={value!r}: is not read by method={method!r}; settings of "
+                    f"that are under {method}."
+                )

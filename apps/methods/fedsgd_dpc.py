@@ -1,0 +1,118 @@
+"""FedSGD-DPC, Laplace and Gaussian."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from apps.parts import Sizes, cohort_size_of, sampler_of
+from apps.settings import Settings
+from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, Records
+from flower_dp.core import checks
+from flower_dp.planning.planner import Data, Inputs
+from flower_dp.privacy.accounting import relation_of
+from flower_dp.strategies import FedSGDDPC
+
+READS: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """The table `fedsgd-dpc`."""
+
+    mechanism: str = "laplace"
+    clip_norm: float = 0.5
+    epsilon: float = 1.0
+    client_epsilons: str = ""
+    delta: float = 0.0
+    record_sampling_rate: float = 1.0
+    num_replies: int = 0
+    aggregation: str = "data-size"
+    relation: str = "replace-one"
+    strong_convexity: float = 0.0
+    smoothness: float = 0.0
+    noise_constant: float = 0.0
+
+
+def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
+    """Return the server's side."""
+    sampler_of(settings, "round-robin")
+    theory = bool(own.strong_convexity or own.smoothness)
+    return FedSGDDPC(
+        **_shared(settings, own, sizes),
+        num_clients=settings.num_clients,
+        cohort_size=cohort_size_of(settings),
+        learning_rate=None if theory else settings.learning_rate,
+        learning_rate_decay=settings.learning_rate_decay,
+        strong_convexity=own.strong_convexity if theory else None,
+        smoothness=own.smoothness if theory else None,
+        aggregation=own.aggregation,
+        noise_constant=own.noise_constant or None,
+        report_client_metrics=settings.report_client_metrics,
+    )
+
+
+def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+    """Return a node's client."""
+    return LocalDPClient(
+        model=model,
+        clients=clients,
+        seed=settings.seed,
+        recipe=FedSGDDPCRecipe(**_shared(settings, own, sizes)),
+        policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
+    )
+
+
+def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, object]) -> Inputs:
+    """Return what a preset says of its planning problem."""
+    values: dict[str, object] = {
+        "mechanism": own.mechanism,
+        "clip_norm": own.clip_norm,
+        "epsilon": list(budgets(settings, own).values()) if own.client_epsilons else own.epsilon,
+    }
+    notes = []
+    if given.get("mechanism", own.mechanism) == "gaussian":
+        values["sampling_rate"] = own.record_sampling_rate
+        if own.delta:
+            values["delta"] = own.delta
+        if own.noise_constant:
+            values["noise_constant"] = own.noise_constant
+        if not {"num_rounds", "max_rounds"} & given.keys():
+            values["max_rounds"] = settings.num_rounds
+            notes.append(f"max_rounds={settings.num_rounds} is the preset's num-rounds")
+    return Inputs(values=values, notes=tuple(notes))
+
+
+def budgets(settings: Settings, own: Own) -> dict[str, float]:
+    """Return every client's epsilon by name, from `client-epsilons` or else `epsilon`; infinite for no noise.
+
+    Raises:
+        ValueError: if a value is no number, or their count isn't the number of clients.
+    """
+    names = settings.client_names()
+    if not own.client_epsilons:
+        return dict.fromkeys(names, own.epsilon)
+    try:
+        values = [float(text) for text in own.client_epsilons.split(",")]
+    except ValueError:
+        raise ValueError(f"client-epsilons={own.client_epsilons!r}: must be numbers with commas between them") from None
+    if len(values) != len(names):
+        raise ValueError(f"client-epsilons: has {len(values)} numbers; num-clients={len(names)} needs one for each")
+    return dict(zip(names, values, strict=True))
+
+
+def _shared(settings: Settings, own: Own, sizes: Sizes) -> dict[str, Any]:
+    """Return what both sides must agree on."""
+    checks.integer("num-replies", own.num_replies, at_least=0)
+    replies = own.num_replies or max(1, -(-settings.num_rounds * cohort_size_of(settings) // settings.num_clients))
+    return {
+        "mechanism": own.mechanism,
+        "clip_norm": own.clip_norm,
+        "epsilon": budgets(settings, own),
+        "delta": own.delta,
+        "num_replies": replies,
+        "num_records": dict(sizes()),
+        "sampling_rate": own.record_sampling_rate,
+        "relation": relation_of(own.relation),
+    }

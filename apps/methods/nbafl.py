@@ -1,0 +1,88 @@
+"""NbAFL, all clients or K of N."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from apps.parts import Sizes, cohort_size_of, sampler_of, training_of
+from apps.settings import TRAINING, Settings
+from flower_dp.clients import ClientPolicy, LocalDPClient, NbAFLRecipe, Records
+from flower_dp.core import checks
+from flower_dp.planning.nbafl_bound import best_proximal
+from flower_dp.planning.planner import Data, Inputs
+from flower_dp.strategies import NbAFL
+
+READS = tuple(name for name in TRAINING if name != "engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """The table `nbafl`."""
+
+    clip_norm: float = 20.0
+    epsilon: float = 50.0
+    delta: float = 0.01
+    uplink_exposures: int = 0
+    num_replies: int = 0
+    aggregation: str = "data-size"
+
+
+def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
+    """Return the server's side."""
+    sampler_of(settings, "full", "fixed-size")
+    return NbAFL(
+        **_shared(settings, own),
+        num_clients=settings.num_clients,
+        num_records=dict(sizes()),
+        cohort_size=None if settings.sampling == "full" else cohort_size_of(settings),
+        aggregation=own.aggregation,
+        report_client_metrics=settings.report_client_metrics,
+    )
+
+
+def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+    """Return a node's client."""
+    return LocalDPClient(
+        model=model,
+        clients=clients,
+        seed=settings.seed,
+        recipe=NbAFLRecipe(**_shared(settings, own), training=training_of(settings), min_records=min(sizes().values())),
+        policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
+    )
+
+
+def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, object]) -> Inputs:
+    """Return what a preset says of its planning problem."""
+    values: dict[str, object] = {
+        "num_rounds": settings.num_rounds,
+        "cohort_size": settings.cohort_size if settings.sampling == "fixed-size" else len(data.num_records),
+        "epsilon": own.epsilon,
+        "clip_norm": own.clip_norm,
+        "delta": own.delta,
+    }
+    rounds = given.get("num_rounds", settings.num_rounds)
+    if isinstance(rounds, int):
+        values["uplink_exposures"] = min(own.uplink_exposures or rounds, rounds)
+    if "proximal" in given:
+        return Inputs(values=values)
+    known: dict[str, Any] = {**data.constants.nbafl(), **given}
+    least = best_proximal(smoothness=known["smoothness"], dissimilarity=known["dissimilarity"]) / 2
+    if settings.proximal > least:
+        return Inputs(values=values | {"proximal": settings.proximal}, notes=(f"proximal={settings.proximal:g} is the preset's",))
+    return Inputs(values=values, notes=(f"at the preset's proximal={settings.proximal:g} the bound says nothing",))
+
+
+def _shared(settings: Settings, own: Own) -> dict[str, Any]:
+    """Return what both sides must agree on."""
+    checks.integer("num-replies", own.num_replies, at_least=0)
+    checks.integer("uplink-exposures", own.uplink_exposures, at_least=0)
+    exposures = own.uplink_exposures or max(1, settings.num_rounds)
+    return {
+        "clip_norm": own.clip_norm,
+        "epsilon": own.epsilon,
+        "delta": own.delta,
+        "uplink_exposures": exposures,
+        "num_replies": own.num_replies or exposures,
+    }

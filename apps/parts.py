@@ -1,0 +1,64 @@
+"""Parts that several methods make of the common settings."""
+
+from collections.abc import Callable, Mapping
+
+from apps.settings import Settings
+from flower_dp.clients import LocalTraining
+from flower_dp.core import checks
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+
+# Every client's number of records by name, which methods with local noise take as public.
+Sizes = Callable[[], Mapping[str, int]]
+# Clients below which num_clients^-1.1 is no delta that anybody would choose.
+_FEWEST_FOR_DEFAULT_DELTA = 100
+
+
+def sampler_of(settings: Settings, *samplings: str) -> Sampler:
+    """Return who takes part in a round; `samplings` are those that the method can account for, all of them by default.
+
+    Raises:
+        ValueError: for another one.
+    """
+    if samplings:
+        checks.one_of("sampling", settings.sampling, samplings)
+    if settings.sampling == "full":
+        return FullSampling()
+    if settings.sampling == "poisson":
+        return PoissonSampling(sampling_rate=settings.sampling_rate)
+    size = cohort_size_of(settings)
+    return FixedSizeSampling(cohort_size=size) if settings.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
+
+
+def cohort_size_of(settings: Settings) -> int:
+    """Return the size of a cohort that has a fixed one."""
+    return checks.integer("cohort-size", settings.cohort_size, at_least=1, at_most=settings.num_clients)
+
+
+def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining:
+    """Return the recipe of local training."""
+    return LocalTraining(
+        learning_rate=settings.learning_rate,
+        batch_size=settings.batch_size,
+        num_local_epochs=settings.local_epochs,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        learning_rate_decay=settings.learning_rate_decay,
+        sam_radius=sam_radius,
+        proximal=settings.proximal,
+    )
+
+
+def client_level_delta(delta: float, settings: Settings, *, private: bool) -> float:
+    """Return the delta of a client-level method: as set, or num_clients^-1.1.
+
+    Raises:
+        ValueError: if it is not set and there are too few clients for the default to be a guarantee.
+    """
+    checks.number("delta", delta, at_least=0, below=1)
+    default = float(settings.num_clients**-1.1)
+    if not delta and private and settings.num_clients < _FEWEST_FOR_DEFAULT_DELTA:
+        raise ValueError(
+            f"delta: num-clients={settings.num_clients} gives {default:.3g} by default, which is no guarantee; set delta, "
+            f"far below 1/{settings.num_clients}"
+        )
+    return delta or default
