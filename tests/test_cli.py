@@ -317,6 +317,15 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
     assert apps.resolve("quick", []).overrides["data-dir"] == str(checkout / "d")
 
 
+@pytest.mark.parametrize(
+    ("given", "absolute"),
+    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x"), ("", "")],
+)
+def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
+    here = str(checkout / "deep" / "er")
+    assert apps.resolve(None, [f"data-dir={given}"]).overrides["data-dir"] == absolute.replace("HERE", here)
+
+
 def test_a_folder_is_an_app(checkout):
     target = apps.resolve(str(TINY), ["greeting=a=b c"])
     assert (target.app.folder, target.name, target.overrides) == (TINY, "tiny", {"greeting": "a=b c"})

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 import shutil
 import tempfile
 import tomllib
@@ -185,6 +186,9 @@ def _from_text(app: App, key: str, text: str) -> Value:
 
 def _absolute(key: str, value: Value, base: Path) -> Value:
     # The app runs in another working directory, where a relative path would lead nowhere.
-    if isinstance(value, str) and value and key.endswith("-dir"):
-        return str(base / Path(value).expanduser())
-    return value
+    if not isinstance(value, str) or not key.endswith("-dir"):
+        return value
+    # What stands before a colon says how the folder is to be filled; one letter is a drive.
+    how = prefix.group() if (prefix := re.match("[a-z]{2,}:", value)) else ""
+    folder = value.removeprefix(how)
+    return how + str(base / Path(folder).expanduser()) if folder else value
