@@ -205,6 +205,15 @@ def test_download_without_internet(tmp_path, monkeypatch):
         mnist.load(f"torchvision:{tmp_path}")
 
 
+def test_download_without_torchvision(tmp_path, monkeypatch):
+    def absent():
+        raise ImportError("No module named 'torchvision'")
+
+    monkeypatch.setattr(vision, "import_torchvision", absent)
+    with pytest.raises(ValueError, match="data-dir='torchvision:.*needs torchvision, in the build that fits torch here"):
+        mnist.load(f"torchvision:{tmp_path}")
+
+
 def test_download_needs_a_folder():
     with pytest.raises(ValueError, match="data-dir='torchvision:': must name a folder"):
         mnist.load("torchvision:")
