@@ -307,6 +307,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     case=st.sampled_from(CASES),
@@ -349,6 +350,7 @@ def test_replace_one_never_costs_less(multiplier: float, rate: float, rounds: in
 # Calibration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "sampling", "relation"), CASES)
 @pytest.mark.parametrize(("target", "delta"), [(2.0, 1e-5)])
 def test_calibrated_noise_is_enough_and_at_most_one_percent_too_much(
@@ -374,6 +376,7 @@ def test_calibrated_pure_noise_by_hand() -> None:
     assert 4.0 <= found < 4.0 * 1.0002
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.003, 0.02, 0.05, 0.1])
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_calibration_of_small_targets_agrees_with_epsilon(target: float, relation: Relation) -> None:
@@ -384,6 +387,7 @@ def test_calibration_of_small_targets_agrees_with_epsilon(target: float, relatio
     assert epsilon(less, delta=1e-5, relation=relation).epsilon > target
 
 
+@pytest.mark.slow
 def test_calibration_of_huge_targets_is_not_too_little() -> None:
     found = calibrate(Gaussian, epsilon=2e6, delta=1e-5, relation=ADD)
     assert epsilon(Gaussian(found), delta=1e-5, relation=ADD).epsilon <= 2e6

@@ -115,6 +115,7 @@ def test_calibrated_noise_is_enough_and_hardly_more(answer):
     assert got["epsilon"] <= got["target_epsilon"] == 1.0
 
 
+@pytest.mark.slow
 def test_calibrate_and_epsilon_agree(answer):
     rounds = [*POISSON, "0.1", "--num-rounds", "50", "--delta", "5e-4"]
     noise = answer("calibrate", "--epsilon", "8", *rounds)["noise_multiplier"]

@@ -91,6 +91,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stock", "DPClient", "fedsgd-dpc", "nbafl"])
 @pytest.mark.parametrize("method", STRATEGIES)
 def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
@@ -228,6 +229,7 @@ def test_forks_of_a_client_do_not_repeat_its_noise(cls):
     assert_all_differ(replies)
 
 
+@pytest.mark.flwr_run
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_clients_that_reach_rays_workers_as_copies_do_not_repeat_their_noise(monkeypatch):
     ray = pytest.importorskip("ray")
@@ -402,6 +404,7 @@ class OwnStart(DPFedAvg):
         return current
 
 
+@pytest.mark.slow
 def test_a_start_of_ones_own_does_not_pass_the_target():
     words = {
         "clip_norm": 1.0,
@@ -429,6 +432,7 @@ def test_a_start_of_ones_own_fails_where_nobody_answers():
         strategy.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=40)
 
 
+@pytest.mark.slow
 def test_rounds_out_of_order_are_each_paid_for():
     strategy = DPFedAvg(
         clip_norm=1.0, noise_multiplier=2.0, sampling=FullSampling(), num_clients=2, delta=1e-3, target_epsilon=3.0
@@ -454,6 +458,7 @@ def test_nbafl_without_its_plan_asks_nobody():
 # What participants and outsiders learn
 
 
+@pytest.mark.slow
 def test_instructions_do_not_tell_how_many_clients_take_part():
     strategy = DPFedSAM(**CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)})
     grid = LocalGrid(clients("DPClient"), 4)
@@ -507,6 +512,7 @@ def grid_for(names):
     return LocalGrid(client_app(client_fn), len(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", STRATEGIES)
 def test_every_statement_names_outsiders_participants_and_the_server(method):
     kind = sorted(RUNS[method])[0]
@@ -630,6 +636,7 @@ def test_an_honest_answer_is_never_too_long():
 # Bad labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [99, -1, 2**40])
 def test_no_record_silences_an_nbafl_client(target):
     data = {name: records(name) for name in NAMES}

