@@ -1,17 +1,24 @@
 # make demo   train a private model on real digits (sets up .venv first)
+# make quick  the unit tests, without those that take long or start Flower
 # make test   checks and all tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A process a core; tests of one group (those that start Flower) run in one process, one after the other.
+JOBS ?= logical
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: demo test check format clean
+.PHONY: demo quick test check format clean
 
 demo: $(STAMP)
 	$(BIN)/flower-dp run .
 
+quick: $(STAMP)
+	$(PYTEST) -m "not slow and not flwr_run"
+
 test: check
-	$(BIN)/pytest
+	$(PYTEST)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -115,6 +115,7 @@ def test_calibrated_noise_is_enough_and_hardly_more(answer):
     assert got["epsilon"] <= got["target_epsilon"] == 1.0
 
 
+@pytest.mark.slow
 def test_calibrate_and_epsilon_agree(answer):
     rounds = [*POISSON, "0.1", "--num-rounds", "50", "--delta", "5e-4"]
     noise = answer("calibrate", "--epsilon", "8", *rounds)["noise_multiplier"]
@@ -315,6 +316,15 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
     }
     assert type(target.overrides["clip-norm"]) is float  # a whole number is a number
     assert apps.resolve("quick", []).overrides["data-dir"] == str(checkout / "d")
+
+
+@pytest.mark.parametrize(
+    ("given", "absolute"),
+    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x"), ("", "")],
+)
+def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
+    here = str(checkout / "deep" / "er")
+    assert apps.resolve(None, [f"data-dir={given}"]).overrides["data-dir"] == absolute.replace("HERE", here)
 
 
 def test_a_folder_is_an_app(checkout):

@@ -76,6 +76,7 @@ def still_model():
 ZEROS = {"w": np.zeros(SIZE, np.float32)}
 
 
+@pytest.mark.slow
 def test_central_noise_has_std_z_c_over_the_expected_cohort():
     strategy = DPFedAvg(
         clip_norm=0.5, noise_multiplier=0.8, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
@@ -97,6 +98,7 @@ def test_an_empty_cohort_still_releases_noise_and_still_pays():
     assert strategy.rules.ledger.num_charges == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
 def test_distributed_shares_add_up_to_the_same_noise_whoever_takes_part(sampling):
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=8, delta=1e-3)
@@ -139,6 +141,7 @@ def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
     assert strategy.statement.epsilon == against["participants"].epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "fewest"), [(None, 6), (0.5, 4), (1.0, 8), (0.01, 1)])
 def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(ratio, fewest):
     words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 8, "delta": 1e-3}
@@ -183,6 +186,7 @@ def test_without_a_trusted_server_sampling_lowers_no_cost(relation):
     assert "cohorts that nobody knows" in strategy.statement.paper.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
 def test_dropouts_pass_no_target(sampling):
     words = {"clip_norm": 0.5, "noise_multiplier": 5.0, "sampling": sampling, "num_clients": 6, "delta": 1e-3}
@@ -262,6 +266,7 @@ def test_why_top_k_of_single_noised_updates_is_not_covered_by_the_noise_of_the_s
 # The ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "relation", "event"),
     [
@@ -318,6 +323,7 @@ def test_the_charge_comes_before_the_messages():
     assert strategy.statement.epsilon > 1
 
 
+@pytest.mark.slow
 def test_epsilon_during_a_run_never_understates_the_statement():
     strategy = DPFedAvg(
         clip_norm=1.0, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
@@ -378,6 +384,7 @@ def test_two_runs_with_the_same_settings_have_different_noise():
     assert not np.allclose(run().numpy(), run().numpy())
 
 
+@pytest.mark.slow
 def test_a_statement_read_during_a_round_is_not_the_last_word():
     """Replies, missing shares, a client's fixed seed and the end of the run all come after the charge."""
     read = []
@@ -414,6 +421,7 @@ def test_a_statement_read_during_a_round_is_not_the_last_word():
     assert any(line.startswith("ended before round") for line in strategy.statement.incidents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3e38, 1e30, 1.0])
 def test_rows_beyond_any_honest_one_are_refused_where_the_server_cannot_clip(size):
     """Where clients add the noise the server can't clip; but it knows how long an honest row can be."""
@@ -435,6 +443,7 @@ def test_rows_beyond_any_honest_one_are_refused_where_the_server_cannot_clip(siz
     assert 0 < strategy.num_missing < asked
 
 
+@pytest.mark.slow
 def test_honest_rows_are_not_refused_for_their_length():
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
     strategy.start(LocalGrid(still_app(4), 2), model_arrays(still_model()), num_rounds=30)
@@ -461,6 +470,7 @@ def test_min_reply_ratio_is_refused_where_nobody_reads_it():
         DPFedSAM(**words, min_reply_ratio=1.1, trusted_server=False)
 
 
+@pytest.mark.slow
 def test_the_papers_epsilon_is_that_of_the_rounds_that_ran():
     strategy = DPFedAvg(
         clip_norm=1.0, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3

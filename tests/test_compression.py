@@ -289,6 +289,7 @@ _ARRAYS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(header=_HEADERS, arrays=_ARRAYS, mask=st.sampled_from([None, np.array([0, 5])]))
 def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arrays: Any, mask: Any) -> None:

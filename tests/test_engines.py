@@ -119,6 +119,7 @@ def no_fallback(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 # The engines agree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [PLAIN, RECIPE, EVERYTHING], ids=["plain", "SAM", "everything"])
 @pytest.mark.parametrize("make", [_net, _perceptron, Own], ids=["GroupNorm", "perceptron", "module of one's own"])
 @pytest.mark.parametrize("sizes", [(9, 9, 9), (9, 1, 12, 4), (700, 3)], ids=str)
@@ -259,6 +260,7 @@ NEIGHBOURS: dict[str, Callable[[TensorRecords], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_no_neighbour_changes_a_bit_of_a_row(name: str, engine: str) -> None:
@@ -276,6 +278,7 @@ def test_no_neighbour_changes_a_bit_of_a_row(name: str, engine: str) -> None:
     assert alone.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("training", [CHAOTIC, replace(EVERYTHING, num_local_epochs=5)], ids=["plain", "everything"])
 @pytest.mark.parametrize(
@@ -630,6 +633,7 @@ def test_an_unknown_engine_is_refused() -> None:
         rows_of(_perceptron, [_classes(5, 1)], PLAIN, engine="fast")
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_alone_and_together_and_in_any_order() -> None:
     data = [_classes(size, size) for size in (5, 8, 3)]
     seeds = [batch_seed(0, 2, f"client-{i}") for i in range(3)]

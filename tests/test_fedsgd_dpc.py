@@ -364,6 +364,7 @@ def worst_swap():
     return model, TensorRecords(inputs=up, targets=targets), TensorRecords(inputs=down, targets=targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "num_replies"), [(1.0, 1), (10.0, 1), (1.0, 7)])
 def test_laplace_privacy_loss_of_worst_swap_is_exactly_the_budget(epsilon, num_replies):
     """Closed form: for independent Laplace noise the loss at any output is at most ||a - b||_1 / scale, and reaches it."""
@@ -386,6 +387,7 @@ def test_laplace_privacy_loss_of_worst_swap_is_exactly_the_budget(epsilon, num_r
     assert max(losses) > epsilon / num_replies * 0.999
 
 
+@pytest.mark.slow
 def test_laplace_counts_of_real_rows_stay_within_the_budget():
     """Empirical: how often the first coordinate is positive under either data set; false alarm below 1e-6 (5 sigma)."""
     model, up, down = worst_swap()
@@ -480,6 +482,7 @@ def test_gaussian_noise_of_one_reply_is_the_least(rate, epsilon):
     assert single_reply_delta(multiplier / 1.01, rate, epsilon) > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "epsilon", "replies"), [(0.01, 1.0, 50), (0.01, 0.1, 10), (0.2, 2.0, 20)])
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
 def test_gaussian_noise_of_all_replies_meets_the_budget_and_one_percent_less_does_not(rate, epsilon, replies, relation):
@@ -630,6 +633,7 @@ def test_laplace_statement_is_pure_and_lists_the_clients():
     assert statement.to_dict()["clients"]["minimum"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
     strategy, recipe = pair(4, **GAUSSIAN)
     start(strategy, grid_of(recipe, FOUR), 4)
@@ -644,6 +648,7 @@ def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
     assert not paper.valid
 
 
+@pytest.mark.slow
 def test_a_small_budget_over_many_replies_is_stated_within_it():
     words = GAUSSIAN | {"epsilon": 0.05, "sampling_rate": 0.01}
     strategy, _ = pair(1, server={"num_replies": 1000}, **words)

@@ -210,6 +210,7 @@ def test_a_reply_longer_than_any_honest_one_does_not_move_the_model(size):
     torch.testing.assert_close(*finals, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_honest_noise_is_never_too_long():
     """Of budgets and models small and large."""
     for epsilon, mechanism in ((1e-3, "laplace"), (50.0, "laplace"), (20.0, "gaussian")):
@@ -286,6 +287,7 @@ def test_a_lie_about_replies_or_clip_is_refused_and_costs_nothing():
 GAUSSIAN = {"mechanism": "gaussian", "delta": 1e-5, "sampling_rate": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "client", "why"),
     [

@@ -146,6 +146,7 @@ def test_nonsense_is_refused_naming_the_key(words, message):
         strategy_of(run_of(words), sizes_of(run_of(words)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_rounds"), [("the default", 3), ("mnist-fedsgd-dpc-laplace", 5)])
 def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rounds, tmp_path):
     preset = PRESETS.get(name, {"delta": 1e-3, "sampling": "full", "target-epsilon": 0.0})
@@ -182,6 +183,7 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
             node.policy.check_noise(replace(order, noise_std=weaker))
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
     words = {"num-clients": 4, "sampling": "full", "delta": 1e-3, "target-epsilon": 0.5, "output-dir": str(tmp_path)}
     config = {**DEFAULTS, **with_table(words)}

@@ -180,6 +180,7 @@ def test_same_result_for_one_client_a_node_and_for_many():
     torch.testing.assert_close(finals[0], finals[2])
 
 
+@pytest.mark.slow
 def test_k_of_n_asks_k_at_random_and_not_more_than_the_budget():
     strategy, recipe = pair(server={"cohort_size": 2, "num_replies": 3}, uplink_exposures=3)
     start(strategy, grid_of(recipe, FOUR), 12)
@@ -202,6 +203,7 @@ def wide():
 ZEROS = {name: TensorRecords(inputs=torch.zeros(8, FEATURES), targets=torch.zeros(8, dtype=torch.int64)) for name in NAMES[:4]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [1.0, 1.05, 0.95])
 def test_measured_noise_of_broadcasts_and_a_wrong_one_is_rejected(wrong):
     """One exposure and 30 rounds: sigma_D^2 + sigma_U^2 / N; 8 runs of 3,000 draws, 5 sigma of the variance."""
@@ -252,6 +254,7 @@ def test_missing_and_unequal_clients_never_lower_the_ratio_of_noise_to_a_clients
 # The statement
 
 
+@pytest.mark.slow
 def test_all_adversaries_are_stated_with_what_clipping_proves():
     strategy, recipe = pair()
     start(strategy, grid_of(recipe, FOUR), 4)
@@ -274,6 +277,7 @@ def test_all_adversaries_are_stated_with_what_clipping_proves():
     assert [entry["name"] for entry in statement.to_dict()["adversaries"]] == names
 
 
+@pytest.mark.slow
 def test_downlink_charges_what_was_there_when_clients_are_missing():
     """Three of four replies lost: the average is one client's weights; the server's noise makes up for it."""
     costs = []
@@ -293,6 +297,7 @@ def test_one_exposure_costs_what_exact_accounting_says_under_the_papers_assumpti
     assert exact_epsilon(std / (2 * 20.0 / 100), 0.01) == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("claimed", "exact"), [(50.0, 11.9), (60.0, 15.7), (100.0, 34.8)])
 def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
     """Exact composition of L = 25 exposures."""
@@ -321,6 +326,7 @@ def test_huge_tight_epsilon_is_printed_and_the_paper_flagged(claimed):
     assert "2 C / m" in uplink.reason
 
 
+@pytest.mark.slow
 def test_paper_formula_is_in_its_range_for_small_epsilon_and_flagged_beyond_its_exposures():
     strategy, recipe = pair()
     start(strategy, grid_of(recipe, FOUR), 4)
@@ -335,6 +341,7 @@ def test_paper_formula_is_in_its_range_for_small_epsilon_and_flagged_beyond_its_
     assert "4 exposures, and the noise is made for 3" in paper.reason
 
 
+@pytest.mark.slow
 def test_clients_stop_after_as_many_replies_as_the_noise_is_made_for():
     strategy, recipe = pair(uplink_exposures=2)
     start(strategy, grid_of(recipe, FOUR), 5)

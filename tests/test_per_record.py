@@ -76,6 +76,7 @@ def assert_close_sums(rows, expected):
 # Equal sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_make_the_same_sums_as_plain_autograd(name, engine):

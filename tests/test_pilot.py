@@ -111,6 +111,7 @@ def test_budgets_of_each_client():
     assert found.values["epsilon"] == [1.0, 2.0, 4.0, 8.0]
 
 
+@pytest.mark.slow
 def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     found = pilot("fedsgd-dpc", config(SMALL))
     same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | {"num_records": 25})
@@ -118,6 +119,7 @@ def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     assert {"epsilon", "clip_norm", "delta", "num_rounds", "max_rounds"}.isdisjoint(pilot("nbafl", config(SMALL)).values)
 
 
+@pytest.mark.slow
 def test_methods_without_presets_get_what_the_data_say(by_hand):
     """gradient_variance of DP-PASGD follows from a batch_size, which is a choice; so are budgets and step sizes."""
     found = pilot("dp-pasgd", config(SMALL), given={"batch_size": 5})

@@ -311,6 +311,7 @@ def test_a_planner_is_named_like_its_method():
         assert planner.__name__ == f"flower_dp.planning.{method.replace('-', '_')}"
 
 
+@pytest.mark.slow
 def test_planning_needs_neither_flwr_nor_torch_nor_matplotlib():
     code = (
         "import sys, flower_dp.planning.command, flower_dp.planning.constants;"

@@ -190,6 +190,7 @@ class TestPlan:
         # Gaussian composition does not see K: only the ratio of noise to sqrt(K), which epsilon fixes.
         assert content["epsilon_tight"] == pytest.approx(3.1322, abs=1e-4)
 
+    @pytest.mark.slow
     @settings(max_examples=50, deadline=None)
     @given(
         cost_per_aggregation=st.sampled_from([0.0, 0.5, 7.0, 100.0]),
@@ -270,6 +271,7 @@ class TestPlan:
         rounds = np.maximum((rng.random(20_000) * 9e6 / (100 + tau)).astype(int), 1)
         assert answer.bound <= float(problem.bound(rounds * tau, tau).min())
 
+    @pytest.mark.slow
     def test_nothing_but_noise_limits_the_steps(self):
         free = PROBLEM | {"cost_per_aggregation": 0.0, "cost_per_step": 0.0}
         answer = plan(free)

@@ -174,6 +174,7 @@ class TestBound:
 
 
 class TestLaplaceOptimum:
+    @pytest.mark.slow
     def test_is_the_best_of_all_whole_numbers(self):
         rng = np.random.default_rng(3)
         winners, checked = set(), 0
@@ -249,6 +250,7 @@ class TestLaplaceOptimum:
 
 
 class TestGaussianOptimum:
+    @pytest.mark.slow
     def test_is_the_best_of_all_whole_numbers(self):
         rng = np.random.default_rng(5)
         winners = set()

@@ -20,6 +20,7 @@ def blocks():
     return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_drop_in_server_and_the_client_run_together(capsys):
     server, client = blocks()
     inputs, targets = torch.randn(8, 3), torch.randint(0, 2, (8,))

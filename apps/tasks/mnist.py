@@ -172,7 +172,7 @@ def _download(data_dir: str) -> Path:
     try:
         vision.import_torchvision().datasets.MNIST(str(root), train=True, download=True)
     except ImportError as error:
-        raise ValueError(f"data-dir={data_dir!r}: needs torchvision (pip install 'flower-dp[app]')") from error
+        raise ValueError(f"data-dir={data_dir!r}: needs torchvision, in the build that fits torch here") from error
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())  # torchvision's has many lines
         raise ValueError(

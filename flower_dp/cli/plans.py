@@ -105,7 +105,7 @@ def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float
         try:
             pilot = getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError, ValueError) as error:
-            needed = "it needs a whole checkout, and what pip install 'flower-dp[app]' brings"
+            needed = "it needs what pip install 'flower-dp[app]' brings"
             raise ValueError(f"--estimate-from: {target.app.pilot}: {error}; {needed}") from None
         found: Inputs = pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
         return found

@@ -57,9 +57,9 @@ def run(
     if tells:
         overrides["output-dir"] = str(folder)
     try:
-        with progress.display() as display:
+        with apps.unpacked(what.app) as app_dir, progress.display() as display:
             outcome = launch.launch(
-                what.app.folder,
+                app_dir,
                 overrides=overrides,
                 output_dir=folder,
                 num_workers=workers or launch.default_workers(),
@@ -85,10 +85,10 @@ def presets() -> None:
     """List the presets of flower-dp's app."""
     from flower_dp.running import apps
 
-    own = apps.find_checkout()
-    if own is None:
-        refuse("no checkout of flower-dp was found here; presets come with one")
-    found = own.presets()
+    try:
+        found = apps.own_app().presets()
+    except ValueError as error:
+        refuse(str(error))
     width = max(map(len, found), default=0)
     for name, path in found.items():
         typer.echo(f"{name:<{width}}  {apps.description(path)}".rstrip())

@@ -1,11 +1,21 @@
 """What `flower-dp run` runs: a Flower app, its settings and the presets that change them."""
 
+import contextlib
 import difflib
+import re
+import shutil
+import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import flower_dp
+
+_PACKAGE = Path(flower_dp.__file__).resolve().parent
+# Where the wheel has the app; a checkout has none here.
+_INSTALLED = _PACKAGE / "_app"
 
 Value = bool | int | float | str
 _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -53,11 +63,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         preset: Mapping[str, Any] = {}
         name = app.name
     else:
-        own = find_checkout()
-        if own is None:
-            where = f"{target}: is no folder of a Flower app, and" if target is not None else "no app was named, and"
-            raise ValueError(f"{where} no checkout of flower-dp was found here; go to one, or name an app's folder")
-        app = own
+        app = own_app()
         name = target or app.name
         if target is not None and target not in app.presets():
             names = ", ".join(app.presets()) or "none"
@@ -72,15 +78,34 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     return Target(app=app, name=name, overrides=overrides)
 
 
-def find_checkout() -> App | None:
-    """Return flower-dp's own app: from the working directory upwards, else where an editable install points."""
-    import flower_dp  # noqa: PLC0415  (itself)
+def own_app() -> App:
+    """Return flower-dp's own app: of the checkout around the working directory, else of the package that runs.
 
+    Raises:
+        ValueError: the package is neither in a checkout nor whole.
+    """
     here = Path.cwd()
-    for folder in [here, *here.parents, Path(flower_dp.__file__).resolve().parent.parent]:
+    for folder in [here, *here.parents, _PACKAGE.parent, _INSTALLED]:
         if (app := read_app(folder)) is not None and app.name == "flower-dp":
             return app
-    return None
+    raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
+
+
+@contextlib.contextmanager
+def unpacked(app: App) -> Iterator[Path]:
+    """Yield the folder from which `flwr run` can bundle an app.
+
+    The app inside an installed package lacks the library that its bundle takes along: it is copied, together with the
+    library, to a temporary folder.
+    """
+    if app.folder != _INSTALLED:
+        yield app.folder
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as room:
+        folder = Path(room) / "flower-dp"  # Flower takes no folder with an underscore in its name
+        shutil.copytree(_INSTALLED, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
+        yield folder
 
 
 def read_app(folder: Path) -> App | None:
@@ -161,6 +186,9 @@ def _from_text(app: App, key: str, text: str) -> Value:
 
 def _absolute(key: str, value: Value, base: Path) -> Value:
     # The app runs in another working directory, where a relative path would lead nowhere.
-    if isinstance(value, str) and value and key.endswith("-dir"):
-        return str(base / Path(value).expanduser())
-    return value
+    if not isinstance(value, str) or not key.endswith("-dir"):
+        return value
+    # What stands before a colon says how the folder is to be filled; one letter is a drive.
+    how = prefix.group() if (prefix := re.match("[a-z]{2,}:", value)) else ""
+    folder = value.removeprefix(how)
+    return how + str(base / Path(folder).expanduser()) if folder else value

@@ -1,5 +1,6 @@
 """A run's folder: its configuration, its metrics as they come, and what it ended with."""
 
+import importlib.util
 import io
 import json
 import math
@@ -69,6 +70,8 @@ class RunFolder:
     def finish(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
         """Write the final model, which only a run that came to its end has, and the plot of the metrics.
 
+        Without matplotlib there is no plot.
+
         Args:
             arrays: The model's named arrays, of any shape (0-d too) and memory layout.
 
@@ -76,7 +79,8 @@ class RunFolder:
             ValueError: An array's dtype is one that safetensors cannot hold.
         """
         write_whole(self.path / MODEL, _safetensors(arrays))
-        plot_progress(read_metrics(self.path), self.path / PLOT)
+        if importlib.util.find_spec("matplotlib") is not None:
+            plot_progress(read_metrics(self.path), self.path / PLOT)
 
 
 def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:

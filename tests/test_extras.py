@@ -1,0 +1,67 @@
+"""What is optional is not needed: the library without the command line's packages, and the command line's word about them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Makes the imports of these packages fail as if they were not installed, for flower_dp; Flower itself needs some of them.
+BLOCK = """
+import builtins, sys
+blocked, original = set({packages!r}), builtins.__import__
+def absent(name, globals=None, *rest, **more):
+    package = name.partition(".")[0]
+    if package in blocked and (globals or {{}}).get("__name__", "").startswith("flower_dp"):
+        raise ModuleNotFoundError(f"No module named {{package!r}}", name=package)
+    return original(name, globals, *rest, **more)
+builtins.__import__ = absent
+"""
+COMMAND_LINE = ["click", "psutil", "rich", "safetensors", "tomli_w", "typer"]
+
+
+def without(packages, code, *arguments):
+    code = BLOCK.format(packages=packages) + code
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=environment)
+
+
+def test_a_server_needs_neither_the_command_line_nor_pictures_nor_torch():
+    code = (
+        "import pkgutil, importlib, flower_dp\n"
+        "rooms = ('core', 'privacy', 'planning', 'wire', 'strategies')\n"
+        "for module in pkgutil.walk_packages(flower_dp.__path__, 'flower_dp.'):\n"
+        "    if module.name.split('.')[1] in rooms and module.name != 'flower_dp.planning.plot':\n"
+        "        importlib.import_module(module.name)\n"
+        "print(sorted({'matplotlib', 'torch', 'psutil', 'safetensors', 'ray'} & set(sys.modules)), len(sys.modules) > 100)"
+    )
+    done = without([*COMMAND_LINE, "matplotlib", "torch", "opacus", "ray"], code)
+    assert (done.stdout, done.stderr) == ("[] True\n", "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "message"),
+    [
+        ("typer", ["presets"], "typer is not installed: pip install 'flower-dp[cli]'"),
+        ("rich", ["run"], "rich is not installed: pip install 'flower-dp[cli]'"),
+        ("matplotlib", ["compare", "nowhere"], "matplotlib is not installed: pip install 'flower-dp[plot]'"),
+    ],
+)
+def test_the_command_line_says_which_extra_it_needs(missing, arguments, message):
+    done = without([missing], "from flower_dp.cli.entry import main; main()", *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
+
+
+def test_a_package_that_is_in_no_extra_is_a_fault_and_keeps_its_traceback():
+    done = without(
+        ["numpy"], "from flower_dp.cli.entry import main; main()", "epsilon", "--noise-multiplier", "1", "--delta", "0.1"
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_the_command_line_as_installed():
+    done = without([], "from flower_dp.cli.entry import main; main()", "--version")
+    assert (done.returncode, done.stderr) == (0, "")

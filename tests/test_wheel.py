@@ -1,0 +1,108 @@
+"""The package without a checkout: the wheel is built, installed beside the dependencies, and used from an empty folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+pytestmark = [pytest.mark.wheel, pytest.mark.flwr_run]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the sources: building leaves folders behind."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("flower_dp", "apps"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    built = tmp_path_factory.mktemp("wheel")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(source))
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Run `flower-dp` of an environment that has the wheel and the dependencies, but not the checkout."""
+    room = tmp_path_factory.mktemp("installed")
+    venv.create(room / "venv", symlinks=True)
+    python = room / "venv" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(room / "venv")}))
+    # Folders that a .pth names are searched last, and their own .pth files, such as an editable install's, are not read.
+    (site / "dependencies.pth").write_text("".join(f"{sysconfig.get_path(name)}\n" for name in ("purelib", "platlib")))
+    _pip("--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    for program in metadata.entry_points(group="console_scripts"):
+        if program.name.startswith(("flwr", "flower-super")):
+            script = python.with_name(program.name)
+            script.write_text(f"#!{python}\nimport sys\nfrom {program.module} import {program.attr} as main\nsys.exit(main())\n")
+            script.chmod(0o755)
+    empty, home = room / "empty", room / "home"
+    empty.mkdir()
+    home.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
+    environment |= {"HOME": str(home), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [python.with_name("flower-dp"), *arguments], cwd=empty, env=environment, capture_output=True, text=True, check=False
+        )
+
+    where = subprocess.run(
+        [python, "-c", "import flower_dp, importlib.util as u; print(flower_dp.__file__, u.find_spec('apps'))"],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert where.stdout == f"{site / 'flower_dp' / '__init__.py'} None\n"
+    return run
+
+
+def _pip(*arguments):
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_holds_the_package_and_the_app_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    app = [path for path in (REPOSITORY / "apps").rglob("*") if path.suffix in {".py", ".toml"}]
+    wanted = {f"flower_dp/_app/{path.relative_to(REPOSITORY)}" for path in app}
+    wanted |= {"flower_dp/_app/pyproject.toml", "flower_dp/_app/README.md", "flower_dp/py.typed"}
+    wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp").rglob("*.py")}
+    assert {name for name in names if ".dist-info/" not in name} == wanted
+
+
+def test_presets(installed):
+    done = installed("presets")
+    assert (done.returncode, done.stderr) == (0, "")
+    presets = {path.stem for path in (REPOSITORY / "apps" / "presets").glob("*.toml")}
+    assert {line.split()[0] for line in done.stdout.splitlines()} == presets
+
+
+def test_a_run(installed):
+    settings = ("num-rounds=2", "num-clients=100", "partition=sample", "records-per-client=10")
+    done = installed("run", "--workers", "1", "--output-dir", "results", *(part for text in settings for part in ("--set", text)))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "Privacy statement: DP-FedSAM" in done.stdout
+    assert "over 2 rounds" in done.stdout
+
+
+def test_a_plan_from_a_preset(installed):
+    done = installed(
+        *("plan", "fedsgd-dpc", "--estimate-from", "mnist-fedsgd-dpc-laplace", "--json"),
+        *("--set", "num-clients=4", "--set", "cohort-size=2", "--set", "partition=sample", "--set", "records-per-client=25"),
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert json.loads(done.stdout)["inputs"]["num_clients"] == 4
