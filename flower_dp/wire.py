@@ -18,7 +18,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from flower_dp.core import checks
-from flower_dp.core.compression import Header, Payload
+from flower_dp.core.compression import Header, Payload, random_mask
 from flower_dp.core.vectors import Layout
 
 # The one key of ours in a config record, and the name of our record in query messages and replies.
@@ -145,11 +145,54 @@ class ClientLevelOrder:
         """
         _check_keys(instruction.method, instruction.order, ("placement", "noise_std", "keep_ratio"))
         order = cls(**instruction.order)
-        if order.placement == "distributed" and bool(order.noise_std) != bool(instruction.noise_multiplier):
-            raise ValueError(
-                f"noise_std={order.noise_std:g}: does not go with noise_multiplier={instruction.noise_multiplier:g} under "
-                "placement='distributed'"
-            )
+        _check_share(order.placement, order.noise_std, instruction)
+        return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedSMPOrder:
+    """The table of Fed-SMP with rand_k: one noised sum of updates under a random mask that all clients of a round share.
+
+    Attributes:
+        placement: who adds the noise: `central`, the server; `distributed`, each client its share.
+        noise_std: standard deviation of the share that each client adds to its own masked and clipped update; 0 when the server
+            adds it.
+        keep_ratio: part of the coordinates that the mask keeps; independent of data, so free under either placement.
+        mask_seed: public; the mask is `random_mask(length, keep_ratio, numpy.random.default_rng(mask_seed))`.
+
+    Example:
+        >>> from flower_dp.wire import FedSMPOrder
+        >>> len(FedSMPOrder(placement="central", keep_ratio=0.05, mask_seed=7).mask(1000))
+        50
+    """
+
+    placement: str
+    noise_std: float = 0.0
+    keep_ratio: float
+    mask_seed: int
+
+    def __post_init__(self) -> None:
+        checks.one_of("placement", self.placement, ("central", "distributed"))
+        checks.number("noise_std", self.noise_std, at_least=0)
+        checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
+        checks.integer("mask_seed", self.mask_seed, at_least=0, at_most=2**63 - 1)
+        if self.placement == "central" and self.noise_std:
+            raise ValueError(f"noise_std={self.noise_std:g}: must be 0 for placement='central', where the server adds the noise")
+
+    def mask(self, length: int) -> np.ndarray:
+        """Return the indices that everyone keeps this round, increasing."""
+        return random_mask(length, self.keep_ratio, np.random.default_rng(self.mask_seed))
+
+    @classmethod
+    def of(cls, instruction: Instruction) -> "FedSMPOrder":
+        """Read the table of an instruction.
+
+        Raises:
+            ValueError: if it has other keys, or values that make no sense; or if clients are to add noise and it has none.
+        """
+        _check_keys(instruction.method, instruction.order, ("placement", "noise_std", "keep_ratio", "mask_seed"))
+        order = cls(**instruction.order)
+        _check_share(order.placement, order.noise_std, instruction)
         return order
 
 
@@ -201,12 +244,14 @@ class Answer:
         payload: header of the payload.
         seeded_noise: whether the noise came from a fixed seed, as in a test; the run is not private then.
         metrics: training metrics, summed over the clients in the sum, if they were asked for.
+        payload_bytes: bytes of arrays that the clients in the sum would have sent had each sent its own row, summed over them.
     """
 
     refused: Mapping[str, str]
     payload: Header
     seeded_noise: bool
     metrics: Mapping[str, float]
+    payload_bytes: int = 0
 
     def to_json(self, asked: Sequence[str]) -> str:
         """Return the answer to an instruction for these clients as one string.
@@ -222,6 +267,7 @@ class Answer:
                     reason = "another reason"
                 reasons.setdefault(reason, []).append(position)
         words = {"refused": reasons, "payload": self.payload, "seeded_noise": self.seeded_noise, "metrics": dict(self.metrics)}
+        words["payload_bytes"] = self.payload_bytes
         return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=_scalar)
 
     @classmethod
@@ -232,7 +278,7 @@ class Answer:
             ValueError: if it is not one of this protocol, or longer than an honest one can be.
         """
         data = _load(text, most_answer_characters(len(asked)))
-        _check_keys("answer", data, ("refused", "payload", "seeded_noise", "metrics"))
+        _check_keys("answer", data, ("refused", "payload", "seeded_noise", "metrics", "payload_bytes"))
         reasons, payload, metrics = data["refused"], data["payload"], data["metrics"]
         if not all(isinstance(table, dict) for table in (reasons, payload, metrics)):
             raise ValueError("answer: refused, payload and metrics must be tables")
@@ -249,8 +295,15 @@ class Answer:
                 if name in refused:
                     raise ValueError(f"answer: client {name!r} is refused twice")
                 refused[name] = reason[:MOST_REASON]
+        length = payload.get("length")
+        # Whoever decodes the payload compares this length with the model's.
+        most = (64 + 16 * length) * (len(asked) - len(refused)) if type(length) is int and length >= 0 else 0
         return cls(
-            refused=refused, payload=payload, seeded_noise=checks.flag("seeded_noise", data["seeded_noise"]), metrics=metrics
+            refused=refused,
+            payload=payload,
+            seeded_noise=checks.flag("seeded_noise", data["seeded_noise"]),
+            metrics=metrics,
+            payload_bytes=checks.integer("payload_bytes", data["payload_bytes"], at_least=0, at_most=most),
         )
 
 
@@ -409,6 +462,14 @@ def _check_keys(what: str, table: Mapping[str, Any], names: Sequence[str]) -> No
     if set(table) != set(names):
         unknown, missing = sorted(set(table) - set(names))[:8], sorted(set(names) - set(table))
         raise ValueError(f"{what}: unknown keys {unknown}, missing {missing}; must have {', '.join(names)}")
+
+
+def _check_share(placement: str, noise_std: float, instruction: Instruction) -> None:
+    if placement == "distributed" and bool(noise_std) != bool(instruction.noise_multiplier):
+        raise ValueError(
+            f"noise_std={noise_std:g}: does not go with noise_multiplier={instruction.noise_multiplier:g} under "
+            "placement='distributed'"
+        )
 
 
 def _check_names(names: tuple[str, ...]) -> None:

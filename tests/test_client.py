@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
@@ -507,7 +508,7 @@ def test_the_query_names_the_clients_and_the_methods() -> None:
     message = Message(RecordDict(), 1, "query")
     reply = client_app(_make)(message, _context())
     (config,) = reply.content.config_records.values()
-    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"], "methods": ["dp-fedavg", "dp-fedsam"]}
+    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"], "methods": list(CLIENT_LEVEL)}
 
 
 def test_a_node_that_cant_make_its_client_says_why() -> None:

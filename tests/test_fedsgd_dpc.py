@@ -9,8 +9,10 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from scipy import integrate, stats
 from torch import nn
 
-from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, fedsgd_dpc
-from flower_dp.clients.fedsgd_dpc import UnfitModelError, record_gradients
+from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, record_clipping
+from flower_dp.clients.parts import RecordClip
+from flower_dp.clients.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.privacy import accounting
 from flower_dp.privacy import fedsgd_dpc as terms
@@ -37,6 +39,12 @@ def reply_and_loss(recipe, data, *, seed=0, model=None, name="c0"):
     rng = np.random.default_rng(seed)
     row, loss = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=rng)
     return row.to(torch.float64), loss
+
+
+def clipped(recipe, flat, data, positions, seed, step=0.0):
+    """The sum of the clipped gradients of some records."""
+    clip = RecordClip(clip_norm=recipe.clip_norm, step=step, norm="l1" if recipe.mechanism == "laplace" else "l2")
+    return clipped_sum(flat, data, positions, clip=clip, loss=recipe.loss, seed=seed)[0]
 
 
 def reply(recipe, data, **words):
@@ -91,7 +99,7 @@ def test_one_huge_record_moves_the_mean_by_its_clip_norm_at_most(huge):
 def test_the_gradient_is_the_same_in_small_parts(monkeypatch):
     recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
     whole = reply(recipe, records("c0"))
-    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": 3 * FEATURES * CLASSES})
+    monkeypatch.setattr("flower_dp.clients.record_clipping._LARGEST_MATRIX", {"cpu": 3 * FEATURES * CLASSES})
     torch.testing.assert_close(reply(recipe, records("c0")), whole)
 
 
@@ -140,7 +148,7 @@ def _own_loss(outputs, targets):
 )
 def test_a_record_without_a_gradient_counts_as_zero(make, loss, part, monkeypatch, caplog):
     """The reply is that of the others, over the same 8; so is the loss."""
-    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": part * FEATURES * CLASSES})
+    monkeypatch.setattr("flower_dp.clients.record_clipping._LARGEST_MATRIX", {"cpu": part * FEATURES * CLASSES})
     recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1, loss=loss)
     data = records("c0")
     with caplog.at_level(logging.WARNING, logger="flwr"):
@@ -264,13 +272,13 @@ def test_dropout_depends_on_no_other_client_and_not_on_the_global_seed(make):
 
 def test_dropout_of_a_record_does_not_depend_on_who_is_in_the_batch(monkeypatch):
     """With and without each record the sums differ by its own clipped gradient, whatever part it and the others are in."""
-    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc._LARGEST_MATRIX", {"cpu": 3 * 163})
+    monkeypatch.setattr("flower_dp.clients.record_clipping._LARGEST_MATRIX", {"cpu": 3 * 163})
     recipe = FedSGDDPCRecipe(**GAUSSIAN | {"epsilon": math.inf, "clip_norm": 0.25}, num_replies=1)
     flat, data = FlatModel(dropping()), records("c0")
     everyone = torch.arange(8)
 
     def total(positions):
-        return recipe._clipped_sum(flat, data, positions, 77, 0.0)[0]
+        return clipped(recipe, flat, data, positions, 77)
 
     for position in range(8):
         moved = total(everyone) - total(everyone[everyone != position])
@@ -295,7 +303,7 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(words,
     assert step == lattice_step(release.noise_scale, clip_norm=0.5, dimension=size, norm=norm) > 0
 
     def total(*positions):
-        return recipe._clipped_sum(flat, data, torch.tensor(positions), 1, step)[0].numpy()
+        return clipped(recipe, flat, data, torch.tensor(positions), 1, step).numpy()
 
     everyone = total(*range(8))
     np.testing.assert_array_equal(everyone / step, np.rint(everyone / step))
@@ -312,7 +320,7 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(words,
         assert (np.abs(alone[-1] - clipped) < step + 1e-6).all()
     np.testing.assert_array_equal(sum(alone), everyone)
     # Something was rounded.
-    exact = recipe._clipped_sum(flat, data, torch.arange(8), 1, 0.0)[0].numpy()
+    exact = clipped(recipe, flat, data, torch.arange(8), 1).numpy()
     assert (exact != everyone).any()
 
 
@@ -535,7 +543,7 @@ def test_the_denominator_is_the_expected_batch_not_the_drawn_one():
 def test_batches_are_drawn_anew_for_every_reply_of_a_round():
     recipe = FedSGDDPCRecipe(**GAUSSIAN, num_replies=1)
     rng = np.random.default_rng(1)
-    batches = [tuple(recipe._batch(64, rng).tolist()) for _ in range(50)]
+    batches = [tuple(secret_batch(64, recipe.sampling_rate, rng).tolist()) for _ in range(50)]
     assert len(set(batches)) == 50
     # 3,200 draws at 1/2: 5 sigma.
     assert sum(map(len, batches)) == pytest.approx(1600, abs=5 * math.sqrt(800))
@@ -704,7 +712,7 @@ def test_a_model_without_gradients_of_single_records_fails_and_does_not_train_on
         def forward(self, inputs):
             return super().forward(inputs) * float(inputs.sum().item() > -math.inf)  # no vmap knows a single number
 
-    monkeypatch.setitem(fedsgd_dpc._LARGEST_MATRIX, "cpu", part * (FEATURES + 1) * CLASSES)
+    monkeypatch.setitem(record_clipping._LARGEST_MATRIX, "cpu", part * (FEATURES + 1) * CLASSES)
     recipe = FedSGDDPCRecipe(**LAPLACE, num_replies=1)
     data = records("c0")
     release = recipe.terms("c0", data).release

@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
 from flower_dp.clients.account import KEY, Account
+from flower_dp.clients.fedsgd_dpc import ClippedGradients
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import FedSGDDPC
 from tests.grids import LocalGrid
@@ -447,13 +448,19 @@ def test_the_charge_is_on_the_state_before_records_are_touched():
 
 
 def test_buffers_do_not_carry_data_from_client_to_client():
-    class Keeping(FedSGDDPCRecipe):
-        def reply(self, vector, records, release, *, model, **words):
-            found.append(model.module.seen.clone())
-            model.module.seen += records.inputs.mean()
+    class Watched(ClippedGradients):
+        def _row(self, vector, job):
+            found.append(self.model.module.seen.clone())
+            self.model.module.seen += job.records.inputs.mean()
             if len(found) == 2:
                 raise RuntimeError("broken")
-            return super().reply(vector, records, release, model=model, **words)
+            return ClippedGradients._row(self, vector, job)
+
+    class Keeping(FedSGDDPCRecipe):
+        def pipeline(self, release, **words):
+            made = super().pipeline(release, **words)
+            train = Watched(**{field.name: getattr(made.train, field.name) for field in fields(made.train)})
+            return replace(made, train=train)
 
     found = []
     model = linear()

@@ -7,7 +7,8 @@ from opacus import GradSampleModule
 from torch import nn
 
 from apps.tasks.models import make
-from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, fedsgd_dpc, per_record
+from flower_dp.clients import FlatModel, TensorRecords, per_record, record_clipping
+from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.per_record import ENGINES, engine_of, record_gradients
 from flower_dp.core.clipping import clip_l2
 
@@ -317,18 +318,19 @@ def test_a_reply_computes_a_record_the_same_among_any_others(monkeypatch):
         made.append(rows[0])
         return rows
 
-    monkeypatch.setattr(fedsgd_dpc, "record_gradients", kept)
+    monkeypatch.setattr(record_clipping, "record_gradients", kept)
     flat, inputs, targets = case("mlp")
-    words = {"mechanism": "gaussian", "clip_norm": 1.0, "epsilon": math.inf, "delta": 1e-5, "num_replies": 1}
 
     def failing(outputs, targets):
         return nn.functional.nll_loss(outputs.log_softmax(1), targets)
 
-    recipe = FedSGDDPCRecipe(**words, loss=failing)
     for count, label in ((12, 0), (7, 0), (1, 0), (12, 10)):
         some = targets[:count].clone()
         some[1:2] = label
-        recipe._clipped_sum(flat, TensorRecords(inputs=inputs[:count], targets=some), torch.arange(count), 1, 0.0)
+        data = TensorRecords(inputs=inputs[:count], targets=some)
+        record_clipping.clipped_sum(
+            flat, data, torch.arange(count), clip=RecordClip(clip_norm=1.0, step=0.0), loss=failing, seed=1
+        )
     # The fourth is a record of zeros, which tells whether the model is at fault.
     assert [len(rows) for rows in made[:5]] == [12, 7, 1, 1, 1]
     for rows in (made[1], made[2], made[4]):

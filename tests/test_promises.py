@@ -35,6 +35,8 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
 )
+from flower_dp.clients.parts import RecordClip
+from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
@@ -394,7 +396,8 @@ def test_records_are_rounded_one_by_one_before_they_are_added():
     release = recipe.terms("c0", records("c0")).release
     step = release.lattice_step(FEATURES * 3)
     with torch.no_grad():
-        total, _ = recipe._clipped_sum(client.model, records("c0"), torch.arange(8), 0, step)
+        clip = RecordClip(clip_norm=release.clip_norm, step=step, norm=release.mechanism.norm)
+        total, _ = clipped_sum(client.model, records("c0"), torch.arange(8), clip=clip, loss=recipe.loss, seed=0)
     assert np.array_equal(total.numpy() / step, np.round(total.numpy() / step))
 
 
@@ -559,7 +562,7 @@ def hostile(kind):  # noqa: PLR0911
     def text(value):
         return RecordDict({"arrays": honest, "flower-dp": ConfigRecord({wire.KEY: value})})
 
-    head = '{"protocol":2,"payload":{"encoding":"dense","length":18},"seeded_noise":false,'
+    head = '{"protocol":2,"payload":{"encoding":"dense","length":18},"payload_bytes":0,"seeded_noise":false,'
     if kind == "lists":
         return text(head + '"metrics":{},"refused":{"x":[' + ",".join(["[]"] * 5_000_000) + "]}}")
     if kind == "deep":
@@ -709,7 +712,7 @@ def test_replies_of_this_packages_clients_are_clipped_by_the_server_as_well():
 
 def test_record_batches_are_secret_and_of_the_stated_rate():
     recipe = FedSGDDPCRecipe(mechanism="gaussian", clip_norm=1.0, epsilon=1.0, delta=1e-3, num_replies=9, sampling_rate=0.3)
-    batches = [tuple(recipe._batch(20_000, noise.noise_generator()).tolist()) for _ in range(5)]
+    batches = [tuple(secret_batch(20_000, recipe.sampling_rate, noise.noise_generator()).tolist()) for _ in range(5)]
     assert len(set(batches)) == 5
     low, high = stats.binom.interval(1 - 1e-6, 100_000, 0.3)
     assert low < sum(map(len, batches)) < high

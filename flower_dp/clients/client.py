@@ -3,7 +3,9 @@
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,25 +14,50 @@ from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from flower_dp.core import checks, compression, noise
 from flower_dp import wire
+from flower_dp.clients.client_level import LocalUpdates
+from flower_dp.clients.draws import batch_seed
+from flower_dp.clients.engines import ENGINES
+from flower_dp.clients.parts import Lossless
+from flower_dp.clients.pipeline import Job, Pipeline, Refusal, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
+from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.clients.training import FlatModel, LocalTraining
-from flower_dp.clients.draws import batch_seed
-from flower_dp.clients.engines import ENGINES, local_updates
-from flower_dp.core.clipping import clip_l2
+from flower_dp.core import checks, noise
+from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
-from flower_dp.wire import Answer, ClientLevelOrder, Instruction
+from flower_dp.wire import Answer, Instruction
 
-log = logging.getLogger("flwr")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the clients of a node do in one round.
+
+    Attributes:
+        groups: pipelines and the clients that each is run for; all send their rows in one way.
+        refused: why other clients that were asked don't reply.
+    """
+
+    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
+    refused: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sum:
+    """What leaves the node."""
+
+    payload: Payload
+    payload_bytes: int
+    refused: dict[str, str]
+    losses: list[Tensor]
 
 
 class NodeClient(NumPyClient):
     """What all clients of this package share: whom they host, the model, the way in and the way out.
 
     It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
-    it, no metric. Subclasses say in `methods` what they run, and in `_sum` what a row is and what protects it.
+    it, no metric. Subclasses say in `methods` what they run, and in `_work` by which pipelines.
 
     Args:
         model: the architecture; its weights are overwritten. Without BatchNorm.
@@ -97,17 +124,22 @@ class NodeClient(NumPyClient):
         if len(parameters) != len(layout.names):
             raise ValueError(f"the server's model has {len(parameters)} arrays, this client's {len(layout.names)}")
         vector = torch.from_numpy(layout.flatten(dict(zip(layout.names, parameters, strict=True)))).to(self.model.device)
-        total, answered, refused, losses = self._sum(vector, instruction)
-        payload = compression.smallest(total)
+        made = _add_up(vector, self._work(vector, instruction))
         metrics = {}
-        if instruction.report_metrics and self.policy.allow_metrics and answered:
-            metrics["loss"] = float(torch.stack(losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
-        answer = Answer(refused=refused, payload=payload.header, seeded_noise=self.noise_seed is not None, metrics=metrics)
-        return list(payload.arrays), 1, {wire.KEY: answer.to_json(instruction.clients)}
+        if instruction.report_metrics and self.policy.allow_metrics and made.losses:
+            metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
+        answer = Answer(
+            refused=made.refused,
+            payload=made.payload.header,
+            payload_bytes=made.payload_bytes,
+            seeded_noise=self.noise_seed is not None,
+            metrics=metrics,
+        )
+        return list(made.payload.arrays), 1, {wire.KEY: answer.to_json(instruction.clients)}
 
     @abstractmethod
-    def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
-        """Return the exact float64 sum [d] of the rows, who is in it, who is not and why, and the losses of those in it."""
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        """Return what this node's clients do; charge accounts before any record is touched."""
 
 
 class DPClient(NodeClient):
@@ -147,62 +179,43 @@ class DPClient(NodeClient):
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods with one noised sum of clipped updates."""
-        return ("dp-fedavg", "dp-fedsam")
+        return tuple(CLIENT_LEVEL)
 
-    def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
-        order = ClientLevelOrder.of(instruction)
-        self.policy.check_noise(order)
-        # All clients of the round round to this lattice, so that their sum, here and on the server, is exact.
-        scale = order.noise_std or instruction.noise_multiplier * instruction.clip_norm
-        step = noise.lattice_step(scale, clip_norm=instruction.clip_norm, dimension=vector.numel())
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        train = LocalUpdates(
+            training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine
+        )
+        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
+        self.policy.check_noise(pipeline.noise)
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
-        hosted: dict[str, Records] = {}
+        jobs = []
         for name in [name for name in instruction.clients if name not in refused]:
             try:
-                hosted[name] = self.clients[name]
+                records = self.clients[name]
             except Exception as error:
-                refused[name] = failure(name, error)
-        answered: list[str] = []
-        losses: list[Tensor] = []
-        trained: list[Tensor] = []
-        total = torch.zeros_like(vector, dtype=torch.float64)
-        rows = local_updates(
-            vector,
-            list(hosted.values()),
-            self.training,
-            model=self.model,
-            server_round=instruction.server_round,
-            seeds=[batch_seed(self.seed, instruction.server_round, name) for name in hosted],
-            losses=trained,
-            engine=self.engine,
-        )
-        for name, row in zip(hosted, rows, strict=True):
-            if isinstance(row, Exception):
-                refused[name] = failure(name, row)
+                refused[name] = failure(name, error).reason
                 continue
-            try:
-                clipped = noise.toward_zero(clip_l2(row, instruction.clip_norm), step)
-            except ValueError as error:
-                refused[name] = str(error)
+            seed = batch_seed(self.seed, instruction.server_round, name)
+            secret = partial(self.generator, instruction, name, on=vector)
+            jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
+        return Work(groups=[(pipeline, jobs)], refused=refused)
+
+
+def _add_up(vector: Tensor, work: Work) -> _Sum:
+    """Return the exact sum of the rows of all clients that reply."""
+    total, first = torch.zeros_like(vector, dtype=torch.float64), None
+    refused, losses, num_bytes = dict(work.refused), [], 0
+    for pipeline, jobs in work.groups:
+        if first is None:
+            first, total = pipeline, total[: pipeline.dimension(vector.numel())]
+        elif pipeline.encode != first.encode:
+            raise ValueError("pipelines of one node: must send their rows in one way")
+        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
+            if isinstance(reply, Refusal):
+                refused[job.name] = reply.reason
                 continue
-            total += self._released(clipped, step, order, instruction, name)
-            answered.append(name)
-            losses.append(trained[-1])
-        return total, answered, refused, losses
-
-    def _released(self, clipped: Tensor, step: float, order: ClientLevelOrder, instruction: Instruction, name: str) -> Tensor:
-        """Return a clipped update as it leaves its client: with its noise, then compressed."""
-        noised: Tensor = clipped
-        if order.noise_std:
-            rng = self.generator(instruction, name, on=clipped)
-            noised = clipped + noise.gaussian(clipped, order.noise_std, step, rng)
-        if order.keep_ratio == 1:
-            return noised
-        sparse = compression.decode(compression.top_k(noised, order.keep_ratio), noised.numel())
-        return torch.from_numpy(sparse).to(noised.device)
-
-
-def failure(name: str, error: Exception) -> str:
-    """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
-    log.warning("client %s: %s: %s", name, type(error).__name__, error)
-    return f"training failed: {type(error).__name__}"
+            total += reply.row if job.weight == 1 else job.weight * reply.row.to(torch.float64)
+            losses.append(reply.loss)
+            num_bytes += reply.num_bytes
+    payload = Lossless().encode(total) if first is None else first.payload(total)
+    return _Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

@@ -1,32 +1,75 @@
 """FedSGD-DPC on the client: the noised mean of per-record clipped gradients (Zhou et al., Algorithm 1)."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.core import checks
-from flower_dp.privacy.events import Relation
-from flower_dp.clients.per_record import UnfitModelError, record_gradients
-from flower_dp.clients.records import Records, TensorRecords
+from flower_dp.clients.engines.one_by_one import Trained
+from flower_dp.clients.parts import FullNoise, RecordClip, SinglePrecision
+from flower_dp.clients.pipeline import Job, Pipeline
+from flower_dp.clients.record_clipping import clipped_sum, secret_batch
+from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel
-from flower_dp.clients.draws import OwnDraws, draws_seed
-from flower_dp.core.clipping import clip_l1, clip_l2
-from flower_dp.core.noise import toward_zero
-from flower_dp.privacy.release import Release
-from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.privacy.release import Release
 
-log = logging.getLogger("flwr")
 
-# Numbers in the matrix of per-record gradients that is in memory at a time, and its rows: what is fastest on a core, or fills a GPU.
-_LARGEST_MATRIX = {"cpu": 2**22}
-_LARGEST_MATRIX_ELSEWHERE = 2**26
-_MOST_RECORDS = {"cpu": 64}
-_MOST_RECORDS_ELSEWHERE = 1024
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedGradients:
+    """The sum of the clipped gradients of a secret batch of the client's records, at the global model.
+
+    Attributes:
+        model: where gradients are taken.
+        record_clip: bounds every record's gradient.
+        sampling_rate: probability of every record to be in the batch; 1 for all.
+        loss: model outputs, targets -> loss, for batches of one record.
+    """
+
+    model: FlatModel
+    record_clip: RecordClip
+    sampling_rate: float
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
+        for job in jobs:
+            self.model.reset_buffers()
+            try:
+                yield self._row(vector, job)
+            except Exception as error:
+                yield error
+            finally:
+                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+
+    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+        rng = job.secret()
+        self.model.vector.copy_(vector)
+        batch = secret_batch(len(job.records), self.sampling_rate, rng)
+        seed = int(rng.integers(2**63))
+        return clipped_sum(self.model, job.records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinusMean:
+    """Minus the noised sum over the expected size of the batch, a public number: sum and noise are divided together.
+
+    Attributes:
+        expected_size: of the batch.
+    """
+
+    slot: ClassVar[Literal["after_noise"]] = "after_noise"
+    expected_size: float
+
+    def __call__(self, noised: Tensor) -> Tensor:
+        """Return the row in float32."""
+        return (-noised / self.expected_size).to(torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +129,19 @@ class FedSGDDPCRecipe:
             raise ValueError(f"num_records={size}: client {name!r} has {len(records)} records")
         return self._terms(value_of("epsilon", self.epsilon, name), value_of("num_replies", self.num_replies, name), size)
 
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        clip = RecordClip(
+            clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size), norm=release.mechanism.norm
+        )
+        return Pipeline(
+            train=ClippedGradients(model=model, record_clip=clip, sampling_rate=self.sampling_rate, loss=self.loss),
+            clip=clip,
+            noise=FullNoise(release=release),
+            after_noise=MinusMean(expected_size=release.expected_cohort),
+            encode=SinglePrecision(),
+        )
+
     def reply(
         self,
         vector: Tensor,
@@ -97,14 +153,13 @@ class FedSGDDPCRecipe:
         seed: int,
         rng: np.random.Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Return minus the noised mean gradient [d], and the mean loss of the batch's records that count."""
-        model.vector.copy_(vector)
-        step = release.lattice_step(vector.numel())
-        batch = self._batch(len(records), rng)
-        total, loss = self._clipped_sum(model, records, batch, int(rng.integers(2**63)), step)
-        # The noise is of the sum's size, and sum and noise are divided together.
-        noised = total + release.mechanism.noise(total, release.noise_scale, step, rng)
-        return (-noised / release.expected_cohort).to(torch.float32), loss
+        """Return minus the noised mean gradient [d], and the mean loss of the batch's records that count.
+
+        `rng` gives the secret batch and the noise.
+        """
+        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
+        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
+        return made.row, made.loss
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
         return gradient_terms(
@@ -117,76 +172,3 @@ class FedSGDDPCRecipe:
             sampling_rate=self.sampling_rate,
             relation=self.relation,
         )
-
-    def _batch(self, num_records: int, rng: np.random.Generator) -> Tensor:
-        """Draw the positions of a batch; all of them at sampling rate 1."""
-        if self.sampling_rate == 1:
-            return torch.arange(num_records)
-        return torch.from_numpy(np.flatnonzero(rng.random(num_records) < self.sampling_rate))
-
-    def _clipped_sum(
-        self, model: FlatModel, records: Records, positions: Tensor, seed: int, step: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss."""
-        clip = clip_l1 if self.mechanism == "laplace" else clip_l2
-        total = torch.zeros_like(model.vector, dtype=torch.float64)
-        losses = [torch.zeros(0, device=model.device)]
-        problems: set[str] = set()
-        reading = OwnDraws(model.vector.device, draws_seed(seed))
-        for part in torch.split(positions, _chunk(model)):
-            for rows, loss in self._gradients(model, records, part, reading, seed, problems):
-                finite = rows.isfinite().all(dim=1) & loss.isfinite()
-                clipped = toward_zero(clip(rows.where(finite[:, None], 0.0), self.clip_norm), step)
-                total += clipped.sum(dim=0, dtype=torch.float64)
-                losses.append(loss[finite])
-                if len(losses[-1]) < len(loss):
-                    problems.add("loss or gradient not finite")
-        loss = torch.cat(losses)
-        if problems:
-            what = "records count as zero" if len(loss) else "all records count as zero, the reply is noise alone"
-            log.warning("%s: %s", what, ", ".join(sorted(problems)))
-        return total, loss.mean() if len(loss) else torch.zeros((), device=model.device)
-
-    def _gradients(
-        self, model: FlatModel, records: Records, positions: Tensor, reading: OwnDraws, seed: int, problems: set[str]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield gradients [n, d] and losses [n] of some records: of all together, or where that fails of each that has them."""
-        if len(positions) == 0:
-            return
-        try:
-            with reading:
-                inputs, targets = records.batch(positions, model.device)
-            if not len(inputs) == len(targets) == len(positions):
-                raise ValueError(f"{len(positions)} records came with {len(inputs)} inputs and {len(targets)} targets")
-            try:
-                with OwnDraws(model.vector.device, seed):
-                    gradients = record_gradients(model, inputs, targets, loss=self.loss, chunk=_chunk(model))
-            except Exception as error:
-                if len(positions) > 1 or isinstance(records, TensorRecords):  # of one shape, which no single record changes
-                    self._check_model(model, inputs, targets, error)
-                raise
-        except UnfitModelError:
-            raise
-        except Exception as error:
-            if len(positions) == 1:
-                problems.add(type(error).__name__)
-                return
-            for position in torch.split(positions, 1):
-                yield from self._gradients(model, records, position, reading, seed, problems)
-            return
-        yield gradients
-
-    def _check_model(self, model: FlatModel, inputs: Tensor, targets: Tensor, error: Exception) -> None:
-        """Raise if the model has no gradient even for a record of zeros: then no record is to blame, and noise would hide a fault."""
-        try:
-            zeros = torch.zeros_like(inputs[:1]), torch.zeros_like(targets[:1])
-            record_gradients(model, *zeros, loss=self.loss, chunk=_chunk(model))
-        except Exception:
-            raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
-
-
-def _chunk(model: FlatModel) -> int:
-    """Return how many records are computed together; never more, and never fewer, so that a row has the same bits among any others."""
-    kind = model.device.type
-    numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MOST_RECORDS.get(kind, _MOST_RECORDS_ELSEWHERE)
-    return max(1, min(records, numbers // model.layout.size))

@@ -1,52 +1,26 @@
 """The client of methods whose every message is private on its own: own budget, own noise, own account."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from flower_dp.clients.account import Account
-from flower_dp.clients.client import NodeClient, failure
+from flower_dp.clients.client import NodeClient, Work
 from flower_dp.clients.draws import batch_seed
+from flower_dp.clients.local_recipe import LocalRecipe
+from flower_dp.clients.pipeline import Job, Pipeline, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel
-from flower_dp.privacy.release import Release
+from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.wire import Instruction, LocalOrder
 
+__all__ = ["LocalDPClient", "LocalRecipe"]
+
 # How far apart two machines may compute one noise multiplier from one budget.
 _TOLERANCE = 1e-6
-
-
-class LocalRecipe(Protocol):
-    """How one client makes a reply that is private on its own."""
-
-    @property
-    def method(self) -> str:
-        """Name of the method that this is a reply of."""
-
-    def terms(self, name: str, records: Records) -> Terms:
-        """Return the client's terms, from its own budget and data size alone."""
-
-    def reply(
-        self,
-        vector: Tensor,
-        records: Records,
-        release: Release,
-        *,
-        model: FlatModel,
-        server_round: int,
-        seed: int,
-        rng: np.random.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the noised row [d] that leaves, and the training loss, a 0-d tensor that stays.
-
-        Noise and every secret choice come from `rng`, made for this reply; `seed` is public and governs the order of records only.
-        """
 
 
 class LocalDPClient(NodeClient):
@@ -93,7 +67,7 @@ class LocalDPClient(NodeClient):
         """The method of the recipe."""
         return (self.recipe.method,)
 
-    def _sum(self, vector: Tensor, instruction: Instruction) -> tuple[Tensor, list[str], dict[str, str], list[Tensor]]:
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         if self.state is None:
             raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
         order = LocalOrder.of(instruction)
@@ -101,33 +75,29 @@ class LocalDPClient(NodeClient):
             raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         agreed, refused = self._agreed(instruction, order)
-        refused |= Account(self.state).charge(agreed)
-        answered, losses = [], []
-        total = torch.zeros_like(vector, dtype=torch.float64)
-        for name in [name for name in agreed if name not in refused]:
-            self.model.reset_buffers()
-            try:
-                row, loss = self.recipe.reply(
-                    vector,
-                    self.clients[name],
-                    agreed[name].release,
-                    model=self.model,
-                    server_round=instruction.server_round,
-                    seed=batch_seed(self.seed, instruction.server_round, name),
-                    rng=self.generator(instruction, name),
-                )
-            except Exception as error:
-                refused[name] = failure(name, error)
-                continue
-            total += weights[name] * row.to(torch.float64)
-            answered.append(name)
-            losses.append(loss)
-        self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
-        return total.to(torch.float32), answered, refused, losses
+        refused |= Account(self.state).charge({name: terms for name, (terms, _) in agreed.items()})
 
-    def _agreed(self, instruction: Instruction, order: LocalOrder) -> tuple[dict[str, Terms], dict[str, str]]:
-        """Return the terms of the clients whose own terms are what the server says, and why the others refuse."""
-        agreed: dict[str, Terms] = {}
+        def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
+            for name, (terms, records) in agreed.items():
+                if name in refused:
+                    continue
+                job = Job(
+                    name=name,
+                    records=records,
+                    seed=batch_seed(self.seed, instruction.server_round, name),
+                    secret=_Given(self.generator(instruction, name)),
+                    weight=weights[name],
+                )
+                made = self.recipe.pipeline(terms.release, model=self.model, server_round=instruction.server_round)
+                yield made, [job]
+
+        return Work(groups=groups(), refused=dict(refused))
+
+    def _agreed(
+        self, instruction: Instruction, order: LocalOrder
+    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+        """Return terms and records of the clients whose own terms are what the server says, and why the others refuse."""
+        agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
         said = zip(instruction.clients, order.terms, order.noise_multipliers, strict=True)
         for name, kind, multiplier in said:
@@ -138,7 +108,7 @@ class LocalDPClient(NodeClient):
                 records = self.clients[name]
                 len(records)
             except Exception as error:
-                refused[name] = failure(name, error)
+                refused[name] = failure(name, error).reason
                 continue
             try:
                 terms = self.recipe.terms(name, records)
@@ -153,5 +123,15 @@ class LocalDPClient(NodeClient):
             elif own < multiplier * (1 - _TOLERANCE):
                 refused[name] = f"noise_multiplier={multiplier:g}: by this client's own budget it is {own:g}"
             else:
-                agreed[name] = terms
+                agreed[name] = (terms, records)
         return agreed, refused
+
+
+class _Given:
+    """The one generator of a reply, from which both its secret choices and its noise are drawn."""
+
+    def __init__(self, rng: Generator) -> None:
+        self._rng = rng
+
+    def __call__(self) -> Generator:
+        return self._rng

@@ -1,26 +1,78 @@
 """NbAFL on the client: proximal training, clipping of the whole weights, noise on them (Wei et al. 2020, Algorithm 1)."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_dp.core import checks
+from flower_dp.clients.engines.one_by_one import Trained
+from flower_dp.clients.parts import FullNoise, RowClip, SinglePrecision
 from flower_dp.clients.per_record import UnfitModelError
+from flower_dp.clients.pipeline import Job, Pipeline
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
-from flower_dp.core.clipping import clip_l2
-from flower_dp.core.noise import lattice_step, toward_zero
-from flower_dp.privacy.release import Release
+from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import weights_terms
+from flower_dp.privacy.release import Release
 
 log = logging.getLogger("flwr")
 
 _FINER = 2.0**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedWeights:
+    """Local training whose row is the trained *weights*; those of the global model where training fails or is not finite.
+
+    Attributes:
+        training: the recipe.
+        model: where to train.
+        server_round: 1, 2, ...
+    """
+
+    training: LocalTraining
+    model: FlatModel
+    server_round: int
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's weights [d] and training loss, or its error."""
+        for job in jobs:
+            self.model.reset_buffers()
+            try:
+                yield self._row(vector, job)
+            except Exception as error:
+                yield error
+            finally:
+                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+
+    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+        model = self.model
+        model.vector.copy_(vector)
+        try:
+            loss = self.training.train(model, job.records, self.server_round, torch.Generator().manual_seed(job.seed))
+        except Exception as error:
+            self._check_model(model, vector, job.records, error)
+            log.warning("training failed (%s): the reply is made of the global model", type(error).__name__)
+            loss = torch.zeros((), device=vector.device)
+            model.vector.copy_(vector)
+        return (model.vector.clone() if bool(model.vector.isfinite().all()) else vector), loss
+
+    def _check_model(self, model: FlatModel, vector: Tensor, records: Records, error: Exception) -> None:
+        """Raise if the model can't be trained on a record of zeros either: then no record is to blame."""
+        try:
+            inputs, targets = records.batch(torch.zeros(1, dtype=torch.int64), model.device)
+        except Exception:
+            return
+        model.vector.copy_(vector)
+        try:
+            outputs = model.module(torch.zeros_like(inputs))
+            torch.autograd.grad(self.training.loss(outputs, torch.zeros_like(targets)), model.parameters, allow_unused=True)
+        except Exception:
+            raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +120,17 @@ class NbAFLRecipe:
         replies = self.uplink_exposures if self.num_replies is None else value_of("num_replies", self.num_replies, name)
         return self._terms(value_of("epsilon", self.epsilon, name), replies)
 
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        # Finer than needed here: averages are rounded to a lattice on which this one must not show.
+        step = release.lattice_step(model.layout.size) / _FINER
+        return Pipeline(
+            train=TrainedWeights(training=self.training, model=model, server_round=server_round),
+            clip=RowClip(clip_norm=release.clip_norm, step=step),
+            noise=FullNoise(release=release),
+            encode=SinglePrecision(),
+        )
+
     def reply(
         self,
         vector: Tensor,
@@ -79,33 +142,10 @@ class NbAFLRecipe:
         seed: int,
         rng: np.random.Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Return the clipped and noised weights [d], and the training loss."""
-        model.vector.copy_(vector)
-        try:
-            loss = self.training.train(model, records, server_round, torch.Generator().manual_seed(seed))
-        except Exception as error:
-            self._check_model(model, vector, records, error)
-            log.warning("training failed (%s): the reply is made of the global model", type(error).__name__)
-            loss = torch.zeros((), device=vector.device)
-            model.vector.copy_(vector)
-        weights = model.vector if bool(model.vector.isfinite().all()) else vector
-        # Finer than needed here: averages are rounded to a lattice on which this one must not show.
-        step = release.lattice_step(weights.numel()) / _FINER
-        clipped = toward_zero(clip_l2(weights, release.clip_norm), step)
-        return clipped + release.mechanism.noise(clipped, release.noise_scale, step, rng), loss
-
-    def _check_model(self, model: FlatModel, vector: Tensor, records: Records, error: Exception) -> None:
-        """Raise if the model can't be trained on a record of zeros either: then no record is to blame."""
-        try:
-            inputs, targets = records.batch(torch.zeros(1, dtype=torch.int64), model.device)
-        except Exception:
-            return
-        model.vector.copy_(vector)
-        try:
-            outputs = model.module(torch.zeros_like(inputs))
-            torch.autograd.grad(self.training.loss(outputs, torch.zeros_like(targets)), model.parameters, allow_unused=True)
-        except Exception:
-            raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error
+        """Return the clipped and noised weights [d], and the training loss; the noise comes from `rng`."""
+        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
+        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
+        return made.row, made.loss
 
     def _terms(self, epsilon: float, num_replies: int) -> Terms:
         return weights_terms(

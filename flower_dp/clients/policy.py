@@ -1,9 +1,18 @@
 """A client's own policy: what it will do for a server, whatever the server says."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from flower_dp.core import checks
-from flower_dp.wire import ClientLevelOrder, Instruction
+from flower_dp.wire import Instruction
+
+
+class ClientNoise(Protocol):
+    """What a client adds to its own row: the noise of a pipeline, or a method's table."""
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +50,11 @@ class ClientPolicy:
                 f"noise_multiplier={instruction.noise_multiplier:g}: this client's policy asks for {self.min_noise_multiplier:g}"
             )
 
-    def check_noise(self, order: ClientLevelOrder) -> None:
-        """Refuse an order by which this client would add less noise itself than this policy asks for.
+    def check_noise(self, noise: ClientNoise) -> None:
+        """Refuse noise by which this client would add less noise itself than this policy asks for.
 
         Raises:
             ValueError: naming the limit and the value asked for.
         """
-        if order.noise_std < self.min_noise_std:
-            raise ValueError(f"noise_std={order.noise_std:g}: this client's policy asks for {self.min_noise_std:g}")
+        if noise.noise_std < self.min_noise_std:
+            raise ValueError(f"noise_std={noise.noise_std:g}: this client's policy asks for {self.min_noise_std:g}")

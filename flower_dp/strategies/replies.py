@@ -34,6 +34,7 @@ class Collected:
     refused: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
+    payload_bytes: int = 0
     seeded_noise: bool = False
 
 
@@ -114,6 +115,7 @@ def _add(
     if clients:
         collected.total += update
     collected.num_bytes += num_bytes
+    collected.payload_bytes += update.nbytes if answer is None else answer.payload_bytes
     collected.clients.extend(clients)
     if answer is not None:
         collected.refused |= answer.refused

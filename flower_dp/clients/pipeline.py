@@ -1,0 +1,212 @@
+"""A client's reply as a pipeline with named slots: train, before the clip, clip, noise, after the noise, encode.
+
+What may stand in which slot is fixed by the types of the parts, and checked again when a pipeline is made. Nothing stands between
+clip and noise; rounding to the lattice belongs to the clip. What chooses by value stands after the noise.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from flower_dp.clients.engines.one_by_one import Trained
+from flower_dp.clients.parts import (
+    Clip,
+    Encoder,
+    FullNoise,
+    GaussianShare,
+    Lossless,
+    Mask,
+    Noise,
+    NotPrivate,
+    RandK,
+    RecordClip,
+    RowClip,
+    Secret,
+    Selection,
+    ServerNoise,
+    bytes_a_value,
+)
+from flower_dp.clients.records import Records
+from flower_dp.core.compression import Payload
+
+log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One client's part in a round.
+
+    Attributes:
+        name: the client.
+        records: its records.
+        seed: public; governs the order of the records, never a secret.
+        secret: gives the generator of noise and secret choices, made for this reply.
+        weight: public; what the reply counts in the node's sum.
+    """
+
+    name: str
+    records: Records
+    seed: int
+    secret: Secret
+    weight: float = 1.0
+
+
+class Train(Protocol):
+    """Local training of some clients.
+
+    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names.
+    """
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What leaves a client, and what stays.
+
+    Attributes:
+        row: the row [k] that leaves; float32 or float64.
+        loss: the mean training loss, a 0-d tensor; it stays unless metrics are asked for.
+        num_bytes: of the row, had the client sent it alone.
+    """
+
+    row: Tensor
+    loss: Tensor
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a client doesn't reply, in words that the server may know."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How a client's reply is made.
+
+    Attributes:
+        train: makes a row [d] of a client's records.
+        before_clip: the coordinates that everyone keeps, which no data chose; None for all. Clip, lattice and noise are those of
+            the kept coordinates alone.
+        clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
+        noise: what this client adds to the clipped row.
+        after_noise: any function of the noised row, for example a selection of its largest entries.
+        encode: how the sum of a node's rows is sent.
+
+    Raises:
+        ValueError: for a part in a slot where it may not stand, naming the slot.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients.parts import GaussianShare, Lossless, RowClip, TopK
+        >>> from flower_dp.clients.pipeline import Job, Pipeline
+        >>> class Constant:
+        ...     def rows(self, vector, jobs):
+        ...         return ((torch.full_like(vector, 9.0), torch.tensor(0.0)) for job in jobs)
+        >>> clip = RowClip(clip_norm=1.0, step=2.0**-14)
+        >>> share = GaussianShare(noise_std=0.5)
+        >>> pipeline = Pipeline(train=Constant(), clip=clip, noise=share, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
+        >>> job = Job(name="a", records=[], seed=0, secret=lambda: torch.Generator())
+        >>> (reply,) = pipeline.replies(torch.zeros(8), [job])
+        >>> int(reply.row.count_nonzero())
+        4
+        >>> Pipeline(train=Constant(), before_clip=TopK(keep_ratio=0.5), clip=clip, noise=share, encode=Lossless())
+        Traceback (most recent call last):
+            ...
+        ValueError: before_clip: TopK may not stand here; must be a Mask, which no data chose
+    """
+
+    train: Train
+    before_clip: Mask | None = None
+    clip: Clip
+    noise: Noise
+    after_noise: Selection | None = None
+    encode: Encoder
+
+    def __post_init__(self) -> None:
+        # Exact types: a subclass can do anything under its parent's name.
+        if type(self.before_clip) not in (type(None), Mask):
+            raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
+        if type(self.clip) not in (RowClip, RecordClip):
+            raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip or RecordClip")
+        if type(self.noise) not in (NotPrivate, ServerNoise, GaussianShare, FullNoise):
+            raise ValueError(
+                f"noise: {_kind(self.noise)} may not stand here; must be NotPrivate, ServerNoise, GaussianShare or FullNoise"
+            )
+        if self.after_noise is not None and getattr(self.after_noise, "slot", None) != "after_noise":
+            raise ValueError(f"after_noise: {_kind(self.after_noise)} may not stand here; its slot must be 'after_noise'")
+        if getattr(self.encode, "slot", None) != "encode":
+            raise ValueError(f"encode: {_kind(self.encode)} may not stand here; its slot must be 'encode'")
+        if self.after_noise is not None and type(self.noise) is ServerNoise:
+            raise ValueError(f"after_noise: {_kind(self.after_noise)} would see rows without noise; the server adds it later")
+        if isinstance(self.clip, RecordClip) and getattr(self.train, "record_clip", None) != self.clip:
+            raise ValueError(f"clip: {_kind(self.train)} does not clip its records by {self.clip}")
+        if isinstance(self.clip, RecordClip) and self.before_clip is not None:
+            raise ValueError("before_clip: a mask can't stand here with RecordClip, which is applied in training")
+        told = self.encode.mask if isinstance(self.encode, RandK) else None
+        if told != self.before_clip:
+            raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")
+        if type(self.noise) is ServerNoise and type(self.encode) not in (Lossless, RandK):
+            raise ValueError(f"encode: {_kind(self.encode)} would change rows without noise; must be Lossless or RandK")
+
+    def dimension(self, length: int) -> int:
+        """Return how many coordinates of a vector [length] are clipped, noised and added up."""
+        return length if self.before_clip is None else len(self.before_clip.indices)
+
+    def replies(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
+        """Yield what every client replies, or why it doesn't, in order.
+
+        Args:
+            vector: the global model [d], float32.
+            jobs: the clients.
+        """
+        for job, trained in zip(jobs, self.train.rows(vector, jobs), strict=True):
+            try:
+                answer = self._reply(trained, job)
+            except Exception as error:
+                answer = failure(job.name, error)
+            yield answer
+
+    def reply(self, vector: Tensor, job: Job) -> Reply:
+        """Return one client's reply; raise what `replies` would make a refusal of."""
+        (trained,) = self.train.rows(vector, [job])
+        answer = self._reply(trained, job)
+        if isinstance(answer, Refusal):
+            raise ValueError(answer.reason)
+        return answer
+
+    def payload(self, total: Tensor) -> Payload:
+        """Return the payload of the sum [dimension] of rows."""
+        return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))
+
+    def _reply(self, trained: Trained, job: Job) -> Reply | Refusal:
+        if isinstance(trained, Exception):
+            raise trained
+        row, loss = trained
+        length = row.shape[0]
+        if self.before_clip is not None:
+            row = self.before_clip.keep(row)
+        try:
+            clipped = self.clip(row)
+        except ValueError as error:  # it names no value of the row
+            return Refusal(reason=str(error))
+        noised = self.noise.add(clipped, self.clip.step, job.secret)
+        leaving: Tensor = noised if self.after_noise is None else self.after_noise(noised)
+        num_bytes = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise))
+        return Reply(row=leaving, loss=loss, num_bytes=num_bytes)
+
+
+def failure(name: str, error: Exception) -> Refusal:
+    """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
+    log.warning("client %s: %s: %s", name, type(error).__name__, error)
+    return Refusal(reason=f"training failed: {type(error).__name__}")
+
+
+def _kind(part: object) -> str:
+    return type(part).__name__

@@ -1,0 +1,57 @@
+"""Compression: a vector as a payload that is really that small, and the way back.
+
+A payload is a few NumPy arrays and a small header. Decoding trusts neither: it checks every length, type and index against what
+the receiver knows, and raises ValueError otherwise. Private vectors are compressed after dense noise only, or under a mask
+that does not depend on private data: coordinates chosen from an un-noised vector would tell what the noise should hide.
+
+A codec is one file and one line in `CODECS`.
+"""
+
+import numpy as np
+
+from flower_dp.core import checks
+from flower_dp.core.compression import dense as _dense
+from flower_dp.core.compression import rand_k as _rand_k
+from flower_dp.core.compression import top_k as _top_k
+from flower_dp.core.compression.payload import Codec, Header, Payload
+
+dense = _dense.dense
+rand_k, random_mask = _rand_k.rand_k, _rand_k.random_mask
+top_k, top_k_bytes, top_k_indices = _top_k.top_k, _top_k.top_k_bytes, _top_k.top_k_indices
+num_kept, smallest = _top_k.num_kept, _top_k.smallest
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Header",
+    "Payload",
+    "decode",
+    "dense",
+    "num_kept",
+    "rand_k",
+    "random_mask",
+    "smallest",
+    "top_k",
+    "top_k_bytes",
+    "top_k_indices",
+]
+
+# Every codec, by the header's `encoding`.
+CODECS = {codec.name: codec for codec in (_dense.CODEC, _top_k.CODEC, _rand_k.CODEC)}
+
+
+def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> np.ndarray:
+    """Return the dense float32 or float64 vector [length] of a payload; coordinates that were not sent are 0.
+
+    Raises:
+        ValueError: if header or arrays are not exactly what an honest sender of a vector of this length makes.
+    """
+    header, arrays = payload.header, payload.arrays
+    if header.get("length") != length:
+        raise ValueError(f"payload length={header.get('length')!r}: the model has {length} parameters")
+    codec = CODECS[checks.one_of("payload encoding", header.get("encoding"), tuple(CODECS))]
+    if len(arrays) != codec.num_arrays:
+        raise ValueError(f"payload has {len(arrays)} arrays: encoding {codec.name} has {codec.num_arrays}")
+    if unknown := set(header) - {"encoding", "length", *codec.words}:
+        raise ValueError(f"payload header has words that encoding {codec.name} does not know: {sorted(unknown, key=str)[:4]}")
+    return codec.read(payload, length, mask)
