@@ -38,7 +38,7 @@ from flower_dp.clients import (
 from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.roster import Roster
 from flower_dp.wire import ClientLevelOrder, Instruction
@@ -455,6 +455,44 @@ def test_rounds_out_of_order_are_each_paid_for():
         messages = strategy.configure_train(1, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
         if messages:
             strategy.aggregate_train(1, grid.send_and_receive(messages))
+    assert strategy.statement.epsilon <= 3.0
+
+
+@pytest.mark.parametrize("asked", [(2, 4, 6, 8), (1, 2, 2, 2), (1, 1), (1, 3)])
+def test_round_robin_runs_its_rounds_in_order_or_not_at_all(asked):
+    """Its charge follows from the round's number: client 2 was once asked four times at a stated epsilon of 0."""
+    strategy = DPFedAvg(
+        clip_norm=1.0, noise_multiplier=2.0, sampling=RoundRobinSampling(cohort_size=1), num_clients=2, delta=1e-3
+    )
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 2)
+    ran = []
+    for server_round in asked:
+        messages = strategy.configure_train(server_round, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
+        if messages:
+            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+            ran.append(server_round)
+    assert ran == [number for index, number in enumerate(asked) if asked[: index + 1] == tuple(range(1, index + 2))]
+    assert (strategy.statement.epsilon > 0) == bool(ran)
+
+
+def test_a_run_that_has_ended_stays_so():
+    """Under round robin the round after the refused one cost nothing, and the run went on with the other client."""
+    strategy = DPFedAvg(
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        sampling=RoundRobinSampling(cohort_size=1),
+        num_clients=2,
+        delta=1e-3,
+        target_epsilon=3.0,
+    )
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 2)
+    ran = []
+    for server_round in range(1, 40):
+        messages = strategy.configure_train(server_round, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
+        if messages:
+            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+            ran.append(server_round)
+    assert ran == list(range(1, len(ran) + 1))
     assert strategy.statement.epsilon <= 3.0
 
 

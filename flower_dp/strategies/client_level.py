@@ -339,7 +339,10 @@ class ClientLevelRules:
         self._all_affordable = self._affordable == num_rounds
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that the target would be passed, if it would."""
+        """Return that the target would be passed, or that a round is out of turn, if so."""
+        if isinstance(self.sampling, RoundRobinSampling) and server_round != self.ledger.num_charges + 1:
+            # Its charge follows from the round's number, as if every round before had been run once.
+            return f"with round-robin sampling it must be round {self.ledger.num_charges + 1}"
         if self.target_epsilon is None or (cohort_size is None) == self._shares_vary:
             return None
         if self.ledger.num_charges == server_round - 1:

@@ -190,7 +190,8 @@ class DPStrategy(Strategy):
         """
         roster = self._call_roll(grid)
         # Asked here, so that no `start` of a subclass can go past it: nothing is sent then, and nothing is charged.
-        if reason := self.rules.why_stop(server_round, None):
+        # A run that has ended stays so: a later round may cost less, but not the clients whom the ledger speaks of.
+        if reason := "the run has ended" if self._unpaid else self.rules.why_stop(server_round, None):
             return self._stop(server_round, reason)
         started = time.monotonic()
         layout = Layout.of(wire.numpy_arrays(arrays, limit=_LARGEST_ARRAY))
