@@ -1,11 +1,12 @@
-# make demo   train a private model on real digits (sets up .venv first)
-# make test   checks and all tests
+# make demo     train a private model on real digits (sets up .venv first)
+# make test     checks and all tests
+# make mutants  plant known bugs one by one: no test may miss one (before a release; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format mutants clean
 
 demo: $(STAMP)
 	$(BIN)/flower-dp run .
@@ -22,6 +23,9 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/plant.py
 
 # torch comes first, by its pinned version alone: other packages ask for it loosely.
 $(STAMP): pyproject.toml constraints.txt
