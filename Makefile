@@ -1,6 +1,6 @@
 # make demo     train a private model on real digits (sets up .venv first)
 # make test     checks and all tests
-# make mutants  plant known bugs one by one: no test may miss one (before a release; some minutes)
+# make mutants  plant known bugs one by one: no test may miss one (before a release; some ten minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
