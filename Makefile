@@ -1,6 +1,7 @@
 # make demo   train a private model on real digits (sets up .venv first)
 # make quick  the unit tests, without those that take long or start Flower
 # make test   checks and all tests
+# make mutants  plant known bugs one by one: no test may miss one (before a release; some ten minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= logical
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: demo quick test check format clean
+.PHONY: demo quick test check format mutants clean
 
 demo: $(STAMP)
 	$(BIN)/flower-dp run .
@@ -29,6 +30,9 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/plant.py
 
 # torch comes first, by its pinned version alone: other packages ask for it loosely.
 $(STAMP): pyproject.toml constraints.txt

@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -623,3 +624,36 @@ def test_long_sparse_runs_under_replace_one_stay_below_twice_as_far_apart() -> N
     event = Repeat(Poisson(0.001, Gaussian(1.0)), 10**7)
     one = epsilon(event, delta=1e-5, relation=ADD).epsilon
     assert one < epsilon(event, delta=1e-5, relation=REPLACE).epsilon < 3 * one
+
+
+@dataclass(frozen=True)
+class Counted:
+    """In the place of a privacy loss distribution: how many releases are in it."""
+
+    count: int = 1
+
+    def self_compose(self, count: int) -> "Counted":
+        return Counted(self.count * count)
+
+    def compose(self, other: "Counted") -> "Counted":
+        return Counted(self.count + other.count)
+
+    def get_epsilon_for_delta(self, delta: float) -> float:
+        return delta
+
+
+@pytest.mark.parametrize("count", [1, 2, 199_999, 200_000, 200_001, 345_678, 1_000_999, 1_234_567_891])
+def test_long_runs_are_composed_of_all_their_releases(count: int) -> None:
+    assert pld._self_composed(Counted(), count).count == count
+
+
+def test_rounding_inside_a_composition_is_kept_aside_from_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pld, "_leaf_pld", lambda *_: Counted())
+    kept = 1e-9 - pld.on_grid([(Gaussian(1.0), 5)], 1e-9, ADD, 1e-4)
+    assert kept == pytest.approx(1e-12, rel=1e-3, abs=0)
+
+
+@pytest.mark.parametrize("root", [1e-6, 1.0, 1e6])
+def test_the_root_of_the_exact_gaussian_is_raised_by_the_finders_tolerance(root: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dp, "get_epsilon_gaussian", lambda *_, tol: root - tol)
+    assert accounting._gaussian_exact([(Gaussian(1.0), 1)], 1e-5, ADD) >= root

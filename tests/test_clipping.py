@@ -85,6 +85,14 @@ def test_norms_of_long_rows_count_every_entry_once(library: Any) -> None:
     assert np.asarray(l1_norms(library(rows))).tolist() == pytest.approx([31, float(np.float32(3e-30)), 0], rel=1e-14)
 
 
+@pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**15 + 1, 2**16 + 5])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_norms_of_long_rows_of_ordinary_size_count_every_entry_once(size: int, library: Any) -> None:
+    """Rows of zeros, as above, take another way."""
+    for rows in (np.ones(size, np.float32), np.ones((2, size), np.float32)):
+        assert np.asarray(l2_norms(library(rows))) == pytest.approx(math.sqrt(size), rel=1e-14)
+
+
 @pytest.mark.parametrize("norm", CLIPS)
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 def test_direction_is_kept(norm: str, library: Any) -> None:

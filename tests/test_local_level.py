@@ -14,6 +14,7 @@ from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, mode
 from flower_dp.clients.account import KEY, Account
 from flower_dp.clients.fedsgd_dpc import ClippedGradients
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, grid_of, linear, records, start, vector_of
@@ -525,3 +526,11 @@ def test_terms_tell_each_other_apart():
     ):
         texts.add(gradient_terms(**words | change).text)
     assert len(texts) == 6
+
+
+def test_terms_of_different_numbers_of_replies_differ_where_their_noise_does_not():
+    words = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4, "min_records": 8}
+    few, many = weights_terms(**words, num_replies=4), weights_terms(**words, num_replies=5)
+    assert few.release == many.release
+    assert few.kind != many.kind
+    assert few.text != many.text

@@ -17,6 +17,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from grids import LocalGrid
 from local_grids import FEATURES, grid_of, linear, records
@@ -39,7 +40,10 @@ from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy import accounting
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
+from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.roster import Roster
 from flower_dp.wire import ClientLevelOrder, Instruction
 
@@ -762,3 +766,140 @@ def test_shares_of_sparse_messages_do_not_follow_the_cohort_and_are_rounded_up()
     # Expected are 1.6 clients: two shares.
     assert {strategy.rules._share(size) for size in range(5)} == {2.0 / math.sqrt(2)}
     assert strategy.rules.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
+
+
+def test_stock_updates_are_rounded_to_the_lattice_by_the_server():
+    strategy = DPFedAvg(**CLIENT_LEVEL)
+    totals = []
+    combine = strategy.rules.combine
+    strategy.rules.combine = lambda now, collected, rng: (totals.append(collected.total.copy()), combine(now, collected, rng))[1]
+    app = stock_app(shifted(lambda node: 0.0123456789 * node))
+    strategy.start(LocalGrid(app, 4), arrays(w=np.zeros(9, np.float32)), num_rounds=2)
+    for total in totals:
+        units = total / strategy.rules._step(9, 4)
+        assert units.all()
+        assert np.array_equal(units, np.round(units))
+
+
+def test_a_reply_without_an_answer_stands_for_one_client():
+    """Else a node could move the model by the clip norms of all its clients."""
+
+    def forge(node, reply):
+        if node == 1:
+            reply.content = RecordDict({"arrays": ArrayRecord([np.ones((3, FEATURES), np.float32)])})
+        return [reply]
+
+    def client_fn(context):
+        hosted = NAMES[:2] if context.node_config["partition-id"] == 0 else NAMES[2:3]
+        return DPClient(model=linear(), clients={name: records(name) for name in hosted}, training=TRAINING, device="cpu")
+
+    strategy = DPFedAvg(**CLIENT_LEVEL | {"num_clients": 3})
+    strategy.start(LocalGrid(client_app(client_fn), 2, tamper=forge), model_arrays(linear()), num_rounds=1)
+    assert strategy.rounds[0].replies == 1
+
+
+def test_one_node_that_does_not_run_the_method_is_enough():
+    """Every node is asked what it runs, and all must run the method."""
+
+    def client_fn(context):
+        part = int(context.node_config["partition-id"])
+        words = {"model": linear(), "clients": {NAMES[part]: records(NAMES[part])}, "device": "cpu"}
+        return LocalDPClient(**words, recipe=RECIPES["nbafl"]) if part == 2 else DPClient(**words, training=TRAINING)
+
+    strategy, grid = DPFedAvg(**CLIENT_LEVEL), LocalGrid(client_app(client_fn), 4)
+    with pytest.raises(ValueError, match="clients must run 'dp-fedavg'; these run no common method"):
+        strategy.start(grid, model_arrays(linear()), num_rounds=1)
+
+
+def test_copies_of_a_strategy_that_has_run_do_not_repeat_its_noise():
+    app, start = stock_app(shifted(lambda node: 0.0)), arrays(w=np.zeros(1000, np.float32))
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, num_clients=2, delta=1e-3, sampling=FullSampling())
+    strategy.start(LocalGrid(app, 2), start, num_rounds=1)
+    copied = [copy.deepcopy(strategy) for _ in range(3)]
+    assert_all_differ([one.start(LocalGrid(app, 2), start, num_rounds=1).arrays["w"].numpy() for one in copied])
+
+
+def test_a_sum_that_is_not_exact_is_not_released():
+    strategy = DPFedAvg(**CLIENT_LEVEL)
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
+    strategy.plan(1)
+    strategy.configure_train(1, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
+    now = strategy._round
+    assert strategy._next_vector(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
+    assert not strategy._next_vector(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
+    assert "too large to be exact" in strategy.incidents[-1]
+
+
+def test_the_fewest_who_may_answer_are_rounded_up():
+    strategy = STRATEGIES["dp-fedsam untrusted"]()
+    assert [strategy.rules._fewest(size) for size in range(6)] == [1, 1, 2, 3, 3, 4]
+
+
+def test_a_plan_counts_on_the_worst_cohort():
+    """Of two shares each participant knows one; larger cohorts leave more."""
+    words = CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)}
+    strategy = DPFedSAM(**words, trusted_server=False)
+    assert strategy.rules.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
+    for size in range(5):
+        charged = strategy.rules._charged(strategy.rules._shares(size))
+        assert charged.mechanism.noise_multiplier >= strategy.rules.charged.mechanism.noise_multiplier
+
+
+def test_sampling_does_not_protect_against_the_server():
+    """It draws the cohorts itself."""
+    strategy = DPFedSAM(**CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)})
+    strategy.start(LocalGrid(clients("DPClient"), 4), model_arrays(linear()), num_rounds=8)
+    against = {adversary.name: adversary for adversary in strategy.statement.adversaries}
+    event = SelfComposedDpEvent(GaussianDpEvent(strategy.rules.smallest_share / 0.5), 8)
+    exact = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
+    assert against["the server"].epsilon == pytest.approx(exact)
+
+
+def test_adversaries_are_told_the_worst_clients_epsilon():
+    budgets = dict(zip(NAMES, (0.5, 2.0, 1.0, 0.1), strict=True))
+    words = {"mechanism": "laplace", "clip_norm": 1.0, "num_replies": 3}
+    strategy = FedSGDDPC(**words, num_clients=4, cohort_size=4, num_records=8, epsilon=budgets, learning_rate=0.1)
+    grid = grid_of(FedSGDDPCRecipe(**words, epsilon=budgets), {name: records(name) for name in NAMES})
+    strategy.start(grid, model_arrays(linear()), num_rounds=3)
+    statement = strategy.statement
+    assert statement.epsilon == pytest.approx(2.0)
+    assert {entry.epsilon for entry in statement.adversaries} == {statement.epsilon} == {statement.clients.maximum}
+
+
+def test_broadcasts_lie_on_their_lattice():
+    strategy, seen = STRATEGIES["nbafl"](), []
+    combine = strategy.rules.combine
+    strategy.rules.combine = lambda now, collected, rng: (seen.append(combine(now, collected, rng)), now.vector)[1]
+    strategy.start(LocalGrid(clients("nbafl"), 4), model_arrays(linear()), num_rounds=3)
+    for vector, std in zip(seen, strategy.rules.added_noise_stds, strict=True):
+        step = strategy.rules._broadcast_step([0.25] * 4, std)
+        assert 0 < step <= strategy.rules._broadcast_std([0.25] * 4, std) / 1024
+        assert np.array_equal(vector / step, np.round(vector / step))
+
+
+def test_nbafls_noise_is_made_for_the_client_with_the_fewest_records():
+    words = {"num_clients": 4, "clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 9}
+    assert (
+        NbAFL(**words, num_records=[40, 8, 20, 30]).rules.uplink_noise_std == NbAFL(**words, num_records=8).rules.uplink_noise_std
+    )
+
+
+def test_weights_are_rounded_to_the_lattice_before_their_noise():
+    client = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=RECIPES["nbafl"], device="cpu")
+    release = RECIPES["nbafl"].terms("c0", records("c0")).release
+    vector = client.model.vector.clone()
+    row, _ = RECIPES["nbafl"].reply(
+        vector, records("c0"), release, model=client.model, server_round=1, seed=3, rng=noise.noise_generator()
+    )
+    units = row.detach().numpy() / (release.lattice_step(FEATURES * 3) / 2**10)
+    assert np.array_equal(units, np.round(units))
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.3, 1.0, 7.7])
+@pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
+def test_sums_of_laplace_shares_never_pass_the_budget(budget, relation):
+    for replies in range(1, 200):
+        words = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": budget, "delta": 0.0, "num_replies": replies}
+        terms = gradient_terms(**words, num_records=8, relation=relation)
+        cost = accounting.epsilon(accounting.repeated(terms.event, replies), delta=0.0, relation=relation)
+        assert cost.epsilon <= budget

@@ -1,0 +1,200 @@
+"""Plant known bugs one by one, and report those that no test notices.
+
+    python tests/mutants/plant.py [--only TEXT] [--list]
+
+First all named tests run without any bug, and must pass. Then each bug of `mutants.toml` is planted in a temporary copy of the tree,
+never in the tree itself, and its tests run. `caught` is a failed test; `SURVIVED` is none; `BROKEN` is a bug that can't be planted,
+or tests that can't be collected under it. Exits 1 if any survived or broke.
+"""
+
+import argparse
+import multiprocessing
+import os
+import queue
+import re
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("mutants.toml")
+NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "*.egg-info")
+MOST_PROCESSES = 2
+MOST_SECONDS = 600
+# What most tests import: loaded once, in a process from which those that run tests fork.
+LIBRARIES = ["torch", "flwr.app", "flwr.serverapp", "flwr.clientapp", "flwr.client", "scipy.stats", "dp_accounting.pld"]
+# What pytest exits with: all passed; some failed.
+PASSED, FAILED = 0, 1
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A planted bug: in one sentence, the change of one file, and the tests of which at least one must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def planted(self, text: str) -> str:
+        """Return the file's text with the bug.
+
+        Raises:
+            ValueError: if the text to replace is not exactly once in the file.
+        """
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"old text is {count} times in {self.file}: must be once")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of a mutant: `caught`, `SURVIVED` or `BROKEN`, by what, and after how long."""
+
+    mutant: Mutant
+    word: str
+    why: str
+    seconds: float
+
+
+def mutants() -> list[Mutant]:
+    """Return the list of planted bugs, in its order."""
+    listed = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(**{**words, "tests": tuple(words["tests"])}) for words in listed]
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """A temporary copy of the working tree, without what is made of it."""
+    with tempfile.TemporaryDirectory(prefix="flower-dp-mutant-") as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        yield tree
+
+
+def run_tests(tree: Path, tests: Iterable[str], *options: str) -> tuple[int, str]:
+    """Run tests in a copy of the tree; return pytest's exit status and what it said.
+
+    Raises:
+        TimeoutError: if they take too long.
+    """
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as said:
+        child = _CONTEXT.Process(target=_pytest_in, args=(str(tree), said.name, [*options, *tests]))
+        child.start()
+        child.join(MOST_SECONDS)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            raise TimeoutError(f"its tests took more than {MOST_SECONDS} s")
+        return child.exitcode, said.read()
+
+
+def _pytest_in(tree: str, said: str, words: list[str]) -> None:
+    """Be a process that runs pytest in a tree, and exit as it does."""
+    with Path(said).open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.chdir(tree)
+    # No bytecode: that of a file without the bug could pass for the same file with it.
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])}
+    sys.path = [tree, *(entry for entry in sys.path if entry not in ("", str(LIST.parent), str(ROOT)))]
+    import pytest
+
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *words])))
+
+
+def plant(mutant: Mutant, tree: Path) -> Verdict:
+    """Plant one bug in a copy of the tree, run its tests, and take it out again."""
+    started = time.monotonic()
+
+    def verdict(word: str, why: str) -> Verdict:
+        return Verdict(mutant=mutant, word=word, why=why, seconds=time.monotonic() - started)
+
+    target = tree / mutant.file
+    text = target.read_text(encoding="utf-8")
+    try:
+        target.write_text(mutant.planted(text), encoding="utf-8")
+        status, said = run_tests(tree, mutant.tests, "-x", "--tb=no")
+    except (ValueError, TimeoutError) as error:
+        return verdict("BROKEN", str(error).splitlines()[0])
+    finally:
+        target.write_text(text, encoding="utf-8")
+    if status == PASSED:
+        return verdict("SURVIVED", ", ".join(mutant.tests))
+    failed = re.search(r"^FAILED (\S+)", said, re.MULTILINE)
+    if status != FAILED or failed is None:
+        last = [line for line in said.splitlines() if line.strip()][-1:]
+        return verdict("BROKEN", f"pytest exited with {status}: {''.join(last)}")
+    return verdict("caught", failed[1])
+
+
+def check_unplanted(chosen: list[Mutant], num_processes: int) -> bool:
+    """Run all tests that the mutants name, without any bug; tell whether they pass."""
+    by_file: dict[str, list[str]] = {}
+    for test in dict.fromkeys(test for mutant in chosen for test in mutant.tests):
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    with copied_tree() as tree, ThreadPoolExecutor(num_processes) as pool:
+        runs = list(pool.map(lambda tests: run_tests(tree, tests, "--tb=short"), by_file.values()))
+    for status, said in runs:
+        if status != PASSED:
+            sys.stdout.write(said)
+    return all(status == PASSED for status, _ in runs)
+
+
+def plant_all(chosen: list[Mutant], num_processes: int) -> list[Verdict]:
+    """Plant each of the bugs by itself, in one copy of the tree a process; tell of each as it comes."""
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def one(mutant: Mutant) -> Verdict:
+        tree = trees.get()
+        try:
+            verdict = plant(mutant, tree)
+        finally:
+            trees.put(tree)
+        sys.stdout.write(f"{verdict.word:8}  {verdict.seconds:5.1f} s  {mutant.file}: {mutant.name}\n")
+        if verdict.word != "caught":
+            sys.stdout.write(f"          {verdict.why}\n")
+        sys.stdout.flush()
+        return verdict
+
+    with copied_tree() as first, copied_tree() as second, ThreadPoolExecutor(num_processes) as pool:
+        for tree in (first, second)[:num_processes]:
+            trees.put(tree)
+        return list(pool.map(one, chosen))
+
+
+def main() -> int:
+    """Plant what was chosen; return 1 if any of it survived or broke."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", help="only bugs with this text in their name or file")
+    parser.add_argument("--list", action="store_true", help="show the bugs and plant none")
+    words = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if words.only is None or words.only in f"{mutant.file}: {mutant.name}"]
+    if words.list or not chosen:
+        sys.stdout.writelines(f"{mutant.file}: {mutant.name}\n" for mutant in chosen)
+        return 0 if chosen else 1
+    _CONTEXT.set_forkserver_preload(LIBRARIES)
+    num_processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+    started = time.monotonic()
+    if not check_unplanted(chosen, num_processes):
+        sys.stdout.write("tests fail without any bug: nothing was planted\n")
+        return 1
+    verdicts = plant_all(chosen, num_processes)
+    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in ("caught", "SURVIVED", "BROKEN")}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
+    sys.stdout.write(f"{len(verdicts)} planted bugs: {told}; {(time.monotonic() - started) / 60:.1f} minutes\n")
+    return 0 if counts["caught"] == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
