@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flower_dp.core.compression import (
+    CODECS,
+    Codec,
     Payload,
     decode,
     dense,
@@ -312,3 +314,36 @@ def test_decode_accepts_only_what_encoding_again_gives_back(indices: np.ndarray,
     assert np.count_nonzero(vector) == values.size
     chosen = np.unpackbits(indices, count=LENGTH) if indices.dtype == np.uint8 else np.isin(np.arange(LENGTH), indices)
     np.testing.assert_array_equal(vector != 0, chosen.astype(bool))
+
+
+# The registry of codecs
+
+
+def test_every_codec_stands_under_its_name() -> None:
+    assert {name: codec.name for name, codec in CODECS.items()} == {name: name for name in ("dense", "top-k", "rand-k")}
+
+
+@pytest.mark.parametrize("words", [{"scale": 1.5}, {"mask": 3}, {3: 1}])
+def test_words_that_a_codec_does_not_know_are_refused(words: Any) -> None:
+    header = {"encoding": "dense", "length": LENGTH, **words}
+    with pytest.raises(ValueError, match="payload header"):
+        decode(Payload(arrays=(np.ones(LENGTH, F),), header=header), LENGTH)
+
+
+@pytest.mark.parametrize("told", [None, 0, 1.5, True, "x", -1, 10**400])
+def test_a_mask_must_be_the_one_that_both_sides_know(told: Any) -> None:
+    mask = np.arange(4)
+    good = rand_k(_vector(LENGTH), mask)
+    decode(good, LENGTH, mask=mask)
+    for payload in (Payload(arrays=good.arrays, header={**good.header, "mask": told}), rand_k(_vector(LENGTH), mask + 1)):
+        with pytest.raises(ValueError, match="payload mask"):
+            decode(payload, LENGTH, mask=mask)
+
+
+def test_a_codec_is_one_line_in_the_registry_and_may_have_floats_in_its_header(monkeypatch: Any) -> None:
+    def read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
+        return (payload.arrays[0] * np.float32(payload.header["scale"])).astype(np.float32)
+
+    monkeypatch.setitem(CODECS, "scaled", Codec(name="scaled", num_arrays=1, words=("scale",), read=read))
+    header = {"encoding": "scaled", "length": 3, "scale": 0.5}
+    assert decode(Payload(arrays=(np.array([1, 2, 3], np.int8),), header=header), 3).tolist() == [0.5, 1.0, 1.5]

@@ -41,7 +41,7 @@ def reply_and_loss(recipe, data, *, seed=0, model=None, name="c0"):
     return row.to(torch.float64), loss
 
 
-def clipped(recipe, flat, data, positions, seed, step=0.0):
+def sum_of(recipe, flat, data, positions, seed, step=0.0):
     """The sum of the clipped gradients of some records."""
     clip = RecordClip(clip_norm=recipe.clip_norm, step=step, norm="l1" if recipe.mechanism == "laplace" else "l2")
     return clipped_sum(flat, data, positions, clip=clip, loss=recipe.loss, seed=seed)[0]
@@ -278,7 +278,7 @@ def test_dropout_of_a_record_does_not_depend_on_who_is_in_the_batch(monkeypatch)
     everyone = torch.arange(8)
 
     def total(positions):
-        return clipped(recipe, flat, data, positions, 77)
+        return sum_of(recipe, flat, data, positions, 77)
 
     for position in range(8):
         moved = total(everyone) - total(everyone[everyone != position])
@@ -303,7 +303,7 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(words,
     assert step == lattice_step(release.noise_scale, clip_norm=0.5, dimension=size, norm=norm) > 0
 
     def total(*positions):
-        return clipped(recipe, flat, data, torch.tensor(positions), 1, step).numpy()
+        return sum_of(recipe, flat, data, torch.tensor(positions), 1, step).numpy()
 
     everyone = total(*range(8))
     np.testing.assert_array_equal(everyone / step, np.rint(everyone / step))
@@ -320,7 +320,7 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(words,
         assert (np.abs(alone[-1] - clipped) < step + 1e-6).all()
     np.testing.assert_array_equal(sum(alone), everyone)
     # Something was rounded.
-    exact = clipped(recipe, flat, data, torch.arange(8), 1).numpy()
+    exact = sum_of(recipe, flat, data, torch.arange(8), 1).numpy()
     assert (exact != everyone).any()
 
 

@@ -712,3 +712,30 @@ def test_bytes_are_counted_as_sent() -> None:
     # Names count: a forged one may be long.
     assert wire.content_bytes(RecordDict({"a": record, "c": words})) == 1 + 40 + 128 + (1 + 3) + (4 + 8) + (4 + 16)
     assert wire.content_bytes(RecordDict({"m": MetricRecord({"loss": 0.5})})) == 4 + 8
+
+
+# Bytes that clients would have sent alone
+
+
+@pytest.mark.parametrize("refused", [{}, {NAMES[0]: "NaN"}])
+def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: dict[str, str]) -> None:
+    most = (64 + 16 * 5) * (len(NAMES) - len(refused))
+    for value in (0, 1, most):
+        answer = replace(ANSWER, refused=refused, payload_bytes=value)
+        assert Answer.from_json(answer.to_json(NAMES), NAMES).payload_bytes == value
+    with pytest.raises(ValueError, match="payload_bytes"):
+        Answer.from_json(replace(ANSWER, refused=refused, payload_bytes=most + 1).to_json(NAMES), NAMES)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, 1.0, True, None, "7", [7], 10**400])
+def test_absurd_payload_bytes_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="payload_bytes"):
+        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "payload_bytes": value}), NAMES)
+
+
+@pytest.mark.parametrize("length", [None, "5", True, -5, 1e300, [5]])
+def test_a_payload_without_a_length_counts_no_bytes(length: Any) -> None:
+    data = {**json.loads(ANSWER.to_json(NAMES)), "payload": {"encoding": "dense", "length": length}}
+    assert Answer.from_json(json.dumps({**data, "payload_bytes": 0}), NAMES).payload_bytes == 0
+    with pytest.raises(ValueError, match="payload_bytes"):
+        Answer.from_json(json.dumps({**data, "payload_bytes": 1}), NAMES)

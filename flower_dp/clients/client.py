@@ -18,7 +18,7 @@ from flower_dp import wire
 from flower_dp.clients.client_level import LocalUpdates
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
-from flower_dp.clients.parts import Lossless
+from flower_dp.clients.sending import Lossless
 from flower_dp.clients.pipeline import Job, Pipeline, Refusal, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records

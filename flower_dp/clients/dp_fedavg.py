@@ -4,7 +4,7 @@ Sources: McMahan et al. 2018; Shi et al. 2023, Algorithm 1. The two differ in th
 """
 
 from flower_dp.clients.client_level import clip_and_noise
-from flower_dp.clients.parts import Lossless, TopK
+from flower_dp.clients.sending import Lossless, TopK
 from flower_dp.clients.pipeline import Pipeline, Train
 from flower_dp.wire import ClientLevelOrder, Instruction
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.parts import FullNoise, RowClip, SinglePrecision
+from flower_dp.clients.parts import FullNoise, RowClip
+from flower_dp.clients.sending import SinglePrecision
 from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.pipeline import Job, Pipeline
 from flower_dp.clients.records import Records

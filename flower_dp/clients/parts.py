@@ -1,7 +1,6 @@
-"""The parts of a client's pipeline: what may stand in its slots, and nothing of how they are run.
+"""The parts of a client's pipeline up to its noise: mask, clip, noise.
 
-Mask, clip and noise are closed sets of final classes: a subclass could put data-dependent work between clip and noise. What comes
-after the noise, and how it is encoded, may be any part of the right protocol: it sees nothing that is not noised yet.
+They are closed sets of final classes: a subclass could put data-dependent work between clip and noise.
 """
 
 from dataclasses import dataclass, field
@@ -17,9 +16,11 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
-# Values of this many steps are exact in float32, and no noise that is ever drawn is so many standard deviations large.
-_FLOAT32_EXACT = 2.0**24
-_NEVER_DRAWN = 9.0
+class Secret(Protocol):
+    """Gives the generator of one reply's noise and secret choices."""
+
+    def __call__(self) -> Generator:
+        """Return a generator that no other reply uses."""
 
 
 @final
@@ -136,7 +137,7 @@ class NotPrivate:
 
     noise_std: ClassVar[float] = 0.0
 
-    def add(self, clipped: Array, step: float, rng: "Secret") -> Array:
+    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
         """Return the row as it is."""
         return clipped
 
@@ -148,7 +149,7 @@ class ServerNoise:
 
     noise_std: ClassVar[float] = 0.0
 
-    def add(self, clipped: Array, step: float, rng: "Secret") -> Array:
+    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
         """Return the row as it is."""
         return clipped
 
@@ -170,7 +171,7 @@ class GaussianShare:
     def __post_init__(self) -> None:
         checks.number("noise_std", self.noise_std, above=0)
 
-    def add(self, clipped: Array, step: float, rng: "Secret") -> Array:
+    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
         """Return the clipped row with its noise, in float64."""
         return clipped + noise.gaussian(clipped, self.noise_std, step, rng())
 
@@ -191,137 +192,10 @@ class FullNoise:
         """Scale of the noise on the clipped sum."""
         return self.release.noise_scale
 
-    def add(self, clipped: Array, step: float, rng: "Secret") -> Array:
+    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
         """Return the clipped sum with its noise, in float64."""
         return clipped + self.release.mechanism.noise(clipped, self.release.noise_scale, step, rng())
 
 
 Clip = RowClip | RecordClip
 Noise = NotPrivate | ServerNoise | GaussianShare | FullNoise
-
-
-class Secret(Protocol):
-    """Gives the generator of one reply's noise and secret choices."""
-
-    def __call__(self) -> Generator:
-        """Return a generator that no other reply uses."""
-
-
-class Selection(Protocol):
-    """What may follow the noise: any function of the noised row and public numbers."""
-
-    slot: ClassVar[Literal["after_noise"]]
-
-    def __call__(self, noised: Array) -> Array:
-        """Return the row [k] that leaves."""
-
-
-class Encoder(Protocol):
-    """How the node's sum is sent, and what each of its clients would have sent alone."""
-
-    slot: ClassVar[Literal["encode"]]
-
-    def encode(self, total: Array) -> Payload:
-        """Return the payload of the sum [d]."""
-
-    def row_bytes(self, length: int, width: int) -> int:
-        """Return the bytes of one client's row [length], `width` bytes a value.
-
-        They follow from public numbers: counting the zeros of a row would tell of the data.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
-    """Keep the coordinates of largest magnitude, after the noise.
-
-    Attributes:
-        keep_ratio: part of the coordinates that is kept.
-
-    Example:
-        >>> import numpy as np
-        >>> from flower_dp.clients.parts import TopK
-        >>> TopK(keep_ratio=0.5)(np.array([0.5, -3.0, 2.0, 0.1])).tolist()
-        [0.0, -3.0, 2.0, 0.0]
-    """
-
-    slot: ClassVar[Literal["after_noise"]] = "after_noise"
-    keep_ratio: float
-
-    def __post_init__(self) -> None:
-        checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
-
-    def __call__(self, noised: Array) -> Array:
-        """Return the row with zeros for all other coordinates."""
-        sparse = compression.decode(compression.top_k(noised, self.keep_ratio), int(noised.shape[0]))
-        return sparse if is_numpy_array(noised) else array_namespace(noised).asarray(sparse, device=device(noised))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lossless:
-    """Send the sum without loss: by its nonzero coordinates where that is smaller, else dense.
-
-    Attributes:
-        keep_ratio: what a selection before it has kept of every row.
-    """
-
-    slot: ClassVar[Literal["encode"]] = "encode"
-    keep_ratio: float = 1.0
-
-    def encode(self, total: Array) -> Payload:
-        """Return the payload."""
-        return compression.smallest(total)
-
-    def row_bytes(self, length: int, width: int) -> int:
-        """Return the bytes of a dense row, or of the kept coordinates and their indices where that is smaller."""
-        kept = compression.num_kept(self.keep_ratio, length)
-        return min(length * width, compression.top_k_bytes(length, kept, width)) if kept < length else length * width
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SinglePrecision:
-    """Send the sum of rows that are private on their own, rounded to float32."""
-
-    slot: ClassVar[Literal["encode"]] = "encode"
-
-    def encode(self, total: Array) -> Payload:
-        """Return the payload."""
-        return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
-
-    def row_bytes(self, length: int, width: int) -> int:
-        """Return 4 bytes a value."""
-        return 4 * length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandK:
-    """Send the coordinates of the mask that the server knows too, and no index.
-
-    Attributes:
-        mask: the one of the slot before the clip.
-    """
-
-    slot: ClassVar[Literal["encode"]] = "encode"
-    mask: Mask
-
-    def encode(self, total: Array) -> Payload:
-        """Return the payload of a sum [d]."""
-        return compression.rand_k(total, self.mask.indices)
-
-    def row_bytes(self, length: int, width: int) -> int:
-        """Return the bytes of the kept values."""
-        return len(self.mask.indices) * width
-
-
-def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
-    """Return the bytes a value with which a row travels alone: 4 where float32 holds all of its values, else 8.
-
-    Mostly public numbers decide; where noise may or may not fit into float32, the noised row does.
-    """
-    xp = array_namespace(row)
-    if row.dtype == xp.float32:
-        return 4
-    if clip.step and _NEVER_DRAWN * added.noise_std + clip.clip_norm <= _FLOAT32_EXACT * clip.step:
-        return 4
-    narrow: Any = xp.astype(row, xp.float32)
-    return 4 if bool(xp.all(xp.astype(narrow, xp.float64) == row)) else 8

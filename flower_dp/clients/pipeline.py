@@ -12,23 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.parts import (
-    Clip,
-    Encoder,
-    FullNoise,
-    GaussianShare,
-    Lossless,
-    Mask,
-    Noise,
-    NotPrivate,
-    RandK,
-    RecordClip,
-    RowClip,
-    Secret,
-    Selection,
-    ServerNoise,
-    bytes_a_value,
-)
+from flower_dp.clients.parts import Clip, FullNoise, GaussianShare, Mask, Noise, NotPrivate, RecordClip, RowClip, Secret, ServerNoise
+from flower_dp.clients.sending import Encoder, Lossless, RandK, Selection, bytes_a_value
 from flower_dp.clients.records import Records
 from flower_dp.core.compression import Payload
 
@@ -104,7 +89,8 @@ class Pipeline:
 
     Example:
         >>> import torch
-        >>> from flower_dp.clients.parts import GaussianShare, Lossless, RowClip, TopK
+        >>> from flower_dp.clients.parts import GaussianShare, RowClip
+        >>> from flower_dp.clients.sending import Lossless, TopK
         >>> from flower_dp.clients.pipeline import Job, Pipeline
         >>> class Constant:
         ...     def rows(self, vector, jobs):

@@ -1,0 +1,138 @@
+"""The parts of a client's pipeline after its noise: a selection, and the way in which a node's sum is sent.
+
+Any part of the right protocol may stand there: it sees nothing that is not noised yet, unless the server adds the noise.
+"""
+
+from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass
+
+from array_api_compat import array_namespace, device, is_numpy_array
+
+from flower_dp.clients.parts import Clip, Mask, Noise
+from flower_dp.core import checks, compression
+from flower_dp.core.compression import Payload
+from flower_dp.core.vectors import Array
+
+# Values of this many steps are exact in float32, and no noise that is ever drawn is so many standard deviations large.
+_FLOAT32_EXACT = 2.0**24
+_NEVER_DRAWN = 9.0
+
+
+class Selection(Protocol):
+    """What may follow the noise: any function of the noised row and public numbers."""
+
+    slot: ClassVar[Literal["after_noise"]]
+
+    def __call__(self, noised: Array) -> Array:
+        """Return the row [k] that leaves."""
+
+
+class Encoder(Protocol):
+    """How the node's sum is sent, and what each of its clients would have sent alone."""
+
+    slot: ClassVar[Literal["encode"]]
+
+    def encode(self, total: Array) -> Payload:
+        """Return the payload of the sum [d]."""
+
+    def row_bytes(self, length: int, width: int) -> int:
+        """Return the bytes of one client's row [length], `width` bytes a value.
+
+        They follow from public numbers: counting the zeros of a row would tell of the data.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """Keep the coordinates of largest magnitude, after the noise.
+
+    Attributes:
+        keep_ratio: part of the coordinates that is kept.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.clients.sending import TopK
+        >>> TopK(keep_ratio=0.5)(np.array([0.5, -3.0, 2.0, 0.1])).tolist()
+        [0.0, -3.0, 2.0, 0.0]
+    """
+
+    slot: ClassVar[Literal["after_noise"]] = "after_noise"
+    keep_ratio: float
+
+    def __post_init__(self) -> None:
+        checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
+
+    def __call__(self, noised: Array) -> Array:
+        """Return the row with zeros for all other coordinates."""
+        sparse = compression.decode(compression.top_k(noised, self.keep_ratio), int(noised.shape[0]))
+        return sparse if is_numpy_array(noised) else array_namespace(noised).asarray(sparse, device=device(noised))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lossless:
+    """Send the sum without loss: by its nonzero coordinates where that is smaller, else dense.
+
+    Attributes:
+        keep_ratio: what a selection before it has kept of every row.
+    """
+
+    slot: ClassVar[Literal["encode"]] = "encode"
+    keep_ratio: float = 1.0
+
+    def encode(self, total: Array) -> Payload:
+        """Return the payload."""
+        return compression.smallest(total)
+
+    def row_bytes(self, length: int, width: int) -> int:
+        """Return the bytes of a dense row, or of the kept coordinates and their indices where that is smaller."""
+        kept = compression.num_kept(self.keep_ratio, length)
+        return min(length * width, compression.top_k_bytes(length, kept, width)) if kept < length else length * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinglePrecision:
+    """Send the sum of rows that are private on their own, rounded to float32."""
+
+    slot: ClassVar[Literal["encode"]] = "encode"
+
+    def encode(self, total: Array) -> Payload:
+        """Return the payload."""
+        return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
+
+    def row_bytes(self, length: int, width: int) -> int:
+        """Return 4 bytes a value."""
+        return 4 * length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandK:
+    """Send the coordinates of the mask that the server knows too, and no index.
+
+    Attributes:
+        mask: the one of the slot before the clip.
+    """
+
+    slot: ClassVar[Literal["encode"]] = "encode"
+    mask: Mask
+
+    def encode(self, total: Array) -> Payload:
+        """Return the payload of a sum [d]."""
+        return compression.rand_k(total, self.mask.indices)
+
+    def row_bytes(self, length: int, width: int) -> int:
+        """Return the bytes of the kept values."""
+        return len(self.mask.indices) * width
+
+
+def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
+    """Return the bytes a value with which a row travels alone: 4 where float32 holds all of its values, else 8.
+
+    Mostly public numbers decide; where noise may or may not fit into float32, the noised row does.
+    """
+    xp = array_namespace(row)
+    if row.dtype == xp.float32:
+        return 4
+    if clip.step and _NEVER_DRAWN * added.noise_std + clip.clip_norm <= _FLOAT32_EXACT * clip.step:
+        return 4
+    narrow: Any = xp.astype(row, xp.float32)
+    return 4 if bool(xp.all(xp.astype(narrow, xp.float64) == row)) else 8

@@ -1,0 +1,176 @@
+"""Fed-SMP on the client: mask, then clip and noise on the kept coordinates alone."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from scipy import stats
+
+from flower_dp import wire
+from flower_dp.clients.parts import Mask
+from flower_dp.core.compression import decode
+from flower_dp.core.noise import lattice_step
+from flower_dp.wire import Answer, FedSMPOrder, Instruction
+from tests.test_client import FALSE_ALARM, _client, _records
+
+SIZE, KEPT = 40_000, 20_000
+
+
+def order(**changes: Any) -> FedSMPOrder:
+    words = {"placement": "distributed", "noise_std": 0.5, "keep_ratio": 0.5, "mask_seed": 11}
+    return FedSMPOrder(**words | changes)
+
+
+def instruction(names: tuple[str, ...], table: FedSMPOrder, **changes: Any) -> Instruction:
+    words = {"server_round": 1, "clip_norm": 1.0, "noise_multiplier": 1.0, **changes}
+    return Instruction(method="fed-smp", clients=names, order=asdict(table), **words)
+
+
+def fit(client: Any, names: tuple[str, ...], table: FedSMPOrder, **changes: Any) -> tuple[np.ndarray, Answer]:
+    size = client.model.layout.size
+    asked = instruction(names, table, **changes)
+    arrays, _, answer = client.fit([np.zeros(size, np.float32)], {wire.KEY: asked.to_json()})
+    read = Answer.from_json(answer[wire.KEY], names)
+    return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size, mask=table.mask(size)), read
+
+
+def others(mask: np.ndarray) -> np.ndarray:
+    return np.setdiff1d(np.arange(SIZE), mask)
+
+
+def fits(values: np.ndarray, std: float) -> bool:
+    """Whether values look like Gaussian noise of this std, with a false alarm in a million."""
+    return bool(stats.kstest(values, stats.norm(0, std).cdf).pvalue > FALSE_ALARM)
+
+
+@pytest.mark.parametrize("placement", ["distributed", "central"])
+def test_only_kept_coordinates_leave_and_the_payload_is_their_values(placement: str) -> None:
+    table = order(placement=placement, noise_std=0.5 if placement == "distributed" else 0.0)
+    total, answer = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
+    mask = table.mask(SIZE)
+    assert len(mask) == KEPT
+    assert not total[others(mask)].any()
+    assert np.count_nonzero(total[mask]) > 0.99 * KEPT
+    assert answer.payload["encoding"] == "rand-k"
+    assert answer.payload_bytes == 4 * KEPT
+
+
+@pytest.mark.parametrize("noise_std", [0.02, 3.0])
+@pytest.mark.parametrize("hosted", [1, 3])
+def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected(noise_std: float, hosted: int) -> None:
+    size = 5 * SIZE
+    names = tuple(f"c{i}" for i in range(hosted))
+    table = order(noise_std=noise_std)
+    total, _ = fit(_client({name: _records(np.zeros(size)) for name in names}, noise_seed=41), names, table)
+    kept, std = total[table.mask(size)], noise_std * math.sqrt(hosted)
+    assert fits(kept, std)
+    assert not fits(kept, 1.05 * std)
+    assert not fits(kept, 0.95 * std)
+
+
+def test_the_clip_bounds_the_masked_update() -> None:
+    """What is not kept takes nothing of the clip norm; what is kept is as long as the clip norm, less the lattice."""
+    table = order(placement="central", noise_std=0.0)
+    mask = table.mask(SIZE)
+    update = np.full(SIZE, 1e6)
+    update[mask] = 3.0
+    total, _ = fit(_client({"a": _records(update)}), ("a",), table)
+    norm = np.linalg.norm(total.astype(np.float64))
+    assert 1 - 1 / 200 < norm <= 1
+    # An update that is short on the kept coordinates is not scaled down by what the others hold.
+    update[mask] = 2.0**-10
+    total, _ = fit(_client({"a": _records(update)}), ("a",), table)
+    np.testing.assert_array_equal(total[mask], 2.0**-10)
+
+
+def test_the_lattice_is_that_of_the_kept_coordinates() -> None:
+    table = order(keep_ratio=0.0025, noise_std=30.0)
+    step = lattice_step(30.0, clip_norm=1.0, dimension=100)
+    assert step > lattice_step(30.0, clip_norm=1.0, dimension=SIZE)
+    total, _ = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
+    np.testing.assert_array_equal(total / step, np.rint(total / step))
+    assert (total / step % 2).any()
+
+
+def test_clients_of_a_round_share_the_mask_and_no_data_chooses_it() -> None:
+    table = order(placement="central", noise_std=0.0)
+    rows = {name: np.random.default_rng(i).standard_normal(SIZE) * 10.0**i for i, name in enumerate("ab")}
+    kept = []
+    for name, row in rows.items():
+        total, _ = fit(_client({name: _records(row)}), (name,), table)
+        kept.append(np.flatnonzero(total))
+        # Less than a step of an entry is rounded away.
+        assert set(kept[-1]) <= set(table.mask(SIZE))
+        assert len(kept[-1]) > 0.95 * KEPT
+    both, _ = fit(_client({name: _records(row) for name, row in rows.items()}), ("a", "b"), table)
+    assert set(np.flatnonzero(both)) <= set(table.mask(SIZE))
+    other, _ = fit(_client({"a": _records(rows["a"])}), ("a",), order(placement="central", noise_std=0.0, mask_seed=12))
+    # Two masks of half the coordinates share a quarter of them; the standard deviation of that is 50.
+    assert abs(len(np.intersect1d(np.flatnonzero(other), table.mask(SIZE))) - SIZE / 4) < 1000
+
+
+def test_one_client_a_node_and_many_give_the_same_sum() -> None:
+    data = {name: _records(np.random.default_rng(i).standard_normal(200)) for i, name in enumerate("abc")}
+    table = order()
+    together, answer = fit(_client(data, noise_seed=5), tuple(data), table)
+    alone = [fit(_client({name: data[name]}, noise_seed=5), (name,), table) for name in data]
+    np.testing.assert_array_equal(together, np.sum([total for total, _ in alone], axis=0, dtype=np.float64))
+    assert answer.payload_bytes == sum(one.payload_bytes for _, one in alone) == 3 * 4 * 100
+
+
+def test_the_order_and_the_client_draw_one_mask() -> None:
+    table = order(keep_ratio=0.01)
+    np.testing.assert_array_equal(table.mask(SIZE), Mask(seed=table.mask_seed, length=SIZE, keep_ratio=table.keep_ratio).indices)
+    # As NumPy draws it everywhere: its checksum travels with every payload.
+    assert (
+        FedSMPOrder(placement="central", keep_ratio=0.1, mask_seed=0).mask(20).tolist()
+        == np.sort(np.random.default_rng(0).choice(20, 2, replace=False)).tolist()
+    )
+
+
+def test_a_payload_under_another_mask_is_refused() -> None:
+    client, names = _client({"a": _records(np.ones(100))}), ("a",)
+    arrays, _, answer = client.fit([np.zeros(100, np.float32)], {wire.KEY: instruction(names, order()).to_json()})
+    read = Answer.from_json(answer[wire.KEY], names)
+    payload = wire.payload_of(ArrayRecord(arrays), read.payload, 100)
+    with pytest.raises(ValueError, match="mask is not the one of this round"):
+        decode(payload, 100, mask=order(mask_seed=12).mask(100))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"placement": "local"},
+        {"placement": "central"},
+        {"noise_std": 0.0},
+        {"noise_std": -0.1},
+        {"keep_ratio": 0.0},
+        {"keep_ratio": 1.5},
+        {"mask_seed": -1},
+        {"mask_seed": 1.5},
+        {"mask_seed": 2**63},
+        {"mask_seed": None},
+        {"extra": 1},
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    asked = Instruction(
+        server_round=1,
+        method="fed-smp",
+        clients=("a",),
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        order={**asdict(order()), **changes},
+    )
+    with pytest.raises(ValueError, match=r"placement|noise_std|keep_ratio|mask_seed|keys"):
+        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: asked.to_json()})
+
+
+def test_the_table_of_another_method_is_refused() -> None:
+    table = {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0}
+    asked = Instruction(server_round=1, method="fed-smp", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=table)
+    with pytest.raises(ValueError, match="missing"):
+        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: asked.to_json()})

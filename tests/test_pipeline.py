@@ -1,0 +1,281 @@
+"""The pipeline of a client's reply: what may stand in which slot, in what order parts run, and what a client's row would cost."""
+
+import doctest
+import importlib
+import math
+from dataclasses import FrozenInstanceError, dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from flower_dp.clients.fedsgd_dpc import ClippedGradients, FedSGDDPCRecipe
+from flower_dp.clients.parts import (
+    FullNoise,
+    GaussianShare,
+    Mask,
+    NotPrivate,
+    RecordClip,
+    RowClip,
+    ServerNoise,
+)
+from flower_dp.clients.pipeline import Job, Pipeline, Refusal, Reply
+from flower_dp.clients.registry import CLIENT_LEVEL, LOCAL
+from flower_dp.clients.sending import Lossless, RandK, SinglePrecision, TopK, bytes_a_value
+from flower_dp.clients.training import FlatModel
+from flower_dp.core import compression
+from flower_dp.core.noise import noise_generator
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+from tests.local_grids import linear, records
+
+SIZE = 1000
+STEP = 2.0**-16
+
+
+class Rows:
+    """Training that gives each client a row, or an error."""
+
+    def __init__(self, *rows: Any) -> None:
+        self.given = rows
+
+    def rows(self, vector: Any, jobs: Any) -> Any:
+        for row in self.given[: len(jobs)]:
+            yield row if isinstance(row, Exception) else (row, torch.tensor(0.0))
+
+
+def pipeline(*rows: Any, **parts: Any) -> Pipeline:
+    words = {
+        "train": Rows(*rows),
+        "clip": RowClip(clip_norm=1.0, step=STEP),
+        "noise": GaussianShare(noise_std=0.1),
+        "encode": Lossless(),
+    }
+    return Pipeline(**words | parts)
+
+
+def job(name: str = "a", seed: int = 0) -> Job:
+    return Job(name=name, records=[], seed=0, secret=lambda: noise_generator(seed))
+
+
+MASK = Mask(seed=3, length=SIZE, keep_ratio=0.1)
+RELEASE = Release(
+    what="a test",
+    seen_by="everyone",
+    unit="record",
+    relation="replace-one",
+    clip_norm=1.0,
+    mechanism=Gaussian(noise_multiplier=1.0),
+    sampler=FullSampling(),
+    num_clients=8,
+)
+
+
+# What may stand where
+
+
+def overridden(part: type) -> type:
+    """A class of a user's own that calls itself what the part is."""
+    return type("Own", (part,), {})
+
+
+class ChosenByData:
+    """A mask made of the row."""
+
+    slot: ClassVar[str] = "before_clip"
+    indices = np.arange(10)
+
+    def keep(self, row: Any) -> Any:
+        return row[:10]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"before_clip": TopK(keep_ratio=0.5)}, "before_clip: TopK may not stand here"),
+        ({"before_clip": ChosenByData()}, "before_clip: ChosenByData may not stand here"),
+        ({"before_clip": lambda row: row}, "before_clip: function may not stand here"),
+        ({"before_clip": overridden(Mask)(seed=3, length=SIZE, keep_ratio=0.1)}, "before_clip: Own may not stand here"),
+        ({"clip": lambda row: row}, "clip: function may not stand here"),
+        ({"clip": None}, "clip: NoneType may not stand here"),
+        ({"clip": overridden(RowClip)(clip_norm=1.0, step=STEP)}, "clip: Own may not stand here"),
+        ({"clip": TopK(keep_ratio=0.5)}, "clip: TopK may not stand here"),
+        ({"noise": None}, "noise: NoneType may not stand here"),
+        ({"noise": overridden(GaussianShare)(noise_std=0.1)}, "noise: Own may not stand here"),
+        ({"noise": TopK(keep_ratio=0.5)}, "noise: TopK may not stand here"),
+        ({"after_noise": MASK}, "after_noise: Mask may not stand here"),
+        ({"after_noise": lambda row: row}, "after_noise: function may not stand here"),
+        ({"noise": ServerNoise(), "after_noise": TopK(keep_ratio=0.5)}, "after_noise: TopK would see rows without noise"),
+        ({"noise": ServerNoise(), "encode": SinglePrecision()}, "encode: SinglePrecision would change rows without noise"),
+        ({"encode": TopK(keep_ratio=0.5)}, "encode: TopK may not stand here"),
+        ({"encode": None}, "encode: NoneType may not stand here"),
+        ({"before_clip": MASK}, "encode: Lossless does not send the coordinates of the mask"),
+        ({"encode": RandK(mask=MASK)}, "encode: RandK does not send the coordinates of the mask"),
+        ({"before_clip": MASK, "encode": RandK(mask=replace(MASK, seed=4))}, "encode: RandK does not send"),
+        ({"clip": RecordClip(clip_norm=1.0, step=STEP)}, "clip: Rows does not clip its records by"),
+    ],
+)
+def test_parts_in_a_slot_where_they_may_not_stand_are_refused(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pipeline(**parts)
+
+
+def test_training_must_clip_its_records_by_the_clip_that_the_pipeline_names() -> None:
+    """With a larger clip or a coarser lattice there, the noise would be too small."""
+    made = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=2.0, num_replies=2)
+    release = made.terms("c0", records("c0")).release
+    good = made.pipeline(release, model=FlatModel(linear()), server_round=1)
+    assert isinstance(good.train, ClippedGradients)
+    for change in ({"clip_norm": 0.51}, {"norm": "l2"}, {"step": 0.0}):
+        train = replace(good.train, record_clip=replace(good.train.record_clip, **change))
+        with pytest.raises(ValueError, match="does not clip its records by"):
+            replace(good, train=train)
+
+
+def test_a_pipeline_and_its_parts_can_not_be_changed() -> None:
+    made = pipeline()
+    for part, name in ((made, "noise"), (made.clip, "clip_norm"), (made.noise, "noise_std"), (MASK, "indices")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, 0)
+
+
+SNIPPET = """
+from flower_dp.clients.parts import GaussianShare, Mask, RowClip, ServerNoise
+from flower_dp.clients.pipeline import Pipeline, Train
+from flower_dp.clients.sending import Lossless, RandK, TopK
+
+def good(train: Train) -> None:
+    clip, noise = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0)
+    mask = Mask(seed=1, length=9, keep_ratio=0.5)
+    Pipeline(train=train, clip=clip, noise=noise, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
+    Pipeline(train=train, before_clip=mask, clip=clip, noise=noise, encode=RandK(mask=mask))
+
+def bad(train: Train) -> None:
+    clip, noise, top = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0), TopK(keep_ratio=0.5)
+    Pipeline(train=train, before_clip=top, clip=clip, noise=noise, encode=Lossless())  # 14
+    Pipeline(train=train, clip=top, noise=noise, encode=Lossless())  # 15
+    Pipeline(train=train, clip=clip, noise=top, encode=Lossless())  # 16
+    Pipeline(train=train, clip=clip, noise=noise, after_noise=Lossless(), encode=Lossless())  # 17
+    Pipeline(train=train, clip=clip, noise=noise, encode=top)  # 18
+
+class Own(Mask):  # 20
+    pass
+"""
+
+
+def test_mypy_refuses_them_too(tmp_path: Any) -> None:
+    api = pytest.importorskip("mypy.api")
+    path = tmp_path / "snippet.py"
+    path.write_text(SNIPPET)
+    out, _, _ = api.run(["--strict", "--follow-imports=silent", "--ignore-missing-imports", str(path)])
+    lines = {int(line.split(":")[1]) for line in out.splitlines() if ": error:" in line}
+    assert lines == {14, 15, 16, 17, 18, 20}, out
+
+
+# In what order parts run
+
+
+def test_a_row_is_masked_clipped_rounded_noised_and_then_chosen_from() -> None:
+    """The noise here is that of the test's own generator: what leaves is computed a second time by hand."""
+    row = torch.from_numpy(np.random.default_rng(1).standard_normal(SIZE).astype(np.float32))
+    made = pipeline(row, before_clip=MASK, encode=RandK(mask=MASK), after_noise=TopK(keep_ratio=0.5))
+    (reply,) = made.replies(torch.zeros(SIZE), [job(seed=5)])
+    assert isinstance(reply, Reply)
+    kept = row.numpy()[MASK.indices].astype(np.float64)
+    steps = np.trunc(kept / np.linalg.norm(kept) * (1 - 2.0**-22) / STEP)
+    drawn = np.rint(noise_generator(5).standard_normal(100) * 0.1 / STEP)
+    noised = (steps + drawn) * STEP
+    expected = np.where(np.abs(noised) >= np.sort(np.abs(noised))[50], noised, 0)
+    # float32 moves an entry over a multiple of the step here and there.
+    np.testing.assert_allclose(reply.row.numpy(), expected, atol=STEP)
+    assert int(reply.row.count_nonzero()) == 50
+
+
+def test_errors_of_one_client_do_not_touch_the_others() -> None:
+    broken = RuntimeError("a record of Jane")
+    made = pipeline(torch.ones(4), broken, torch.tensor([math.nan] * 4), torch.ones(4))
+    replies = list(made.replies(torch.zeros(4), [job(name) for name in "abcd"]))
+    assert [type(reply) for reply in replies] == [Reply, Refusal, Refusal, Reply]
+    assert replies[1] == Refusal(reason="training failed: RuntimeError")
+    assert "NaN" in replies[2].reason
+    with pytest.raises(RuntimeError):
+        pipeline(broken).reply(torch.zeros(4), job())
+
+
+def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:
+    made = pipeline(torch.ones(4), clip=RowClip(clip_norm=1.0, step=2.0**-4))
+    assert list(made.replies(torch.zeros(4), [job()])) == [Refusal(reason="training failed: ValueError")]
+
+
+# The registry
+
+
+def test_every_method_stands_under_its_name_once() -> None:
+    assert not set(CLIENT_LEVEL) & set(LOCAL)
+    for name, recipe in LOCAL.items():
+        assert recipe.method == name
+
+
+# What a client's row would cost alone
+
+
+@dataclass(frozen=True)
+class Case:
+    parts: dict[str, Any]
+    num_bytes: int
+
+
+WIDE = {"noise": GaussianShare(noise_std=2.0**10)}
+CASES = {
+    "dense": Case({}, 4 * SIZE),
+    "dense, noise with more bits than float32": Case(WIDE, 8 * SIZE),
+    "no noise": Case({"noise": ServerNoise()}, 4 * SIZE),
+    "top-k": Case({"after_noise": TopK(keep_ratio=0.1), "encode": Lossless(keep_ratio=0.1)}, 4 * 100 + 125),
+    "a few": Case({"after_noise": TopK(keep_ratio=0.01), "encode": Lossless(keep_ratio=0.01)}, 4 * 10 + 2 * 10),
+    "rand-k": Case({"before_clip": MASK, "encode": RandK(mask=MASK)}, 4 * 100),
+    "wide rand-k": Case({"before_clip": MASK, "encode": RandK(mask=MASK), **WIDE}, 8 * 100),
+    "local": Case({"encode": SinglePrecision(), "noise": FullNoise(release=RELEASE)}, 4 * SIZE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_a_row_are_those_of_its_payload(name: str) -> None:
+    """The second source: the payload of a node with this one client."""
+    case = CASES[name]
+    made = pipeline(torch.linspace(-1, 1, SIZE), **case.parts)
+    (reply,) = made.replies(torch.zeros(SIZE), [job(seed=8)])
+    assert isinstance(reply, Reply)
+    assert reply.num_bytes == case.num_bytes == made.payload(reply.row.to(torch.float64)).num_bytes
+
+
+def test_bytes_of_a_row_do_not_tell_how_many_of_its_entries_are_zero() -> None:
+    for noise in (ServerNoise(), NotPrivate()):
+        rows = torch.zeros(SIZE), torch.ones(SIZE)
+        sizes = {reply.num_bytes for reply in pipeline(*rows, noise=noise).replies(torch.zeros(SIZE), [job(), job("b")])}
+        assert sizes == {4 * SIZE}
+
+
+def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fits() -> None:
+    """A row that is not looked at may hold anything."""
+    odd = torch.full((4,), 1 + 2.0**-40, dtype=torch.float64)
+    clip, share = RowClip(clip_norm=1.0, step=2.0**-16), GaussianShare(noise_std=1.0)
+    assert bytes_a_value(odd, clip, share) == 4
+    assert bytes_a_value(odd, clip, GaussianShare(noise_std=2.0**9)) == 8
+    assert bytes_a_value(odd.round(), clip, GaussianShare(noise_std=2.0**9)) == 4
+
+
+@pytest.mark.parametrize("kept", [1, 10, 99, 400])
+@pytest.mark.parametrize("length", [1000, 70_000])
+def test_top_k_bytes_are_those_of_a_payload(kept: int, length: int) -> None:
+    vector = np.random.default_rng(kept).standard_normal(length)
+    for values, width in ((vector.astype(np.float32), 4), (vector, 8)):
+        assert compression.top_k(values, kept / length).num_bytes == compression.top_k_bytes(length, kept, width)
+
+
+@pytest.mark.parametrize("name", ["parts", "pipeline", "sending"])
+def test_examples_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"flower_dp.clients.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
