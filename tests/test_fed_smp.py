@@ -1,19 +1,27 @@
 """Fed-SMP on the client: mask, then clip and noise on the kept coordinates alone."""
 
+import json
 import math
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from scipy import stats
+from torch import nn
 
 from flower_dp import wire
+from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
 from flower_dp.clients.parts import Mask
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedSAM, FedSMP
 from flower_dp.wire import Answer, FedSMPOrder, Instruction
+from tests.grids import LocalGrid
 from tests.test_client import FALSE_ALARM, _client, _records
 
 SIZE, KEPT = 40_000, 20_000
@@ -174,3 +182,81 @@ def test_the_table_of_another_method_is_refused() -> None:
     asked = Instruction(server_round=1, method="fed-smp", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=table)
     with pytest.raises(ValueError, match="missing"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: asked.to_json()})
+
+
+# The server
+
+
+def still(num_clients):
+    """Clients whose update is zero: all that moves the model is noise."""
+    inputs, targets = torch.ones(4, 1), torch.zeros(4, dtype=torch.int64)
+
+    def client_fn(context):
+        part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
+        hosted = {f"c{i:03}": TensorRecords(inputs=inputs, targets=targets) for i in range(part, num_clients, parts)}
+        return DPClient(model=nn.Linear(1, 2000), clients=hosted, training=LocalTraining(learning_rate=1e-30), device="cpu")
+
+    return client_app(client_fn)
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+@pytest.mark.parametrize("drop", [0, 1])
+def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop):
+    sampling = FullSampling()
+    strategy = FedSMP(
+        clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=4, delta=1e-3, keep_ratio=0.25, placement=placement
+    )
+    grid = LocalGrid(still(4), 4, tamper=lambda node, reply: [] if strategy.rounds and node <= drop else [reply])
+    models, masks = [], []
+
+    def keep(server_round, current):
+        models.append(np.concatenate([array.numpy().ravel() for array in current.values()]).astype(np.float64))
+        masks.append(strategy.rules.mask.indices(4000))
+
+    start = nn.Linear(1, 2000)
+    torch.nn.init.zeros_(start.weight)
+    torch.nn.init.zeros_(start.bias)
+    strategy.start(grid, model_arrays(start), num_rounds=40, evaluate_fn=keep)
+    steps = np.diff(np.stack(models), axis=0)
+    values = []
+    for step, mask in zip(steps, masks[1:], strict=True):
+        outside = np.ones(4000, bool)
+        outside[mask] = False
+        assert np.abs(step[outside]).max() < 1e-6  # what float32 makes of adding nothing
+        values.append(step[mask])
+    assert len({mask.tobytes() for mask in masks[1:]}) == 40
+    ratio = np.sum(np.concatenate(values) ** 2) / (0.8 * 0.5 / 4) ** 2
+    low, high = stats.chi2.interval(1 - 1e-6, 40_000)
+    assert low < ratio < high
+    assert not low < 1.05**2 * ratio < high
+    assert not low < ratio / 1.05**2 < high
+
+
+def test_the_statement_is_that_of_the_noised_sum():
+    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    masked, whole = FedSMP(**words, keep_ratio=0.25), DPFedSAM(**words)
+    for strategy in (masked, whole):
+        strategy.start(LocalGrid(still(4), 2), model_arrays(nn.Linear(1, 2000)), num_rounds=3)
+    assert masked.statement.epsilon == whole.statement.epsilon
+    assert masked.rounds[0].bytes_per_client == 1000 * 4
+
+
+def test_coordinates_beside_the_mask_are_not_taken_from_a_reply():
+    def forge(node, reply):
+        record = next(iter(reply.content.array_records.values()))
+        for name in list(record):
+            record[name] = FlowerArray(np.ones(4000, np.float32))
+        config = next(iter(reply.content.config_records.values()))
+        answer = json.loads(config["flower-dp"])
+        answer["payload"] = {"encoding": "dense", "length": 4000}
+        config["flower-dp"] = json.dumps(answer)
+        return [reply]
+
+    strategy = FedSMP(clip_norm=0.5, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3, placement="central")
+    start = model_arrays(nn.Linear(1, 2000))
+    result = strategy.start(LocalGrid(still(1), 1, tamper=forge), start, num_rounds=1)
+    moved = np.concatenate([array.numpy().ravel() for array in result.arrays.values()]) - np.concatenate(
+        [array.numpy().ravel() for array in start.values()]
+    )
+    assert set(np.flatnonzero(moved)) <= set(strategy.rules.mask.indices(4000))
+    assert np.linalg.norm(moved) == pytest.approx(0.5, rel=1e-4)

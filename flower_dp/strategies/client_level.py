@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, Required
+from typing import Any, Protocol, Required
 
 import numpy as np
 from dp_accounting import ComposedDpEvent
@@ -50,6 +50,19 @@ class ClientLevelArguments(Options, total=False):
     relation: Relation | None
 
 
+class SharedMask(Protocol):
+    """Coordinates that all clients of a round keep. No data chooses them: clip, lattice and noise live on them alone."""
+
+    def draw(self) -> None:
+        """Choose the coordinates of the next round."""
+
+    def indices(self, length: int) -> np.ndarray:
+        """Return this round's coordinates of a vector, increasing."""
+
+    def order(self, placement: str, noise_std: float) -> dict[str, Any]:
+        """Return the table of the instruction."""
+
+
 class ClientLevelRules:
     """One release a round: the sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum.
 
@@ -75,6 +88,7 @@ class ClientLevelRules:
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
+        mask: coordinates that all clients of a round share, which no data chose; None for all of them.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -97,8 +111,10 @@ class ClientLevelRules:
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
+        mask: SharedMask | None = None,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
+        self.mask = mask
         check_sampler(sampling)
         checks.number("delta", delta, above=0, below=1)
         self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
@@ -151,6 +167,8 @@ class ClientLevelRules:
     @property
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
+        if self.mask is not None:
+            return "stock clients know no mask; use flower_dp.clients.DPClient"
         if self.placement == "central":
             return None
         return "placement='distributed': stock clients add no noise; use flower_dp.clients, or placement='central'"
@@ -253,7 +271,11 @@ class ClientLevelRules:
     def _step(self, layout_size: int, cohort_size: int) -> float:
         """Return the step of the lattice on which the clients of a cohort, and the server, work."""
         scale = self.release.noise_scale if self.placement == "central" else self._share(cohort_size)
-        return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=layout_size)
+        return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._kept(layout_size).size)
+
+    def _kept(self, layout_size: int) -> np.ndarray:
+        """Return the indices of the coordinates that clients send this round."""
+        return np.arange(layout_size) if self.mask is None else self.mask.indices(layout_size)
 
     def _server_noise_std(self, heard: int) -> float:
         """Std of the noise that the server adds to the sum of the updates that came back."""
@@ -275,7 +297,8 @@ class ClientLevelRules:
             raise RoundLeftOut(f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
         std = self._server_noise_std(heard)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
-        total = collected.total + noise.gaussian(collected.total, std, step, rng)
+        kept, total = self._kept(now.layout.size), collected.total.copy()
+        total[kept] += noise.gaussian(total[kept], std, step, rng)
         if not noise.exact(total, step):
             raise RoundLeftOut("the replies' sum is too large to be exact")
         mean = total / self.release.expected_cohort
@@ -295,15 +318,17 @@ class ClientLevelRules:
     def bounds(self, now: Round) -> Bounds:
         """Return clip norm, lattice and the longest honest sum."""
         share, clip_norm = self._share(now.cohort_size), self.release.clip_norm
+        kept = self._kept(now.layout.size)
 
         def honest_norm(names: Sequence[str]) -> float:
             count = len(names)
-            return count * clip_norm + math.sqrt(count) * share * (math.sqrt(now.layout.size) + _NORM_DEVIATIONS)
+            return count * clip_norm + math.sqrt(count) * share * (math.sqrt(kept.size) + _NORM_DEVIATIONS)
 
         return Bounds(
             clip_norm=clip_norm if self.placement == "central" else None,
             step=self._step(now.layout.size, now.cohort_size),
             honest_norm=honest_norm,
+            mask=None if self.mask is None else kept,
         )
 
     def noise_multiplier(self, names: tuple[str, ...]) -> float:
@@ -312,6 +337,8 @@ class ClientLevelRules:
 
     def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
         """Return placement, share of the noise and sparsity."""
+        if self.mask is not None:
+            return self.mask.order(self.placement, self._share(cohort_size))
         order = wire.ClientLevelOrder(
             placement=self.placement,
             noise_std=self._share(cohort_size),
@@ -321,7 +348,7 @@ class ClientLevelRules:
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the bytes of a dense update: what is really sent may depend on data, or tell the size of a secret cohort."""
-        return 4.0 * now.layout.size
+        return 4.0 * self._kept(now.layout.size).size
 
     # Cost
 
@@ -362,7 +389,9 @@ class ClientLevelRules:
         return None if self._pays else f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round to both ledgers, as this cohort's shares are sized."""
+        """Charge the round to both ledgers, as this cohort's shares are sized; choose the mask of a method that has one."""
+        if self.mask is not None:
+            self.mask.draw()
         charged = self._charged(self._shares(len(names)))
         self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
         self.ledger.charge(charged.event(server_round))

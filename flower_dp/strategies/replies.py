@@ -46,6 +46,7 @@ class Bounds:
         clip_norm: L2 bound on the update of one client, which the server enforces by clipping; None where updates carry their
             own noise, so that only the client can have clipped.
         step: of the lattice that the server rounds updates to, toward zero; 0 for none.
+        mask: indices [k] of the coordinates that clients were told to send; None for all.
         honest_norm: for methods in which clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with
             a probability below 1e-20. A reply of more than twice that is refused.
     """
@@ -53,6 +54,7 @@ class Bounds:
     clip_norm: float | None
     step: float
     honest_norm: Callable[[Sequence[str]], float]
+    mask: np.ndarray | None = None
 
 
 def collect(
@@ -102,7 +104,10 @@ def _add(
         update, clients = wire.model_vector(record, layout) - vector, names
     else:
         clients = tuple(name for name in names if name not in answer.refused)
-        update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size)
+        update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size, mask=bounds.mask)
+    if bounds.mask is not None:
+        kept, update = update[bounds.mask], np.zeros_like(update)
+        update[bounds.mask] = kept
     if not np.isfinite(update).all():
         raise ValueError("update has NaN or infinite entries")
     if answer is None and len(clients) != 1:
