@@ -634,12 +634,14 @@ def test_copies_of_a_client_repeat_no_noise(method, how):
     grid = run_of(method, words, STILL).grid
     message, context = grid.train_messages[0], grid.contexts[1]
     client = method.client(words, model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
-    replies = []
-    for one in [client, *copies(client, how)]:
+
+    def payload(one: Any) -> np.ndarray:
         context.state = RecordDict()
-        reply = client_app(lambda _, one=one: one)(message, context)
-        replies.append(list(next(iter(reply.content.array_records.values())).values())[-1].numpy().astype(np.float64))
-    assert_unlike(replies)
+        reply = client_app(lambda _: one)(message, context)
+        return np.asarray(list(next(iter(reply.content.array_records.values())).values())[-1].numpy(), np.float64)
+
+    first = payload(client)  # before it is copied: what it keeps from one reply to the next would be copied with it
+    assert_unlike([first, payload(client), *map(payload, copies(client, how))])
 
 
 # Budgets
