@@ -1,0 +1,449 @@
+"""What the contract suite knows of every method: one entry each, in `METHODS`.
+
+A new method is one more entry. Its formulas are written down here a second time, from the papers, and not taken from the package.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent
+from scipy import optimize, stats
+
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, NbAFL
+
+NUM_RECORDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """The settings that the suite varies.
+
+    Attributes:
+        num_clients: how many clients there are; all of them are asked in every round, but for a `sampling_rate`.
+        num_rounds: rounds of the run.
+        clip_norm: of whatever the method clips.
+        delta: for methods that have one.
+        sampling_rate: every client takes part with this probability (Poisson), for methods that can.
+        target_epsilon: for methods that have one.
+        num_replies: what the clients' budgets pay for, in methods in which they have budgets; None: every round.
+        noise_seed: of the server.
+    """
+
+    num_clients: int = 4
+    num_rounds: int = 3
+    clip_norm: float = 0.5
+    delta: float = 1e-3
+    sampling_rate: float | None = None
+    target_epsilon: float | None = None
+    num_replies: int | None = None
+    noise_seed: int | None = None
+
+    @property
+    def replies(self) -> int:
+        return self.num_rounds if self.num_replies is None else self.num_replies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """What every round charges to some ledgers of a run in which every client takes part in every round.
+
+    Attributes:
+        ledgers: the ledgers of a strategy.
+        event: what is charged in each round.
+        rounds_late: rounds that may go by between a message and the charge: 1 where the model that the *next* round sends is charged.
+    """
+
+    ledgers: Callable[[Any], Sequence[Ledger]]
+    event: Callable[[Words], DpEvent]
+    rounds_late: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One method, with one kind of clients.
+
+    Attributes:
+        label: the entry's name in the tests.
+        name: the method's name on the wire.
+        title: the method's name in the statement.
+        strategy: makes the strategy.
+        client: words, model=, clients=, noise_seed= -> a node's client; None: stock clients of Flower.
+        stock: whether stock clients can take part.
+        unit: what the statement protects.
+        relation: neighbouring relation.
+        delta: the delta of the statement.
+        charges: everything that a round charges; the dearest of them is the epsilon of the statement.
+        noise: std of each coordinate of the model's increment, where no update has any, by how many clients were heard.
+        message_noise: std of each coordinate of what one client sends, where its update is zero; 0: it adds no noise.
+        laplace: whether the noise of a client is Laplace noise; else all noise is Gaussian.
+        server_noise: std of each coordinate of the noise in the increment that the server itself has added, by how many were heard.
+        fewest: with fewer replies a round is charged, but not released.
+        replaces_model: whether a round puts a new model in the place of the last one, and does not add to it.
+        exact: whether sums are exact, so that hosting changes no bit; else models agree up to the rounding of float32.
+        poisson: whether the method takes a Poisson sampler.
+        target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
+        numbers: numbers in the statement.
+        sampling: words of the statement on who takes part.
+    """
+
+    label: str
+    name: str
+    title: str
+    strategy: Callable[[Words], DPStrategy]
+    client: Callable[..., Any] | None
+    stock: bool
+    unit: str
+    relation: str
+    delta: Callable[[Words], float]
+    charges: tuple[Charge, ...]
+    noise: Callable[[Words, int], float]
+    message_noise: Callable[[Words], float]
+    laplace: bool = False
+    server_noise: Callable[[Words, int], float]
+    fewest: int = 1
+    replaces_model: bool = False
+    exact: bool
+    poisson: bool
+    target: bool
+    numbers: Callable[[Words], Mapping[str, float]]
+    sampling: Callable[[Words], str]
+
+    def epsilon(self, words: Words, num_rounds: int) -> float:
+        """The epsilon of so many rounds, in closed form."""
+        return max(closed_epsilon(charge.event(words), num_rounds, self.relation, self.delta(words)) for charge in self.charges)
+
+    def excess(self, num_clients: int) -> float:
+        """The excess kurtosis of a sum of the noise of so many clients."""
+        return 3 / num_clients if self.laplace else 0.0
+
+
+# Closed forms
+
+
+def gaussian_delta(multiplier: float, epsilon: float) -> float:
+    """The delta of a Gaussian release with noise std / sensitivity (Balle and Wang 2018, Theorem 8)."""
+    half = 1 / (2 * multiplier)
+    return float(
+        stats.norm.cdf(half - epsilon * multiplier) - math.exp(epsilon + stats.norm.logcdf(-half - epsilon * multiplier))
+    )
+
+
+@lru_cache(maxsize=256)
+def closed_epsilon(event: DpEvent, num_rounds: int, relation: str, delta: float) -> float:
+    """The epsilon of a plain release in every round: R Gaussians are one with 1/sqrt(R) of the multiplier, pure epsilons add up."""
+    multiplier = event.noise_multiplier / (2 if relation == "replace-one" else 1)
+    if isinstance(event, LaplaceDpEvent):
+        return num_rounds / multiplier
+    return float(optimize.brentq(lambda e: gaussian_delta(multiplier / math.sqrt(num_rounds), e) - delta, 0, 500, xtol=1e-12))
+
+
+@lru_cache(maxsize=256)
+def gaussian_multiplier(epsilon: float, delta: float) -> float:
+    """The least noise std / sensitivity that gives (epsilon, delta)."""
+    return float(optimize.brentq(lambda z: gaussian_delta(z, epsilon) - delta, 0.1, 1000, xtol=1e-12))
+
+
+# Methods with one noised sum
+
+NOISE_MULTIPLIER = 4.0
+TRAINING = LocalTraining(learning_rate=0.1, batch_size=4)
+
+
+def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
+    def make(words: Words) -> DPStrategy:
+        sampling = PoissonSampling(sampling_rate=words.sampling_rate) if words.sampling_rate else FullSampling()
+        return cls(
+            clip_norm=words.clip_norm,
+            noise_multiplier=NOISE_MULTIPLIER,
+            sampling=sampling,
+            num_clients=words.num_clients,
+            delta=words.delta,
+            target_epsilon=words.target_epsilon,
+            noise_seed=words.noise_seed,
+            **own,
+        )
+
+    return make
+
+
+def dp_client(words: Words, **node: Any) -> DPClient:
+    return DPClient(**node, training=TRAINING, device="cpu")
+
+
+def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
+    """Participants know their own share of the noise, if they have one; outsiders do not."""
+    return (
+        Charge(ledgers=lambda strategy: [strategy.rules.ledger], event=lambda words: GaussianDpEvent(multiplier(words))),
+        Charge(
+            ledgers=lambda strategy: [strategy.rules.outside_ledger],
+            event=lambda words: GaussianDpEvent(NOISE_MULTIPLIER),
+        ),
+    )
+
+
+def client_level_numbers(words: Words) -> dict[str, float]:
+    std = NOISE_MULTIPLIER * words.clip_norm
+    return {
+        "clip_norm": words.clip_norm,
+        "noise_multiplier": NOISE_MULTIPLIER,
+        "noise_std_of_the_sum": std,
+        "noise_std_of_the_mean": std / words.num_clients,
+    }
+
+
+def noise_of_the_mean(words: Words, heard: int) -> float:
+    return NOISE_MULTIPLIER * words.clip_norm / words.num_clients
+
+
+def shares(words: Words) -> int:
+    """How many clients must answer where nobody tops up the noise of the others: 3 of 4."""
+    return math.ceil(0.75 * words.num_clients)
+
+
+CLIENT_LEVEL: dict[str, Any] = {
+    "unit": "client",
+    "relation": "add-or-remove-one",
+    "delta": lambda words: words.delta,
+    "exact": True,
+    "poisson": True,
+    "target": True,
+    "numbers": client_level_numbers,
+    "sampling": lambda words: f"{words.num_clients} of {words.num_clients} clients expected a round",
+}
+CENTRAL: dict[str, Any] = CLIENT_LEVEL | {
+    "stock": True,
+    "charges": charged_to_all(lambda words: NOISE_MULTIPLIER),
+    "noise": noise_of_the_mean,
+    "message_noise": lambda words: 0.0,
+    "server_noise": noise_of_the_mean,
+}
+
+
+# Methods with noise of each client's own
+
+EPSILON = 1.0
+STEP_SIZE = 0.25
+
+
+def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
+    """Both mechanisms of FedSGD-DPC; all clients are asked in every round (b = N), and weigh the same."""
+
+    def delta(words: Words) -> float:
+        return 0.0 if mechanism == "laplace" else words.delta
+
+    def multiplier(words: Words) -> float:
+        """Noise scale / clip norm of the sum of gradients, under replace-one, for all replies together."""
+        if mechanism == "laplace":
+            return 2 * words.replies / EPSILON  # Theorem 1
+        return 2 * math.sqrt(words.replies) * gaussian_multiplier(EPSILON, words.delta)
+
+    def strategy(words: Words) -> DPStrategy:
+        return FedSGDDPC(
+            mechanism=mechanism,
+            num_clients=words.num_clients,
+            cohort_size=words.num_clients,
+            num_records=NUM_RECORDS,
+            clip_norm=words.clip_norm,
+            epsilon=EPSILON,
+            delta=delta(words),
+            learning_rate=STEP_SIZE,
+            num_replies=words.num_replies,
+            noise_seed=words.noise_seed,
+        )
+
+    def client(words: Words, **node: Any) -> LocalDPClient:
+        recipe = FedSGDDPCRecipe(
+            mechanism=mechanism,
+            clip_norm=words.clip_norm,
+            epsilon=EPSILON,
+            delta=delta(words),
+            num_replies=words.replies,
+        )
+        return LocalDPClient(**node, recipe=recipe, device="cpu")
+
+    def message_noise(words: Words) -> float:
+        """Of the mean over the records, with the client's weight 1/N on it."""
+        std = multiplier(words) * words.clip_norm * (math.sqrt(2) if mechanism == "laplace" else 1)
+        return std / NUM_RECORDS / words.num_clients
+
+    def numbers(words: Words) -> dict[str, float]:
+        scale = multiplier(words) * words.clip_norm / NUM_RECORDS
+        return {
+            "clip_norm": words.clip_norm,
+            "least_noise_multiplier": multiplier(words),
+            "largest_noise_multiplier": multiplier(words),
+            "least_noise_scale_of_a_mean_gradient": scale,
+            "largest_noise_scale_of_a_mean_gradient": scale,
+        }
+
+    event = LaplaceDpEvent if mechanism == "laplace" else GaussianDpEvent
+    return {
+        "name": "fedsgd-dpc",
+        "title": f"FedSGD-DPC ({mechanism.capitalize()})",
+        "strategy": strategy,
+        "client": client,
+        "stock": False,
+        "unit": "record",
+        "relation": "replace-one",
+        "delta": delta,
+        "charges": (
+            Charge(
+                ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+                event=lambda words: event(multiplier(words)),
+            ),
+        ),
+        "noise": lambda words, heard: STEP_SIZE * math.sqrt(heard) * message_noise(words),
+        "message_noise": message_noise,
+        "laplace": mechanism == "laplace",
+        "server_noise": lambda words, heard: 0.0,
+        "exact": False,
+        "poisson": False,
+        "target": False,
+        "numbers": numbers,
+        "sampling": lambda words: f"at most {words.replies} replies a client; all records in each",
+    }
+
+
+NBAFL_EPSILON = 0.2
+
+
+def nbafl_unit(words: Words) -> float:
+    """The noise of one exposure, c (2 C / m) / epsilon (Wei et al. 2020, Section III-A); L is 1 here, so it is sigma_U."""
+    return math.sqrt(2 * math.log(1.25 / words.delta)) * 2 * words.clip_norm / NUM_RECORDS / NBAFL_EPSILON
+
+
+def nbafl_rounds(words: Words) -> float:
+    """Theorem 1: with sigma_D, a broadcast of N clients has noise of std sigma_U T / N, or of that of the clients alone."""
+    return max(float(words.num_rounds), math.sqrt(words.num_clients))
+
+
+def nbafl_strategy(words: Words) -> DPStrategy:
+    return NbAFL(
+        num_clients=words.num_clients,
+        num_records=NUM_RECORDS,
+        clip_norm=words.clip_norm,
+        epsilon=NBAFL_EPSILON,
+        delta=words.delta,
+        uplink_exposures=1,
+        num_replies=words.replies,
+        noise_seed=words.noise_seed,
+    )
+
+
+def nbafl_client(words: Words, **node: Any) -> LocalDPClient:
+    recipe = NbAFLRecipe(
+        training=TRAINING,
+        clip_norm=words.clip_norm,
+        epsilon=NBAFL_EPSILON,
+        delta=words.delta,
+        uplink_exposures=1,
+        min_records=NUM_RECORDS,
+        num_replies=words.replies,
+    )
+    return LocalDPClient(**node, recipe=recipe, device="cpu")
+
+
+NBAFL_CHARGES = (
+    Charge(
+        ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+        event=lambda words: GaussianDpEvent(nbafl_unit(words) / words.clip_norm),
+    ),
+    # A client's part in an average is C / heard, and the noise on it grows as 1 / heard: the multiplier is the same for any.
+    Charge(
+        ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers.values()),
+        event=lambda words: GaussianDpEvent(nbafl_unit(words) * nbafl_rounds(words) / words.clip_norm),
+        rounds_late=1,
+    ),
+    Charge(
+        ledgers=lambda strategy: list(strategy.rules.participant_ledgers.values()),
+        event=lambda words: GaussianDpEvent(nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - 1) / words.clip_norm),
+        rounds_late=1,
+    ),
+)
+
+METHODS = (
+    Method(
+        label="dp-fedavg, stock clients",
+        name="dp-fedavg",
+        title="DP-FedAvg",
+        strategy=client_level(DPFedAvg),
+        client=None,
+        **CENTRAL,
+    ),
+    Method(
+        label="dp-fedavg",
+        name="dp-fedavg",
+        title="DP-FedAvg",
+        strategy=client_level(DPFedAvg),
+        client=dp_client,
+        **CENTRAL,
+    ),
+    Method(
+        label="dp-fedsam distributed",
+        name="dp-fedsam",
+        title="DP-FedSAM",
+        strategy=client_level(DPFedSAM, placement="distributed"),
+        client=dp_client,
+        stock=False,
+        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        noise=noise_of_the_mean,
+        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(words.num_clients),
+        server_noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(1 - heard / words.num_clients),
+        **CLIENT_LEVEL,
+    ),
+    Method(
+        label="dp-fedsam central",
+        name="dp-fedsam",
+        title="DP-FedSAM",
+        strategy=client_level(DPFedSAM, placement="central", keep_ratio=1.0),
+        client=dp_client,
+        **CENTRAL,
+    ),
+    Method(
+        label="dp-fedsam untrusted",
+        name="dp-fedsam",
+        title="DP-FedSAM",
+        strategy=client_level(DPFedSAM, placement="distributed", trusted_server=False),
+        client=dp_client,
+        stock=False,
+        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(words))),
+        noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(heard / shares(words)),
+        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(shares(words)),
+        server_noise=lambda words, heard: 0.0,
+        fewest=3,
+        **CLIENT_LEVEL,
+    ),
+    Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
+    Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),
+    Method(
+        label="nbafl",
+        name="nbafl",
+        title="NbAFL",
+        strategy=nbafl_strategy,
+        client=nbafl_client,
+        stock=False,
+        unit="client",
+        relation="replace-one",
+        delta=lambda words: words.delta,
+        charges=NBAFL_CHARGES,
+        noise=lambda words, heard: nbafl_unit(words) * nbafl_rounds(words) / heard,
+        message_noise=lambda words: nbafl_unit(words) / words.num_clients,
+        server_noise=lambda words, heard: nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - heard) / heard,
+        replaces_model=True,
+        exact=False,
+        poisson=False,
+        target=False,
+        numbers=lambda words: {
+            "clip_norm": words.clip_norm,
+            "uplink_noise_std": nbafl_unit(words),
+            "downlink_noise_std": nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - words.num_clients) / words.num_clients,
+        },
+        sampling=lambda words: f"all clients of {words.num_clients} in every round, at most {words.num_rounds} replies",
+    ),
+)
