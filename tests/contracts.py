@@ -15,7 +15,7 @@ from scipy import optimize, stats
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, NbAFL
+from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
 
 NUM_RECORDS = 8
 
@@ -389,6 +389,19 @@ METHODS = (
         name="dp-fedsam",
         title="DP-FedSAM",
         strategy=client_level(DPFedSAM, placement="distributed"),
+        client=dp_client,
+        stock=False,
+        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        noise=noise_of_the_mean,
+        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(words.num_clients),
+        server_noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(1 - heard / words.num_clients),
+        **CLIENT_LEVEL,
+    ),
+    Method(
+        label="fed-smp",
+        name="fed-smp",
+        title="Fed-SMP-rand_k",
+        strategy=client_level(FedSMP, keep_ratio=1.0),
         client=dp_client,
         stock=False,
         charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),

@@ -311,9 +311,6 @@ def test_an_answer_of_a_foreign_method_is_refused(method, fault):
 
 
 @some_methods(lambda method: not method.stock)
-@pytest.mark.xfail(
-    strict=True, reason="`collect` takes a reply without an answer from clients of this package for a stock client's"
-)
 def test_the_reply_of_a_stock_client_is_refused_where_these_cannot_take_part(method):
     assert_counts_as_missing(method, plain_model)
 

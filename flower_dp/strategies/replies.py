@@ -58,7 +58,7 @@ class Bounds:
 
 
 def collect(
-    replies: Iterable[Message], *, asked: Mapping[int, tuple[str, ...]], vector: np.ndarray, layout: Layout, bounds: Bounds
+    replies: Iterable[Message], *, asked: Mapping[int, tuple[str, ...]], vector: np.ndarray, layout: Layout, bounds: Bounds, stock: bool
 ) -> Collected:
     """Add up the replies of a round; exactly, where they lie on a lattice.
 
@@ -68,6 +68,8 @@ def collect(
         vector: the global model that was sent [d], float32.
         layout: its layout.
         bounds: what the server enforces.
+        stock: whether the nodes are stock clients; else a reply without an answer is refused: it says of itself that nothing of
+            what was ordered, noise among it, was done.
     """
     collected = Collected(total=np.zeros(layout.size, np.float64))
     open_nodes = dict(asked)
@@ -80,7 +82,7 @@ def collect(
         try:
             if reply.has_error():
                 raise ValueError(f"error reply: {_last_words(reply.error.reason)}")
-            _add(collected, reply, names, vector, layout, bounds)
+            _add(collected, reply, names, vector, layout, bounds, stock)
         except Exception as error:  # whatever a forged reply may raise, it must not end the run
             reason = str(error)[:_MOST_REASON]
             log.warning("node %s: reply refused: %s", node, reason)
@@ -92,7 +94,7 @@ def collect(
 
 
 def _add(
-    collected: Collected, reply: Message, names: tuple[str, ...], vector: np.ndarray, layout: Layout, bounds: Bounds
+    collected: Collected, reply: Message, names: tuple[str, ...], vector: np.ndarray, layout: Layout, bounds: Bounds, stock: bool
 ) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
     # Twice the model in float64, and what an array's name and header take.
@@ -100,6 +102,8 @@ def _add(
     num_bytes = wire.check_content(reply.content, most_entries=len(layout.names) + _MOST_ENTRIES, most_bytes=most)
     record = wire.arrays_of(reply.content)
     answer = wire.answer_of(reply.content, names)
+    if answer is None and not stock:
+        raise ValueError("it has no answer to its instruction, though the node has named its clients")
     if answer is None:
         update, clients = wire.model_vector(record, layout) - vector, names
     else:

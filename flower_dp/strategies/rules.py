@@ -96,6 +96,7 @@ class Round:
     asked: dict[int, tuple[str, ...]]
     bytes_down: int
     started: float
+    stock: bool = False
 
     @property
     def cohort_size(self) -> int:

@@ -211,6 +211,7 @@ class DPStrategy(Strategy):
             asked=asked,
             bytes_down=sum(wire.content_bytes(message.content) for message in messages),
             started=started,
+            stock=not roster.hosting,
         )
         return messages
 
@@ -231,6 +232,7 @@ class DPStrategy(Strategy):
             vector=now.vector,
             layout=now.layout,
             bounds=self.rules.bounds(now),
+            stock=now.stock,
         )
         self.seeded_noise |= collected.seeded_noise
         vector = self._next_vector(now, collected)
