@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from flwr.app import Context
 from grids import LocalGrid

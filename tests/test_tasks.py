@@ -211,7 +211,7 @@ def test_download_without_torchvision(tmp_path, monkeypatch):
         raise ImportError("No module named 'torchvision'")
 
     monkeypatch.setattr(vision, "import_torchvision", absent)
-    with pytest.raises(ValueError, match="data-dir='torchvision:.*needs torchvision, in the build that fits torch here"):
+    with pytest.raises(ValueError, match=r"data-dir='torchvision:.*needs torchvision, in the build that fits torch here"):
         mnist.load(f"torchvision:{tmp_path}")
 
 
