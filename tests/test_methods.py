@@ -43,6 +43,7 @@ def client(settings, size=80):
     return client_of(settings, model, {name: data(size) for name in names}, sizes_of(settings, size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     settings = settings_of(PRESETS[name])
@@ -144,6 +145,7 @@ def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rou
     assert not (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_before_the_first_round_nothing_is_spent(name):
     settings = settings_of(PRESETS[name])
