@@ -6,9 +6,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A process a core; tests of one group (those that start Flower) run in one process, one after the other.
+# A process a core; see tests/conftest.py for those that start Flower.
 JOBS ?= logical
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo quick test check format mutants clean
 

@@ -1,5 +1,7 @@
 """What all tests share: one torch thread, repeatable property tests, and one `flwr run` at a time."""
 
+import fcntl
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,8 +11,17 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, databas
 settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.get_closest_marker("flwr_run"):
-            item.add_marker(pytest.mark.xdist_group("flwr"))
+    # First: with --dist worksteal one process then gets them all, and others take what it has last.
+    items.sort(key=lambda item: item.get_closest_marker("flwr_run") is None)
+
+
+@pytest.fixture(autouse=True)
+def one_flwr_run_at_a_time(request, tmp_path_factory):
+    """Hold a lock that the processes of pytest-xdist share while Flower or Ray runs."""
+    if request.node.get_closest_marker("flwr_run") is None:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "flwr.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -77,6 +77,7 @@ def test_one_gaussian_release_is_exact(relation: Relation, golden: float) -> Non
     assert (cost.delta, cost.relation) == (1e-5, relation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiplier", [0.1, 0.5, 1.0, 4.0, 30.0])
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
 @pytest.mark.parametrize("rounds", [1, 9])
@@ -105,10 +106,12 @@ def test_three_gaussians() -> None:
     assert epsilon(event, delta=0.126936, relation=ADD).epsilon == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_three_sampled_gaussians() -> None:
     assert epsilon(Repeat(Poisson(0.2, Gaussian(0.5)), 3), delta=0.15594, relation=ADD).epsilon == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("multiplier", "rate", "rounds", "delta", "golden", "tolerance"),
     [
@@ -126,6 +129,7 @@ def test_poisson_by_rdp(multiplier: float, rate: float, rounds: int, delta: floa
     assert second * (1 - 1e-4) <= got <= second * 1.01
 
 
+@pytest.mark.slow
 def test_poisson_by_pld() -> None:
     long = Repeat(Poisson(0.01, Gaussian(1.0)), 1000)
     cost = epsilon(long, delta=1e-5, relation=ADD)
@@ -173,6 +177,7 @@ def test_the_pure_epsilon_of_a_sampled_replacement_is_an_upper_bound(multiplier:
 # Bounds that are computed another way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.6, 0.1), (1.0, 0.3), (2.0, 0.02)])
 @pytest.mark.parametrize("delta", [1e-2, 1e-4])
 def test_one_poisson_sampled_release_against_quadrature(multiplier: float, rate: float, delta: float) -> None:
@@ -196,6 +201,7 @@ def test_one_poisson_sampled_release_against_quadrature(multiplier: float, rate:
         assert hockey_stick((plus, minus), add, width) > delta
 
 
+@pytest.mark.slow
 def test_many_poisson_sampled_releases_against_monte_carlo() -> None:
     """delta(epsilon) = E max(0, 1 - e^(epsilon - L)) for the sum L of the rounds' privacy losses."""
     multiplier, rate, rounds, delta = 0.95, 0.1, 200, 2e-3
@@ -219,6 +225,7 @@ def _naive_without_replacement(multiplier: float, population: int, cohort: int, 
     return float(accountant.get_epsilon(delta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cohort", "rounds", "multiplier"), [(100, 100, 2.0), (10, 1000, 1.0), (900, 1, 1.0)])
 def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
     cohort: int, rounds: int, multiplier: float
@@ -233,6 +240,7 @@ def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
     assert got == pytest.approx(min(right, unsampled), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cohort", "multiplier", "refuted"), [(900, 1.0, True), (500, 1.0, True), (100, 0.5, False)])
 def test_one_release_without_replacement_against_quadrature(cohort: int, multiplier: float, refuted: bool) -> None:
     """All other clients send 0 and one sends C or -C: any pair of neighbours gives a lower bound, and refutes factor 1."""
@@ -254,6 +262,7 @@ def test_all_of_a_population_is_no_sampling() -> None:
     assert epsilon(fixed_size(10, 10, Gaussian(1.0)), delta=1e-5, relation=REPLACE) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_sampled_and_unsampled_releases_compose(relation: Relation) -> None:
     """A release with a tiny sampling rate costs next to nothing beside one without sampling."""
@@ -422,6 +431,7 @@ def test_affordable_is_exact_at_the_boundary() -> None:
     assert affordable(lambda n: Repeat(Laplace(2.0), n), epsilon=3.0, delta=0, relation=ADD, limit=100) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "relation"),
     [
@@ -538,6 +548,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert peak < 100e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "delta", "relation"),
     [
@@ -611,6 +622,7 @@ def test_pld_of_long_runs_is_an_upper_bound_of_the_closed_form(rounds: int, delt
     assert gaussian_epsilon(1 / 2, delta) <= got <= 1.01 * gaussian_epsilon(1 / 2, delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event", [Repeat(Poisson(0.1, Laplace(0.01)), 10), Repeat(Poisson(0.001, Laplace(1)), 10**7)], ids=["huge losses", "long run"]
 )

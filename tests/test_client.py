@@ -148,6 +148,7 @@ def _noise_fits(total: np.ndarray, std: float) -> bool:
     return bool(stats.kstest(total, stats.norm(0, std).cdf).pvalue > FALSE_ALARM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosted", [1, 5])
 @pytest.mark.parametrize("noise_std", [0.02, 3.0])
 def test_noise_of_what_leaves_has_the_right_std_and_a_wrong_one_is_rejected(hosted: int, noise_std: float) -> None:

@@ -109,6 +109,7 @@ def test_distributed_shares_add_up_to_the_same_noise_whoever_takes_part(sampling
     assert all(std_is(step, std) for step in steps)
 
 
+@pytest.mark.slow
 def test_each_client_adds_its_share_and_no_more():
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
     grid = LocalGrid(still_app(4), 4)
@@ -117,6 +118,7 @@ def test_each_client_adds_its_share_and_no_more():
     assert_std(rows, 0.8 * 0.5 / math.sqrt(4))
 
 
+@pytest.mark.slow
 def test_sparse_messages_carry_the_share_that_is_charged():
     """Only the four smallest of 4,000 coordinates are left out, so that the std is that of the whole noise."""
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3, keep_ratio=0.999)
@@ -124,6 +126,7 @@ def test_sparse_messages_carry_the_share_that_is_charged():
     assert_std(steps, 0.8 * 0.5 / 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [1, 3, 4])
 def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
@@ -169,6 +172,7 @@ def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(
         assert sum("too few for the noise" in line for line in strategy.statement.incidents) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_without_a_trusted_server_sampling_lowers_no_cost(relation):
     """The std of the sum tells how many of the drawn clients answered, and so who was drawn."""
@@ -197,6 +201,7 @@ def test_dropouts_pass_no_target(sampling):
     assert 1.5 < strategy.statement.epsilon <= 2.0
 
 
+@pytest.mark.slow
 def test_central_top_k_keeps_the_largest_of_the_noised_mean():
     strategy = DPFedSAM(
         clip_norm=0.5,
@@ -218,6 +223,7 @@ def test_central_top_k_keeps_the_largest_of_the_noised_mean():
     )
 
 
+@pytest.mark.slow
 def test_distributed_top_k_sends_small_payloads_and_claims_only_what_each_share_proves():
     strategy = DPFedSAM(
         clip_norm=0.5,
@@ -305,6 +311,7 @@ def test_fixed_size_sampling_is_accounted_as_such_with_twice_the_sensitivity():
     assert "Poisson" in statement.paper.reason
 
 
+@pytest.mark.slow
 def test_round_robin_charges_the_busiest_client():
     strategy = DPFedAvg(
         clip_norm=1.0, noise_multiplier=1.0, sampling=RoundRobinSampling(cohort_size=2), num_clients=6, delta=1e-3

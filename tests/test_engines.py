@@ -138,6 +138,7 @@ def test_the_engines_agree(make: Callable[[], nn.Module], training: LocalTrainin
     torch.testing.assert_close(losses, other_losses, atol=tolerance, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("training", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 def test_the_engines_agree_on_convolutions(training: LocalTraining, device: str) -> None:
@@ -146,6 +147,7 @@ def test_the_engines_agree_on_convolutions(training: LocalTraining, device: str)
     torch.testing.assert_close(one, other, atol=1e-5 if device == "cpu" else 1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "targets", [torch.full((8, 3), 1 / 3), torch.tensor([0, 1, 2, -100, 0, -100, 2, -100])], ids=["soft", "ignored"]
 )

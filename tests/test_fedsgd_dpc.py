@@ -168,6 +168,7 @@ def test_a_record_without_a_gradient_moves_the_mean_by_its_clip_norm_at_most():
     assert 0 < moved <= 0.5 / 8 * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
 @pytest.mark.parametrize(
     "make",
@@ -480,6 +481,7 @@ def single_reply_delta(multiplier, rate, epsilon):
     return integrate.quad(excess, -1, 12 * multiplier + 2, limit=400, points=[0.0, 1.0, multiplier])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "epsilon"), [(0.1, 0.5), (0.5, 1.0), (1.0, 1.0)])
 def test_gaussian_noise_of_one_reply_is_the_least(rate, epsilon):
     release = terms.gradient_terms(

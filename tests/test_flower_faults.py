@@ -108,6 +108,7 @@ def test_clip_and_noise_are_those_of_one_norm():
         strategy.rules.release.clip_norm = 1.0
 
 
+@pytest.mark.slow
 def test_poisson_amplification_is_accounted():
     strategy = DPFedAvg(
         clip_norm=1, noise_multiplier=1, sampling=PoissonSampling(sampling_rate=0.01), num_clients=100, delta=1e-5

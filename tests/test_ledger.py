@@ -31,6 +31,7 @@ def test_an_empty_ledger_costs_nothing() -> None:
     assert (cost.epsilon, cost.delta) == (0, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_charges_one_by_one_cost_what_they_cost_together(relation: Any) -> None:
     ledger = _ledger(relation)

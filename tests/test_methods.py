@@ -56,6 +56,7 @@ def client(run, size=80):
     return run.client(model, {name: data(size) for name in names}, sizes_of(run, size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     run = run_of(PRESETS[name])
@@ -162,6 +163,7 @@ def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rou
     assert not (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_before_the_first_round_nothing_is_spent(name):
     run = run_of(PRESETS[name])

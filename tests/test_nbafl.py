@@ -310,6 +310,7 @@ def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
     assert told == pytest.approx(exact, abs=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claimed", [50.0, 1e4])
 def test_huge_tight_epsilon_is_printed_and_the_paper_flagged(claimed):
     strategy, recipe = pair(epsilon=claimed)

@@ -61,6 +61,7 @@ def _fits(noise: Any, name: str, scale: float) -> bool:
 # The distribution
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("scale", [3e-4])
 def test_noise_has_the_right_distribution_and_a_wrong_one_is_rejected(name: str, source: str, scale: float) -> None:
@@ -166,6 +167,7 @@ def _steps(name: str, source: str, scale: float, *, step: float = 2.0**-7, seed:
 LATTICE_KINDS = [("gaussian", "numpy-float64"), ("gaussian", "torch"), ("laplace", "numpy-float64")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
@@ -178,6 +180,7 @@ def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: 
     assert not _cells_fit(k + int(scale) // 20, name, scale, width=int(scale) // 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("modulus", [2, 3, 4, 8, 64, 4096, 8192])

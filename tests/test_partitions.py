@@ -27,6 +27,7 @@ def classes_of(clients, labels=LABELS):
     return [set(labels[records].tolist()) for records in clients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_every_client_has_valid_records_without_repeats(kind):
     clients = deal(kind)
@@ -155,6 +156,7 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
     assert peak < 1e6  # 160 kB are the indices themselves; one permutation of the records would be 800 MB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

@@ -75,6 +75,7 @@ def same(got, wanted):
 # what the values are
 
 
+@pytest.mark.slow
 def test_a_fedsgd_dpc_preset_gives_a_whole_laplace_problem(by_hand):
     found = pilot("fedsgd-dpc", config(FEDSGD))
     own = {"mechanism": "laplace", "epsilon": 5.0, "clip_norm": 300.0, "num_records": 25}
@@ -84,6 +85,7 @@ def test_a_fedsgd_dpc_preset_gives_a_whole_laplace_problem(by_hand):
     assert plan.problem.num_rounds is plan.problem.cohort_size is None
 
 
+@pytest.mark.slow
 def test_a_nbafl_preset_gives_a_whole_problem(by_hand):
     found = pilot("nbafl", config(NBAFL))
     rho, b = by_hand.smoothness, by_hand.dissimilarity
@@ -94,6 +96,7 @@ def test_a_nbafl_preset_gives_a_whole_problem(by_hand):
     assert plan.best_num_rounds.feasible
 
 
+@pytest.mark.slow
 def test_gaussian_noise_needs_more(by_hand):
     gaussian = FEDSGD | {"mechanism": "gaussian", "delta": 1e-5, "record-sampling-rate": 0.2, "noise-constant": 1.5}
     found = pilot("fedsgd-dpc", config(gaussian))
@@ -106,6 +109,7 @@ def test_gaussian_noise_needs_more(by_hand):
     assert "max_rounds=30 is the preset's num-rounds" in found.notes
 
 
+@pytest.mark.slow
 def test_budgets_of_each_client():
     found = pilot("fedsgd-dpc", config(FEDSGD | {"client-epsilons": "1,2,4,8"}))
     assert found.values["epsilon"] == [1.0, 2.0, 4.0, 8.0]
@@ -139,6 +143,7 @@ def test_methods_without_presets_get_what_the_data_say(by_hand):
 # what is given already
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "proximal"),
     [(0.0, 3.0), (1.5, 3.0), (2.0, 2.0)],  # P = 1 + 2l (-1/mu + 1.5/mu^2) for rho = B = 1: below 1 from mu = 1.5, least at 3
@@ -148,6 +153,7 @@ def test_the_proximal_coefficient_is_the_presets_where_the_bound_holds(preset, p
     assert pilot("nbafl", config(NBAFL | {"proximal": preset}), given=given).values["proximal"] == proximal
 
 
+@pytest.mark.slow
 def test_what_follows_from_given_keys_follows_from_them():
     values = pilot("nbafl", config(NBAFL | {"uplink-exposures": 0}), given={"num_rounds": 7, "proximal": 1.0}).values
     assert (values["uplink_exposures"], values["max_rounds"], "proximal" in values) == (7, 70, False)
@@ -157,12 +163,14 @@ def test_what_follows_from_given_keys_follows_from_them():
     assert "gradient_variance" in values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "asked", "used"), [(0.0, None, 0.1), (0.5, None, 0.5), (0.5, 2.0, 2.0)])
 def test_the_l2_coefficient(decay, asked, used):
     values = pilot("fedsgd-dpc", config(NBAFL | {"weight-decay": decay}), l2=asked).values
     assert values["strong_convexity"] == used
 
 
+@pytest.mark.slow
 def test_the_model_of_the_preset():
     found = pilot("fedsgd-dpc", config(FEDSGD | {"model": "mlp", "model-bias": True}))
     assert found.values["dimension"] == 784 * 256 + 256 + 256 * 10 + 10
@@ -208,6 +216,7 @@ def settings(values):
     return [word for key, value in text.items() for word in ("--set", f"{key}={value}")]
 
 
+@pytest.mark.slow
 def test_plan_from_a_preset(call, tmp_path):
     (tmp_path / "p.toml").write_text("epsilon = 7\ncohort_size = 3\n")
     arguments = ["plan", "fedsgd-dpc", "--estimate-from", "mnist-dp-fedavg", *settings(FEDSGD)]
@@ -223,6 +232,7 @@ def test_plan_from_a_preset(call, tmp_path):
     assert (got["num_rounds"], got["bound"]) == (direct.best.num_rounds, direct.best.bound)
 
 
+@pytest.mark.slow
 def test_plan_from_a_preset_in_words(call):
     status, out, _ = call("plan", "nbafl", "--estimate-from", "mnist-dp-fedavg", *settings(NBAFL))
     assert status == 0
@@ -273,6 +283,7 @@ def test_a_pilot_that_is_not_there(call, own_app, named):
 PRESET = ["--estimate-from", "mnist-dp-fedavg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

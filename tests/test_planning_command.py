@@ -263,6 +263,7 @@ class TestEstimates:
 
 
 class TestPlot:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("method", "problem"),
         [

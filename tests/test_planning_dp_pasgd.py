@@ -128,6 +128,7 @@ class TestNoise:
         golden = tight_epsilon(noise_std=0.5, delta=1e-5, num_steps=1, clip_norm=2.0, batch_size=4)
         assert golden == pytest.approx(9.997256, abs=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("epsilon", "less"), [(1.0, 28), (2.0, 23), (4.0, 19), (10.0, 13)])
     def test_how_much_less_noise_exact_composition_needs(self, epsilon, less):
         # The sheet's numbers, from another program.
@@ -229,6 +230,7 @@ class TestPlan:
         assert found["bound"] == pytest.approx(least, rel=1e-7, abs=1e-300)
         assert printed_bound(p, k, tau, stds) == pytest.approx(least, rel=1e-6, abs=1e-300)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("max_cost", [500.0, 2000.0, 5000.0])
     @pytest.mark.parametrize("epsilon", [1.0, 4.0, 10.0])
     def test_the_papers_experiment_against_brute_force(self, max_cost, epsilon):
@@ -261,6 +263,7 @@ class TestPlan:
         assert relaxed.bound <= best.bound
         assert not relaxed.feasible
 
+    @pytest.mark.slow
     def test_many_steps_are_searched_quickly(self):
         # Nothing but costs limits K: 9 million steps.
         many = PROBLEM | {"max_cost": 9e6, "batch_size": 10**9, "learning_rate": 1e-4, "strong_convexity": 0.01}

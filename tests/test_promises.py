@@ -114,6 +114,7 @@ def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
     assert strategy.statement.num_rounds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPClient", "fedsgd-dpc", "nbafl"])
 @pytest.mark.parametrize("method", STRATEGIES)
 def test_a_client_refuses_an_instruction_of_another_method(method, kind):
@@ -526,6 +527,7 @@ def test_instructions_do_not_tell_how_many_clients_take_part():
     assert len(told) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampling", "secret"), [(PoissonSampling(sampling_rate=0.5), True), (FullSampling(), False)])
 @pytest.mark.parametrize("strategy_class", [DPFedAvg, DPFedSAM])
 def test_metrics_tell_the_cohort_only_where_it_is_no_secret(strategy_class, sampling, secret):
@@ -627,6 +629,7 @@ def hostile(kind):  # noqa: PLR0911
 KINDS = ["lists", "deep", "metrics", "reasons", "arrays", "huge array", "metric record", "list of texts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_reply_costs_little(kind, monkeypatch):
     """Counted in calls, in characters of JSON and in memory, beyond the reply itself, which Flower has read."""

@@ -45,6 +45,7 @@ def test_noise_and_event_are_derived_from_one_multiplier() -> None:
         RELEASE.clip_norm = 1.0  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiplier", [0.5, 2.0])
 @pytest.mark.parametrize("clip_norm", [0.1, 7.0])
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])

@@ -124,6 +124,7 @@ def test_instructions_round_trip_bit_for_bit(
     assert ClientLevelOrder.of(read) == order
 
 
+@pytest.mark.slow
 @given(
     numbers=st.lists(st.tuples(st.floats(0, 1e30), st.text(max_size=5), st.floats(0, 1e30)), max_size=4),
     clip=st.floats(1e-30, 1e30),
@@ -138,6 +139,7 @@ def test_local_orders_round_trip_bit_for_bit(numbers: list[tuple[float, str, flo
     assert replace(read, order={}) == replace(instruction, order={})
 
 
+@pytest.mark.slow
 @given(
     names=st.lists(st.text(min_size=1, max_size=5), max_size=6, unique=True),
     reasons=st.lists(st.text(max_size=5), min_size=6, max_size=6),
