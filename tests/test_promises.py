@@ -36,7 +36,8 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
 )
-from flower_dp.clients.parts import RecordClip
+from flower_dp.clients.client_level import clip_and_noise
+from flower_dp.clients.parts import GaussianShare, NotPrivate, RecordClip, ServerNoise
 from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
@@ -906,3 +907,30 @@ def test_sums_of_laplace_shares_never_pass_the_budget(budget, relation):
         terms = gradient_terms(**words, num_records=8, relation=relation)
         cost = accounting.epsilon(accounting.repeated(terms.event, replies), delta=0.0, relation=relation)
         assert cost.epsilon <= budget
+
+
+def test_a_run_that_has_ended_asks_nobody_even_where_a_later_round_would_cost_less(monkeypatch):
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=2.0, sampling=FullSampling(), num_clients=2, delta=1e-3)
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 2)
+    strategy.plan(4)
+    monkeypatch.setattr(strategy.rules, "why_stop", lambda server_round, size: "it is too dear" if server_round == 2 else None)
+    ran = []
+    for server_round in (1, 2, 3, 4):
+        messages = strategy.configure_train(server_round, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
+        if messages:
+            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+            ran.append(server_round)
+    assert ran == [1]
+    assert strategy.rules.ledger.num_charges == 1
+
+
+@pytest.mark.parametrize(
+    ("noise_std", "noise_multiplier", "part"),
+    [(0.0, 1.0, ServerNoise()), (0.0, 0.0, NotPrivate()), (0.5, 1.0, GaussianShare(noise_std=0.5))],
+)
+def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_without_privacy(noise_std, noise_multiplier, part):
+    """Of a run without privacy anything may be chosen by size; before the server's noise nothing may."""
+    instruction = Instruction(
+        server_round=1, method="dp-fedavg", clients=("a",), clip_norm=1.0, noise_multiplier=noise_multiplier, order={}
+    )
+    assert clip_and_noise(instruction, noise_std, 9)[1] == part
