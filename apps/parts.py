@@ -1,11 +1,15 @@
 """Parts that several methods make of the common settings."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
 
 from apps.settings import Settings
-from flower_dp.clients import LocalTraining
+from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.strategies.client_level import ClientLevelRules
 
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
@@ -45,6 +49,40 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining
         learning_rate_decay=settings.learning_rate_decay,
         sam_radius=sam_radius,
         proximal=settings.proximal,
+    )
+
+
+def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
+    """Return the arguments of every strategy with one noised sum."""
+    checks.number("target-epsilon", own.target_epsilon, at_least=0)
+    return {
+        "clip_norm": own.clip_norm,
+        "noise_multiplier": own.noise_multiplier,
+        "sampling": sampler_of(settings),
+        "num_clients": settings.num_clients,
+        "delta": client_level_delta(own.delta, settings, private=bool(own.noise_multiplier)),
+        "target_epsilon": own.target_epsilon or None,
+        "relation": own.relation or None,
+        "report_client_metrics": settings.report_client_metrics,
+    }
+
+
+def client_level_client(
+    settings: Settings, rules: ClientLevelRules, training: LocalTraining, model: nn.Module, clients: Mapping[str, Records]
+) -> DPClient:
+    """Return a node's client for rules with one noised sum; it accepts what its own run-config says, and nothing weaker."""
+    return DPClient(
+        model=model,
+        clients=clients,
+        seed=settings.seed,
+        training=training,
+        engine=settings.engine.replace("-", "_"),
+        policy=ClientPolicy(
+            max_clip_norm=rules.clip_norm,
+            min_noise_multiplier=rules.noise_multiplier(()),
+            min_noise_std=(1 - 1e-9) * rules.smallest_share,
+            allow_metrics=settings.report_client_metrics,
+        ),
     )
 
 

@@ -934,3 +934,13 @@ def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_with
         server_round=1, method="dp-fedavg", clients=("a",), clip_norm=1.0, noise_multiplier=noise_multiplier, order={}
     )
     assert clip_and_noise(instruction, noise_std, 9)[1] == part
+
+
+@pytest.mark.parametrize("part_of_the_noise", [0.0, 1e-6, 1e-3, 1.0])
+def test_a_broadcasts_lattice_is_coarser_than_its_clients_whatever_the_server_adds(part_of_the_noise):
+    """With little noise of its own the server once rounded more finely than the clients, whose lattices then showed."""
+    rules = STRATEGIES["nbafl"]().rules
+    parts = [0.4, 0.3, 0.2, 0.1]
+    step = rules._broadcast_step(parts, part_of_the_noise * rules.uplink_noise_std)
+    client_step = RECIPES["nbafl"].terms("c0", records("c0")).release.lattice_step(FEATURES * 3) / 2**10
+    assert step >= 256 * max(parts) * client_step

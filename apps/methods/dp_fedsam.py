@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from apps.methods import dp_fedavg
-from apps.parts import Sizes, training_of
+from apps.parts import Sizes, client_level_client, client_level_words, training_of
 from apps.settings import TRAINING, Settings
-from flower_dp.clients import ClientPolicy, DPClient, Records
+from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedSAM
 
 READS = TRAINING
@@ -33,7 +32,7 @@ class Own:
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedSAM:
     """Return the server's side."""
     return DPFedSAM(
-        **dp_fedavg.words(settings, own),
+        **client_level_words(settings, own),
         placement=own.placement,
         keep_ratio=own.keep_ratio,
         trusted_server=own.trusted_server,
@@ -42,17 +41,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedSAM:
 
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> DPClient:
-    """Return a node's client; it accepts what its own run-config says, and nothing weaker."""
-    return DPClient(
-        model=model,
-        clients=clients,
-        seed=settings.seed,
-        training=training_of(settings, sam_radius=own.sam_radius),
-        engine=settings.engine.replace("-", "_"),
-        policy=ClientPolicy(
-            max_clip_norm=own.clip_norm,
-            min_noise_multiplier=own.noise_multiplier,
-            min_noise_std=(1 - 1e-9) * strategy(settings, own, sizes).rules.smallest_share,
-            allow_metrics=settings.report_client_metrics,
-        ),
+    """Return a node's client."""
+    return client_level_client(
+        settings, strategy(settings, own, sizes).rules, training_of(settings, sam_radius=own.sam_radius), model, clients
     )

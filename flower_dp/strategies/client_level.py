@@ -271,11 +271,11 @@ class ClientLevelRules:
     def _step(self, layout_size: int, cohort_size: int) -> float:
         """Return the step of the lattice on which the clients of a cohort, and the server, work."""
         scale = self.release.noise_scale if self.placement == "central" else self._share(cohort_size)
-        return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._kept(layout_size).size)
+        return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._num_kept(layout_size))
 
-    def _kept(self, layout_size: int) -> np.ndarray:
-        """Return the indices of the coordinates that clients send this round."""
-        return np.arange(layout_size) if self.mask is None else self.mask.indices(layout_size)
+    def _num_kept(self, layout_size: int) -> int:
+        """Return how many coordinates clients send this round."""
+        return layout_size if self.mask is None else self.mask.indices(layout_size).size
 
     def _server_noise_std(self, heard: int) -> float:
         """Std of the noise that the server adds to the sum of the updates that came back."""
@@ -297,7 +297,8 @@ class ClientLevelRules:
             raise RoundLeftOut(f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
         std = self._server_noise_std(heard)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
-        kept, total = self._kept(now.layout.size), collected.total.copy()
+        kept = slice(None) if self.mask is None else self.mask.indices(now.layout.size)
+        total = collected.total.copy()
         total[kept] += noise.gaussian(total[kept], std, step, rng)
         if not noise.exact(total, step):
             raise RoundLeftOut("the replies' sum is too large to be exact")
@@ -318,17 +319,17 @@ class ClientLevelRules:
     def bounds(self, now: Round) -> Bounds:
         """Return clip norm, lattice and the longest honest sum."""
         share, clip_norm = self._share(now.cohort_size), self.release.clip_norm
-        kept = self._kept(now.layout.size)
+        num_kept = self._num_kept(now.layout.size)
 
         def honest_norm(names: Sequence[str]) -> float:
             count = len(names)
-            return count * clip_norm + math.sqrt(count) * share * (math.sqrt(kept.size) + _NORM_DEVIATIONS)
+            return count * clip_norm + math.sqrt(count) * share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
 
         return Bounds(
             clip_norm=clip_norm if self.placement == "central" else None,
             step=self._step(now.layout.size, now.cohort_size),
             honest_norm=honest_norm,
-            mask=None if self.mask is None else kept,
+            mask=None if self.mask is None else self.mask.indices(now.layout.size),
         )
 
     def noise_multiplier(self, names: tuple[str, ...]) -> float:
@@ -348,7 +349,7 @@ class ClientLevelRules:
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the bytes of a dense update: what is really sent may depend on data, or tell the size of a secret cohort."""
-        return 4.0 * self._kept(now.layout.size).size
+        return 4.0 * self._num_kept(now.layout.size)
 
     # Cost
 

@@ -64,7 +64,6 @@ class NbAFLRules:
         least = min(values_in(num_records))
         self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
         self.uplink_noise_std = self._terms(1).release.noise_scale
-
         self.begin()
 
     def begin(self) -> None:
@@ -179,7 +178,8 @@ class NbAFLRules:
         # An average of lattice values with any weights lies on no lattice. The broadcast is rounded to one that is much coarser
         # than the clients' and much finer than the noise, so that it is a rounded value plus Gaussian noise.
         step = self._broadcast_step(parts.values(), std)
-        drawn = noise.gaussian(mean, std, step / _FINER, rng) if std else 0.0
+        own_step = min(step, noise.lattice_step(std, clip_norm=std, dimension=1)) / _FINER if std else 0.0
+        drawn = noise.gaussian(mean, std, own_step, rng)
         return np.asarray(noise.nearest(mean + drawn, step))
 
     def _broadcast_std(self, parts: Iterable[float], std: float) -> float:
@@ -187,9 +187,9 @@ class NbAFLRules:
         return math.sqrt(std**2 + self.uplink_noise_std**2 * sum(part**2 for part in parts))
 
     def _broadcast_step(self, parts: Iterable[float], std: float) -> float:
-        """Return the step of the lattice of a broadcast, at most 1/1024 of every part of the noise on it that is not 0."""
-        scales = [scale for scale in (self._broadcast_std(parts, std), std) if scale]
-        return noise.lattice_step(min(scales), clip_norm=min(scales), dimension=1) if scales else 0.0
+        """Return the step of the lattice of a broadcast, at most 1/1024 of all the noise on it; 0 without noise."""
+        scale = self._broadcast_std(parts, std)
+        return noise.lattice_step(scale, clip_norm=scale, dimension=1) if scale else 0.0
 
     def added_noise_std(self, parts: Sequence[float]) -> float:
         """Return the std of the noise that the server adds to an average with these weights, which sum to 1.
