@@ -2,9 +2,10 @@
 
 from flower_dp.strategies.dp_fedavg import DPFedAvg
 from flower_dp.strategies.dp_fedsam import DPFedSAM
+from flower_dp.strategies.dp_pasgd import DPPASGD
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
 from flower_dp.strategies.strategy import DPStrategy
 
-__all__ = ["DPFedAvg", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]
+__all__ = ["DPFedAvg", "DPFedSAM", "DPPASGD", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]

@@ -22,7 +22,7 @@ from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.replies import Collected, collect
 from flower_dp.strategies.roster import Roster, call_roll
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
 
 log = logging.getLogger("flwr")
 
@@ -282,6 +282,7 @@ class DPStrategy(Strategy):
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
             secret_cohort=self.rules.secret_cohort,
+            cost_per_device=self.rules.cost_per_device if isinstance(self.rules, CountsResources) else None,
         )
         self.rounds.append(report)
         return report
