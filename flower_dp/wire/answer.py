@@ -23,6 +23,13 @@ class Answer:
         seeded_noise: whether the noise came from a fixed seed, as in a test; the run is not private then.
         metrics: training metrics, summed over the clients in the sum, if they were asked for.
         payload_bytes: bytes of arrays that the clients in the sum would have sent had each sent its own row, summed over them.
+
+    Example:
+        >>> from flower_dp.wire import Answer
+        >>> header = {"codec": "dense", "length": 10}
+        >>> answer = Answer(refused={"b": "training failed: ValueError"}, payload=header, seeded_noise=False, metrics={})
+        >>> Answer.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
+        True
     """
 
     refused: Mapping[str, str]

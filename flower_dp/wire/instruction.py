@@ -24,6 +24,15 @@ class Instruction:
         noise_multiplier: what the server says of the whole release: noise scale / clip norm.
         report_metrics: whether clients are asked for training metrics, which are not private.
         order: the method's own table: `ClientLevelOrder` or `LocalOrder`, or another that the method reads.
+
+    Example:
+        >>> from flower_dp.wire import Instruction
+        >>> order = {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0}
+        >>> instruction = Instruction(
+        ...     server_round=1, method="dp-fedavg", clients=("a", "b"), clip_norm=0.5, noise_multiplier=1.0, order=order
+        ... )
+        >>> Instruction.from_json(instruction.to_json()) == instruction
+        True
     """
 
     server_round: int

@@ -16,7 +16,13 @@ _MOST_RECORDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Names of the records in which a client looks for the model and the configuration."""
+    """Names of the records in which a client looks for the model and the configuration.
+
+    Example:
+        >>> from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT
+        >>> MESSAGE_API.arrays, NUMPY_CLIENT.arrays
+        ('arrays', 'fitins.parameters')
+    """
 
     name: str
     arrays: str
