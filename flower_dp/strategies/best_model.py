@@ -6,11 +6,18 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, MetricRecord
 
-from flower_dp.core import checks
-
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
-# Whether less is better.
-BEST_BY = {"loss": True, "accuracy": False}
+
+
+def less_is_better(best_by: str) -> bool:
+    """Tell whether the least value of a metric is the best, or the largest, by the end of the metric's name.
+
+    Raises:
+        ValueError: for a name that does not tell.
+    """
+    if isinstance(best_by, str) and best_by.endswith(("loss", "accuracy")):
+        return best_by.endswith("loss")
+    raise ValueError(f"best_by={best_by!r}: must be the name of a metric that ends in loss or accuracy, such as validation-loss")
 
 
 @dataclass(slots=True)
@@ -21,10 +28,10 @@ class BestModel:
 
     Attributes:
         evaluate: the user's, on public data: what it chooses costs no privacy then.
-        best_by: `loss` (the least) or `accuracy` (the largest).
+        best_by: the metric that decides, see `less_is_better`.
         arrays: the best model; None before any.
         server_round: whose model that is; 0 is the initial one.
-        value: its loss or accuracy.
+        value: its metric.
         num_seen: models that were compared.
     """
 
@@ -34,9 +41,6 @@ class BestModel:
     server_round: int = 0
     value: float = math.nan
     num_seen: int = 0
-
-    def __post_init__(self) -> None:
-        checks.one_of("best_by", self.best_by, tuple(BEST_BY))
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate a model and keep it if it is better than all before.
@@ -54,7 +58,8 @@ class BestModel:
             )
         if math.isfinite(found):
             self.num_seen += 1
-            if self.arrays is None or (found < self.value if BEST_BY[self.best_by] else found > self.value):
+            better = found < self.value if less_is_better(self.best_by) else found > self.value
+            if self.arrays is None or better:
                 self.arrays, self.server_round, self.value = arrays, server_round, float(found)
         return metrics
 

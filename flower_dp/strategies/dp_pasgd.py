@@ -16,7 +16,7 @@ from flower_dp.core.steps import LocalSteps
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.best_model import BEST_BY, BestModel
+from flower_dp.strategies.best_model import BestModel, less_is_better
 from flower_dp.strategies.dp_pasgd_statement import DPPASGDFacts, state_dp_pasgd
 from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts
@@ -63,7 +63,8 @@ class DPPASGDRules:
         )
         self.title = "DP-PASGD" if num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)"
         self.num_steps, self.batch_sampling, self.calibration = num_steps, batch_sampling, calibration
-        self.best_by = checks.one_of("best_by", best_by, tuple(BEST_BY))
+        less_is_better(best_by)
+        self.best_by = best_by
         self._epsilon, self._batch_size = epsilon, batch_size
         check_count("epsilon", epsilon, num_clients)
         check_count("batch_size", batch_size, num_clients)
@@ -260,7 +261,8 @@ class DPPASGD(DPStrategy):
         cost_per_aggregation: of one round to a device (paper: c1).
         cost_per_step: of one local step to a device (paper: c2).
         max_cost: of a device in a run (paper: C_th); None: no limit.
-        best_by: `loss` (the least) or `accuracy` (the largest): the number of `evaluate_fn` by which models are compared.
+        best_by: the number of `evaluate_fn` by which models are compared: the least, if its name ends in `loss`, or the largest,
+            if it ends in `accuracy`.
         words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
 
     Raises:

@@ -14,6 +14,7 @@ from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
 from apps.tasks.models import make
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.clients.registry import LOCAL
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder
@@ -62,7 +63,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     run = run_of(PRESETS[name])
     strategy = strategy_of(run, sizes_of(run))
     node = client(run)
-    assert isinstance(node, LocalDPClient if run.settings.method in ("fedsgd-dpc", "nbafl") else DPClient)
+    assert isinstance(node, LocalDPClient if run.settings.method in LOCAL else DPClient)
     assert strategy.num_clients == run.settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.

@@ -407,7 +407,7 @@ def test_nonsense_is_refused_on_both_sides(words, message):
         ({"batch_sampling": "poisson"}, "num_records=None: must be the public data sizes"),
         ({"epsilon": [1.0, 2.0]}, "epsilon: has 2 values"),
         ({"batch_size": [4, 4]}, "batch_size: has 2 values"),
-        ({"best_by": "auc"}, "best_by='auc': must be one of loss, accuracy"),
+        ({"best_by": "auc"}, "best_by='auc': must be the name of a metric that ends in loss or accuracy"),
         ({"cost_per_step": -1.0}, "cost_per_step=-1.0"),
         ({"cost_per_aggregation": math.nan}, "cost_per_aggregation=nan"),
         ({"max_cost": 0.0, "cost_per_step": 1.0}, "max_cost=0.0"),
@@ -528,6 +528,8 @@ def evaluation(numbers, name="loss"):
         ([0.9, None, 0.7, None], "loss", 2),
         ([math.nan, math.inf, 5.0, math.nan], "loss", 2),
         ([0.1, 0.5, 0.7, 0.6], "accuracy", 2),
+        ([0.9, 0.5, 0.7, 0.6], "validation-loss", 1),
+        ([0.9, 0.5, 0.7, 0.6], "validation-accuracy", 0),
         ([0.5, 0.5, 0.5, 0.5], "accuracy", 0),
         ([None, None, None, None], "loss", None),
         ([math.nan, math.nan, math.nan, math.nan], "loss", None),
@@ -564,7 +566,7 @@ def test_an_evaluation_without_the_number_that_decides_is_refused_before_anythin
     strategy, recipe = pair()
     grid = grid_of(recipe, FOUR)
     evaluate, _ = evaluation([1.0], "auc")
-    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have 'loss'"):
+    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have best_by='loss'"):
         strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     assert not grid.received
 
