@@ -448,6 +448,14 @@ def test_a_client_whose_own_terms_are_others_than_the_servers_does_not_reply(lie
     assert not any(context.state.config_records["flower-dp.account"]["clients"] for context in grid.contexts.values())
 
 
+def test_terms_of_different_numbers_of_steps_in_a_reply_differ_where_nothing_else_does():
+    """As many replies, and no noise to tell them by."""
+    words = TERMS | {"epsilon": math.inf}
+    one, ten = (step_terms(**words | {"num_local_steps": tau}, num_steps=20 * tau) for tau in (1, 10))
+    assert (one.num_replies, one.release) == (ten.num_replies, ten.release)
+    assert one.kind != ten.kind
+
+
 # The server
 
 
