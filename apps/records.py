@@ -96,7 +96,7 @@ def split(dealt: list[np.ndarray], settings: Settings) -> tuple[list[np.ndarray]
     return parts
 
 
-def tested_on(run: Run, config: Config) -> TensorRecords:
+def records_to_test_with(run: Run, config: Config) -> TensorRecords:
     """Return what the server tests with: what the clients have held out for it, or else the task's own test set.
 
     Raises:

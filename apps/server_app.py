@@ -13,7 +13,7 @@ from torch import nn
 
 from apps.methods import Run
 from apps.parts import training_of
-from apps.records import Config, config_of, deal, tested_on
+from apps.records import Config, config_of, deal, records_to_test_with
 from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions
 from flower_dp.clients import TensorRecords, model_arrays
@@ -62,7 +62,7 @@ def _public_sizes(config: Config) -> dict[str, int]:
 def _public_records(run: Run, config: Config) -> dict[str, TensorRecords]:
     """Return the records that the server tests models with, by what stands before the names of their metrics."""
     validation = deal(config).validation if run.settings.validation_ratio else None
-    return {"": tested_on(run, config)} | ({"validation-": validation} if validation is not None else {})
+    return {"": records_to_test_with(run, config)} | ({"validation-": validation} if validation is not None else {})
 
 
 def _whole(statement: PrivacyStatement, settings: Settings) -> PrivacyStatement:
