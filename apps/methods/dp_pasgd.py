@@ -8,6 +8,7 @@ from torch import nn
 
 from apps.parts import Sizes, per_client, sampler_of
 from apps.settings import Settings
+from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, DPPASGDRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
@@ -32,7 +33,7 @@ class Own:
     cost_per_aggregation: float = 0.0
     cost_per_step: float = 0.0
     max_cost: float = 0.0
-    best_by: str = "loss"
+    best_by: str = ""
 
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
@@ -46,7 +47,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
         cost_per_aggregation=own.cost_per_aggregation,
         cost_per_step=own.cost_per_step,
         max_cost=own.max_cost or None,
-        best_by=own.best_by,
+        best_by=own.best_by or ("validation-loss" if settings.validation_ratio else "loss"),
         report_client_metrics=settings.report_client_metrics,
     )
 
@@ -57,7 +58,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
         model=model,
         clients=clients,
         seed=settings.seed,
-        recipe=DPPASGDRecipe(**_shared(settings, own)),
+        recipe=DPPASGDRecipe(**_shared(settings, own), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
     )
 
