@@ -22,6 +22,7 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
@@ -71,6 +72,8 @@ class DPStrategy(Strategy):
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
         self.noise_seed = options.get("noise_seed")
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
+        optimizer = options.get("server_optimizer")
+        self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
@@ -90,6 +93,8 @@ class DPStrategy(Strategy):
         self._looked = False
         self._unpaid: set[int] = set()
         self._stated: tuple[Any, PrivacyStatement] | None = None
+        if self._optimizer is not None:
+            self._optimizer.begin()
         self.rules.begin()
 
     def plan(self, num_rounds: int) -> None:
@@ -299,6 +304,8 @@ class DPStrategy(Strategy):
         rules = self.rules
         expected = rules.sampling.expected_cohort(rules.num_clients)
         log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
+        if self._optimizer is not None:
+            log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
 
     # Small things
 
@@ -363,6 +370,8 @@ class DPStrategy(Strategy):
         """Return the next global model [d], float32: the last one where the round has to be left out, though it was paid for."""
         try:
             vector = self.rules.combine(now, collected, self._generator("noise", now.server_round))
+            if self._optimizer is not None:
+                vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
             if names := now.layout.overflows(vector):
                 raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
         except RoundLeftOut as why:
