@@ -18,6 +18,8 @@ from flower_dp.wire.messages import (
     check_content,
     content_bytes,
     instruction_of,
+    is_roll_call,
+    roll_call,
     train_message,
 )
 from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
@@ -41,10 +43,12 @@ __all__ = [
     "check_content",
     "content_bytes",
     "instruction_of",
+    "is_roll_call",
     "model_record",
     "model_vector",
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",
+    "roll_call",
     "train_message",
 ]
