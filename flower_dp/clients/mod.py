@@ -110,9 +110,11 @@ class _PrivacyMod:
             RuntimeError: if this client's name or terms can't be made.
         """
         kind = message.metadata.message_type
-        if kind == "get_properties" or wire.is_roll_call(message):
+        train = kind.partition(".")[0] == "train"
+        # Not a query: the server takes who answers that for an app of the Message API, and this one may be a `NumPyClient`.
+        if kind == "get_properties" or (train and wire.is_roll_call(message)):
             return _config_reply(message, self._hosted(context))
-        if kind.partition(".")[0] == "train":
+        if train:
             return self._train(message, context, call_next)
         if not self.policy.allow_metrics:
             raise ValueError(f"message type {kind!r}: is refused; its reply would not be private, and allow_metrics is False")
