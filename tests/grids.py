@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -71,6 +72,7 @@ class LocalGrid(Grid):
             train = asks_to_train(message)
             if train or message.metadata.message_type != "train":
                 self.sent.append(message)
+            message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's own grids do
             node = message.metadata.dst_node_id
             try:
                 reply = self.app(message, self.contexts[node])

@@ -14,8 +14,8 @@ from flwr.clientapp.typing import ClientAppCallable
 from flower_dp import wire
 from flower_dp.clients.account import kept_account
 from flower_dp.clients.pipeline import Job, Train, Trained
-from flower_dp.core.vectors import Array, Layout
-from flower_dp.wire import Dialect
+from flower_dp.core.vectors import Array
+from flower_dp.wire import Dialect, Model
 
 log = logging.getLogger("flwr")
 
@@ -34,7 +34,7 @@ class AppTraining:
         message: the server's.
         context: of the node.
         dialect: in which the message is, and the app reads it.
-        layout: of the model in the message.
+        model: the server's.
         metrics: the numbers in the app's last reply, example counts left out. They are not private.
     """
 
@@ -42,7 +42,7 @@ class AppTraining:
     message: Message
     context: Context
     dialect: Dialect
-    layout: Layout
+    model: Model
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -63,7 +63,7 @@ class AppTraining:
         status = reply.content.config_records.get(_STATUS)
         if status is not None and status.get("code") != 0:
             raise RuntimeError(f"the app replied with status {status.get('code')!r}")
-        trained = wire.model_vector(wire.arrays_of(reply.content), self.layout)
+        trained = self.model.read(wire.arrays_of(reply.content))
         self.metrics.clear()
         self.metrics.update(_numbers(reply.content))
         return trained

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, final
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
@@ -20,15 +19,11 @@ from flower_dp.clients.pipeline import Job, Pipeline, Train
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
-from flower_dp.core.vectors import Layout
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Answer, Instruction, LocalOrder
+from flower_dp.wire import Answer, Instruction, LocalOrder, Model
 
 log = logging.getLogger("flwr")
-
-# No model that a device can hold has a larger array.
-_LARGEST_ARRAY = 2**40
 
 
 class OwnTerms(Protocol):
@@ -117,7 +112,9 @@ class _PrivacyMod:
         if train:
             return self._train(message, context, call_next)
         if not self.policy.allow_metrics:
-            raise ValueError(f"message type {kind!r}: is refused; its reply would not be private, and allow_metrics is False")
+            raise ValueError(
+                f"{wire.DECLINED}: message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False"
+            )
         return call_next(message, context)
 
     def _hosted(self, context: Context) -> str:
@@ -141,15 +138,16 @@ class _PrivacyMod:
 
     def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         client = self._client(context)
-        dialect = dialect_of(message.content)
-        instruction = wire.instruction_of(message.content.config_records[dialect.config])
-        client.check(instruction)
-        named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
-        layout = Layout.of(named)
-        with np.errstate(over="ignore"):  # the clip refuses what is not finite
-            vector = layout.flatten(named)
-        train = AppTraining(call=call_next, message=message, context=context, dialect=dialect, layout=layout)
-        made = add_up(vector, client.work(instruction, train, context.state))
+        try:
+            dialect = dialect_of(message.content)
+            instruction = wire.instruction_of(message.content.config_records[dialect.config])
+            client.check(instruction)
+            model = _model(wire.arrays_of(message.content), instruction)
+            train = AppTraining(call=call_next, message=message, context=context, dialect=dialect, model=model)
+            work = client.work(instruction, train, context.state)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        made = add_up(model.vector, work)
         allowed = instruction.report_metrics and self.policy.allow_metrics and bool(made.losses)
         answer = Answer(
             refused=made.refused,
@@ -188,7 +186,7 @@ class _Client:
         refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
         if self.terms is not None:
             return self._local_work(instruction, train, state, refused)
-        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.layout.size)
+        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
         return Work(groups=[(pipeline, jobs)], refused=refused)
@@ -209,7 +207,7 @@ class _Client:
         refused |= {self.name: reason} if reason else Account(state).charge({self.name: terms})
         if self.name in refused:
             return Work(groups=[], refused=refused)
-        pipeline = self.terms.pipeline(terms.release, train=train, length=train.layout.size)
+        pipeline = self.terms.pipeline(terms.release, train=train, length=train.model.layout.size)
         return Work(groups=[(pipeline, [self._job(instruction, order.weights[place])])], refused=refused)
 
     def _job(self, instruction: Instruction, weight: float) -> Job:
@@ -227,6 +225,14 @@ class _Unseen:
     def batch(self, positions: Any, device: Any) -> Any:
         """Raise: nothing here reads records."""
         raise TypeError("the records are the app's own")
+
+
+def _model(record: ArrayRecord, instruction: Instruction) -> Model:
+    """Return the server's model, with the arrays that it says are not trained."""
+    names = tuple(record)
+    if any(position >= len(names) for position in instruction.frozen):
+        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: the model has {len(names)} arrays")
+    return Model.of(record, frozen=[names[position] for position in instruction.frozen])
 
 
 def _default_name(context: Context) -> str:

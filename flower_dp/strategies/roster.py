@@ -18,6 +18,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.strategies.replies import APP_RAISED
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
 log = logging.getLogger("flwr")
@@ -27,9 +28,8 @@ _Question = Callable[[int], Message]
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 600.0
+_SETTLED_SECONDS = 3.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
-# Codes of error replies in which the app itself refused the message: unknown, and an exception in the ClientApp.
-_APP_RAISED = (0, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,7 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
     hosted: dict[int, _Hosted] = {}
     dialect: Dialect | None = None
     question: _Question | None = None
+    seen, settled = -1, 0.0
     while True:
         new = sorted(set(grid.get_node_ids()) - set(hosted))
         if new and dialect is None:
@@ -82,6 +83,12 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
         count = sum(len(node.names) for node in hosted.values())
         if count >= num_clients:
             break
+        if count != seen:
+            seen, settled = count, time.monotonic()
+            log.info("%s of %s clients registered", count, num_clients)
+        # In a simulation all nodes are there from the start, a moment after the server.
+        if type(grid).__name__ == "InMemoryGrid" and hosted and time.monotonic() > settled + _SETTLED_SECONDS:
+            raise ValueError(f"num_clients={num_clients}: the simulation has {count} clients on {len(hosted)} nodes")
         if time.monotonic() > deadline:
             raise TimeoutError(f"num_clients={num_clients}: only {count} clients on {len(hosted)} nodes after {timeout:g} s")
         time.sleep(_POLL_SECONDS)
@@ -128,9 +135,9 @@ class _Hosted:
 def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | None]:
     """Find out what the run's ClientApp speaks from the first node that answers at all, and the question that it answers."""
     for node in nodes:
-        answers_queries = False
+        message_api = False
         for question, dialect in _QUESTIONS:
-            if answers_queries and dialect is NUMPY_CLIENT:
+            if message_api and dialect is NUMPY_CLIENT:
                 continue
             reply = next(iter(_send(grid, [question(node)])), None)
             if reply is None:
@@ -141,12 +148,12 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | Non
                 if dialect is NUMPY_CLIENT:
                     return None, NUMPY_CLIENT
                 # A stock app may answer queries of its own; its train function may have a mod of ours.
-                answers_queries = True
-            elif reply.error.code not in _APP_RAISED:
+                message_api = True
+            elif reply.error.code not in APP_RAISED:
                 log.warning("node %s: %s", node, reply.error.reason)
                 break
             elif _NO_QUERIES in (reply.error.reason or ""):
-                answers_queries = True
+                message_api = True
         else:
             return None, MESSAGE_API
     return None, None

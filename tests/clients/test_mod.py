@@ -340,6 +340,27 @@ def test_an_app_that_changes_what_it_was_given_does_not_change_its_update() -> N
     assert model["w"].numpy().tolist() == [0.0] * 4
 
 
+FROZEN = {"mask": np.array([-np.inf, 0.0, -np.inf]), "step": np.array(3)}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_frozen_arrays_reach_the_app_and_do_not_come_back(changed: bool) -> None:
+    """As the server does with a stock client's: an app that changes one is refused."""
+
+    def train(message: Message) -> Message:
+        named = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        np.testing.assert_array_equal(named["mask"], FROZEN["mask"])
+        named |= {"w": named["w"] + 0.25, "step": named["step"] + changed}
+        return Message(RecordDict({"arrays": arrays(**named)}), reply_to=message)
+
+    instruction, app = replace(CENTRAL, frozen=(0, 2)), replying(train)(privacy_mod(name="a"))
+    model = arrays(mask=FROZEN["mask"], w=np.zeros(4, np.float32), step=FROZEN["step"])
+    reply = app(message_of(instruction, model), context_of())
+    row, answer = read(reply, instruction, 4)
+    assert answer.refused == ({"a": "training failed: ValueError"} if changed else {})
+    assert row.tolist() == ([0.0] * 4 if changed else [0.25] * 4)
+
+
 # What leaves: as DPClient's
 
 
@@ -526,9 +547,9 @@ FAILURES = {
     "name": "training failed: ValueError",
     "more": "training failed: ValueError",
     "whole numbers": "training failed: ValueError",
-    "NaN": "update has NaN or infinite entries: it can't be clipped",
-    "infinite": "update has NaN or infinite entries: it can't be clipped",
-    "beyond float32": "update has NaN or infinite entries: it can't be clipped",
+    "NaN": "training failed: update has NaN or infinite entries: it can't be clipped",
+    "infinite": "training failed: update has NaN or infinite entries: it can't be clipped",
+    "beyond float32": "training failed: update has NaN or infinite entries: it can't be clipped",
 }
 
 
@@ -565,11 +586,13 @@ def test_no_record_silences_a_client_with_local_noise(kind: str) -> None:
         ({}, replace(CENTRAL, order={**CENTRAL.order, "noise_off": True}), r"unknown keys \['noise_off'\]"),
         ({}, replace(CENTRAL, order={**CENTRAL.order, "keep_ratio": 0.5}), "must be 0 and 1 for placement='central'"),
         ({}, instruction_of(noise_std=0.0), "does not go with noise_multiplier=1"),
+        ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
+        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
     ],
 )
 def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Instruction, reason: str) -> None:
     app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a", policy=ClientPolicy(**policy)))
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=f"^declined: .*{reason}"):
         ask(app, instruction, zeros(4))
 
 
@@ -633,7 +656,7 @@ def test_replies_that_nothing_protects_do_not_leave_unless_the_policy_allows_met
         return app
 
     message = Message(RecordDict({"arrays": zeros(4)}), 1, kind)
-    with pytest.raises(ValueError, match=f"message type '{kind}': is refused"):
+    with pytest.raises(ValueError, match=f"declined: message type '{kind}': its reply would not be private"):
         app_of(ClientPolicy())(message, context_of())
     reply = app_of(ClientPolicy(allow_metrics=True))(message, context_of())
     assert reply.content["metrics"]["accuracy"] == 0.5
@@ -650,7 +673,7 @@ def test_properties_and_first_weights_of_a_numpy_client_do_not_leave() -> None:
     app = ClientApp(client_fn=lambda context: Open().to_client(), mods=[privacy_mod(name="a")])
     assert told(app(properties(), context_of()))["clients"] == ["a"]
     message = Message(RecordDict({"getparametersins.config": ConfigRecord({})}), 1, "get_parameters")
-    with pytest.raises(ValueError, match="is refused"):
+    with pytest.raises(ValueError, match="its reply would not be private"):
         app(message, context_of())
 
 
