@@ -243,7 +243,7 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model))
+            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model.frozen_positions))
             for node, names in asked.items()
         ]
         self._round = Round(
@@ -347,7 +347,7 @@ class DPStrategy(Strategy):
             log.info("%s", self.incidents[-1])
         self._unpaid.add(server_round)
         if not self.rounds:
-            raise ValueError(f"no round was run: {reason}; not even one can be paid for")
+            raise ValueError(f"no round was run: {self.incidents[-1]}")
         return []
 
     def _look_for_constants(self, now: Round, collected: Collected) -> None:
@@ -395,7 +395,9 @@ class DPStrategy(Strategy):
         rng = self._generator("cohort", server_round)
         return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
 
-    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int, model: wire.Model) -> wire.Instruction:
+    def _instruction(
+        self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()
+    ) -> wire.Instruction:
         """Return what the clients of one node are asked to do."""
         return wire.Instruction(
             server_round=server_round,
@@ -404,7 +406,7 @@ class DPStrategy(Strategy):
             clip_norm=self.rules.clip_norm,
             noise_multiplier=self.rules.noise_multiplier(names),
             report_metrics=self.report_client_metrics,
-            frozen=model.frozen_positions,
+            frozen=frozen,
             order=self.rules.order(server_round, names, cohort_size),
         )
 
