@@ -16,6 +16,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.strategies.held_errors import HeldErrors
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
 log = logging.getLogger("flwr")
@@ -25,6 +26,8 @@ _ANSWER_SECONDS = 600.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
 # Codes of error replies in which the app itself refused the message: unknown, and an exception in the ClientApp.
 _APP_RAISED = (0, 2)
+# What Flower says for a ClientApp that does not answer a question: one of the Message API, and one around a client_fn.
+_NO_QUERY, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,7 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
     while True:
         new = sorted(set(grid.get_node_ids()) - set(hosted))
         if new and dialect is None:
-            log.info("Asking nodes whom they host; a stock client knows no such question, and Flower may log that as an error")
+            log.info("Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error")
             hosting, dialect = _kind(grid, new)
         if new and dialect is not None:
             stock = {node: _Hosted(names=(f"node-{node}",), methods=frozenset()) for node in new}
@@ -107,17 +110,23 @@ class _Hosted:
 def _kind(grid: Grid, nodes: list[int]) -> tuple[bool, Dialect | None]:
     """Find out what the run's ClientApp speaks from the first node that answers at all."""
     for node in nodes:
-        for reply in _send(grid, [_hosts_query(node)]):
-            if not reply.has_error():
-                # A stock app may answer queries of its own.
-                return _told(reply) is not None, MESSAGE_API
-            if reply.error.code not in _APP_RAISED:
-                log.warning("node %s: %s", node, reply.error.reason)
-                continue
-            for properties in _send(grid, [_properties_query(node)]):
-                if properties.has_error():
+        with HeldErrors() as held:
+            for reply in _send(grid, [_hosts_query(node)]):
+                if not reply.has_error():
+                    # A stock app may answer queries of its own.
+                    return _told(reply) is not None, MESSAGE_API
+                if reply.error.code not in _APP_RAISED:
+                    log.warning("node %s: %s", node, reply.error.reason)
+                    continue
+                if _NO_QUERY in reply.error.reason:
+                    held.drop()
                     return False, MESSAGE_API
-                return _told(properties) is not None, NUMPY_CLIENT
+                if _NO_SUCH_MESSAGE in reply.error.reason:
+                    held.drop()
+                for properties in _send(grid, [_properties_query(node)]):
+                    if properties.has_error():
+                        return False, MESSAGE_API
+                    return _told(properties) is not None, NUMPY_CLIENT
     return False, None
 
 
