@@ -25,14 +25,21 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 class App:
     """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
 
-    `pilot` is what the app's pyproject.toml names under [tool.flower-dp], as "module:function": what `flower-dp plan
-    --estimate-from` calls for the keys of a planning problem. Empty where the app has none.
+    `pilot` and `check` are what the app's pyproject.toml names under [tool.flower-dp], as "module:function": what `flower-dp plan
+    --estimate-from` calls for the keys of a planning problem, and what `flower-dp run` calls with the run-config before it starts
+    Flower, to raise ValueError for settings that make no sense. Empty where the app has none.
     """
 
     folder: Path
     name: str
     defaults: Mapping[str, Value]
     pilot: str = ""
+    check: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is flower-dp's own app."""
+        return self.name == "flower-dp"
 
     def presets(self) -> dict[str, Path]:
         """Return the app's presets by name."""
@@ -86,7 +93,7 @@ def own_app() -> App:
     """
     here = Path.cwd()
     for folder in [here, *here.parents, _PACKAGE.parent, _INSTALLED]:
-        if (app := read_app(folder)) is not None and app.name == "flower-dp":
+        if (app := read_app(folder)) is not None and app.own:
             return app
     raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
 
@@ -122,8 +129,14 @@ def read_app(folder: Path) -> App | None:
     if not isinstance(app, dict):
         return None
     name = str(content.get("project", {}).get("name", folder.resolve().name))
-    pilot = str(content.get("tool", {}).get("flower-dp", {}).get("pilot", ""))
-    return App(folder=folder.resolve(), name=name, defaults=flatten(app.get("config", {})), pilot=pilot)
+    plugins = content.get("tool", {}).get("flower-dp", {})
+    return App(
+        folder=folder.resolve(),
+        name=name,
+        defaults=flatten(app.get("config", {})),
+        pilot=str(plugins.get("pilot", "")),
+        check=str(plugins.get("check", "")),
+    )
 
 
 def description(preset: Path) -> str:
