@@ -97,6 +97,21 @@ def test_a_cohort_of_everybody_is_no_sampling(answer):
     assert answer("epsilon", "--noise-multiplier", "1", "--delta", "1e-5", *fixed, "5")["epsilon"] < 9.99
 
 
+def test_round_robin_costs_as_many_releases_as_the_client_asked_most_often_takes_part_in(answer):
+    one_round = ["--noise-multiplier", "2", "--delta", "1e-5"]
+    turns = ["--sampling", "round-robin", "--num-clients", "50", "--cohort-size", "20", "--num-rounds", "6"]
+    got = answer("epsilon", *one_round, *turns)  # 6 x 20 / 50 = 2.4: some clients three times
+    assert got["epsilon"] == answer("epsilon", *one_round, "--sampling", "full", "--num-rounds", "3")["epsilon"]
+    assert (got["sampling"], got["relation"]) == ("round-robin", "add-or-remove-one")
+
+
+def test_samplings_are_called_as_in_the_settings():
+    from apps.settings import SAMPLINGS
+    from flower_dp.cli import accounting
+
+    assert sorted(accounting.SAMPLINGS) == sorted(SAMPLINGS)
+
+
 def test_no_noise_is_not_private_and_still_json(answer, call):
     got = answer("epsilon", "--noise-multiplier", "0", "--delta", "1e-5")
     assert got["epsilon"] is None
