@@ -4,14 +4,16 @@ from flower_dp.clients.app import client_app
 from flower_dp.clients.client import DPClient
 from flower_dp.clients.engines import local_updates
 from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
+from flower_dp.clients.fixes import fix_batchnorm
 from flower_dp.clients.local import LocalDPClient
 from flower_dp.clients.nbafl import NbAFLRecipe
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.records import Records, TensorRecords
+from flower_dp.clients.records import DatasetRecords, Records, TensorRecords, as_records
 from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
 
 __all__ = [
     "ClientPolicy",
+    "DatasetRecords",
     "DPClient",
     "FedSGDDPCRecipe",
     "FlatModel",
@@ -20,7 +22,9 @@ __all__ = [
     "NbAFLRecipe",
     "Records",
     "TensorRecords",
+    "as_records",
     "client_app",
+    "fix_batchnorm",
     "local_updates",
     "model_arrays",
 ]

@@ -123,9 +123,8 @@ def from_options(
     if sampling in of_size:
         size = checks.integer("--num-clients", num_clients, at_least=1)
         checks.integer("--cohort-size", cohort_size, at_least=1, at_most=size)
-    if sampling == "fixed-size":
-        if relation == "add-or-remove-one":
-            raise ValueError("--relation=add-or-remove-one: with --sampling fixed-size it must be replace-one")
+    if sampling == "fixed-size" and relation == "add-or-remove-one":
+        raise ValueError("--relation=add-or-remove-one: with --sampling fixed-size it must be replace-one")
     if delta is None:
         raise ValueError("--delta is missing")
     if mechanism == "laplace":

@@ -1,7 +1,7 @@
 """A run's folder as the working directory of somebody's app: what the app reads there, and what it leaves.
 
-Under `flwr run .` an app's relative paths count from its own folder. Here new files land in the run's folder, where they stay; what
-lies in the app's folder is found by links. Python modules are not linked: workers of Ray would import them before the bundle.
+Under `flwr run .` an app's relative paths count from its own folder. Here new files land in the run's folder, where they stay;
+what lies in the app's folder is found by links. Python modules are not linked: Ray's workers would import them before the bundle.
 """
 
 import shutil
@@ -39,8 +39,8 @@ class _Link:
 def furnished(folder: Path, app_folder: Path) -> Iterator[None]:
     """Let an app find in a run's folder what lies in its own folder, within this context.
 
-    Every file and folder gets a link of its name, but for hidden ones, Python's and those that would stand in the place of a run's
-    results. A folder with Python modules is made anew, with links to what else it holds. Links are gone afterwards.
+    Every file and folder gets a link of its name, but for hidden ones, Python's and those that would stand in the place of a
+    run's results. A folder with Python modules is made anew, with links to what else it holds. Links are gone afterwards.
 
     Args:
         folder: the run's, empty.

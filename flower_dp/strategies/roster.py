@@ -118,10 +118,11 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[bool, Dialect | None]:
                 if reply.error.code not in _APP_RAISED:
                     log.warning("node %s: %s", node, reply.error.reason)
                     continue
-                if _NO_QUERY in reply.error.reason:
+                reason = reply.error.reason or ""
+                if _NO_QUERY in reason:
                     held.drop()
                     return False, MESSAGE_API
-                if _NO_SUCH_MESSAGE in reply.error.reason:
+                if _NO_SUCH_MESSAGE in reason:
                     held.drop()
                 for properties in _send(grid, [_properties_query(node)]):
                     if properties.has_error():

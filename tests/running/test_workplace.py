@@ -44,7 +44,15 @@ def test_an_app_reads_what_lies_in_its_folder_and_no_module_lies_there(app, run,
         monkeypatch.chdir(run)
         for path in ("data/iris.csv", "config.toml", "old.pt", "package/labels.json", "package/deep/more.csv"):
             assert Path(path).read_text() == (app / path).read_text()
-        for path in ("train.py", "package/__init__.py", "pyproject.toml", ".env", "metrics.jsonl", "broken", "package/__pycache__"):
+        for path in (
+            "train.py",
+            "package/__init__.py",
+            "pyproject.toml",
+            ".env",
+            "metrics.jsonl",
+            "broken",
+            "package/__pycache__",
+        ):
             assert not Path(path).exists()
     assert list(run.iterdir()) == []
 
