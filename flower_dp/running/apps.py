@@ -2,13 +2,16 @@
 
 import contextlib
 import difflib
+import importlib.util
 import re
 import shutil
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import flower_dp
@@ -96,6 +99,26 @@ def own_app() -> App:
         if (app := read_app(folder)) is not None and app.own:
             return app
     raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
+
+
+def own_module(name: str) -> ModuleType:
+    """Return a module of the package `apps`, which lies beside this package in a checkout, else inside it; never on the path.
+
+    Raises:
+        ImportError: there is none, or another package is called `apps`.
+    """
+    folder = next((place / "apps" for place in (_PACKAGE.parent, _INSTALLED) if (place / "apps" / "methods").is_dir()), None)
+    if folder is None:
+        raise ImportError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again")
+    if "apps" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("apps", folder / "__init__.py", submodule_search_locations=[str(folder)])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{folder}: can't be imported")
+        sys.modules["apps"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["apps"])
+    if Path(str(sys.modules["apps"].__file__)).resolve().parent != folder.resolve():
+        raise ImportError(f"{sys.modules['apps'].__file__}: another package is called apps, as flower-dp's own; rename it")
+    return importlib.import_module(f"apps.{name}")
 
 
 @contextlib.contextmanager

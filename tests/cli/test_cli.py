@@ -187,7 +187,6 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["run", "--gpus-per-worker", "-1"], "--gpus-per-worker"),
         (["compare"], "RUN"),
         (["compare", "nowhere"], "nowhere: is not the folder of a run"),
-        (["compare", "nowhere", "--metric", "speed"], "--metric"),
         (["plan"], "METHOD"),
         (["plan", "nbafll", "--problem", "p.toml"], "method='nbafll': has no planner; did you mean nbafl?"),
         (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),
