@@ -47,7 +47,7 @@ def record_run(
         words: further arguments of `strategy.start`.
 
     Raises:
-        ValueError: the folder holds a run already; or not even one round can be paid for.
+        ValueError: the folder holds a run already.
         Exception: as `strategy.start`; what was released before is stated in the folder.
 
     Example:
@@ -72,7 +72,5 @@ def record_run(
     finally:
         statement = strategy.statement
         folder.state(statement.to_dict(), str(statement))
-    if num_rounds and not strategy.rounds:
-        raise ValueError(f"no round was run: {strategy.incidents[-1]}; not even one can be paid for")
     folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
     return result
