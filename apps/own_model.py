@@ -15,7 +15,7 @@ from torch import nn
 
 from apps.methods import Run
 from apps.parts import training_of
-from flower_dp.clients import Records, as_records, client_app, model_arrays
+from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.losses import Loss
 from flower_dp.running.apps import read_app
@@ -127,7 +127,7 @@ def app(
         training_of(settings)
         clients = _Clients(functions.data, settings.client_names(), settings.client_names())
         strategy = run.strategy(clients.sizes)
-        model = _model(functions.model, settings.seed)
+        model = FlatModel(_model(functions.model, settings.seed)).module  # which refuses what no client could train
         record_run(
             strategy,
             grid,
