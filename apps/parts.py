@@ -49,6 +49,7 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining
         learning_rate_decay=settings.learning_rate_decay,
         sam_radius=sam_radius,
         proximal=settings.proximal,
+        optimizer=settings.optimizer,
     )
 
 

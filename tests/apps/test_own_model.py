@@ -88,7 +88,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, monkeypatch):
     }
     play(app, tmp_path / "run", **PRIVATE, **names)
     assert (tmp_path / "run" / "model.safetensors").is_file()
-    with pytest.raises(ValueError, match="model-fn='my_functions:absent': .* must be 'module:function'"):
+    with pytest.raises(ValueError, match=r"model-fn='my_functions:absent': .* must be 'module:function'"):
         play(app, tmp_path / "absent", **PRIVATE, **names | {"model-fn": "my_functions:absent"})
     with pytest.raises(ValueError, match="data-fn: is missing; give data_fn, or set data-fn='module:function'"):
         play(app, tmp_path / "missing", **PRIVATE, **{"model-fn": "my_functions:make_model"})
