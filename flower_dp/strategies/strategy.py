@@ -19,6 +19,9 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.evaluation import Evaluator
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
@@ -74,6 +77,8 @@ class DPStrategy(Strategy):
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
+        plan = options.get("evaluation")
+        self._evaluator = None if plan is None else self._make_evaluator(plan)
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
@@ -130,11 +135,11 @@ class DPStrategy(Strategy):
             missing=self.missing,
             incidents=tuple(self.incidents),
             report_client_metrics=self.report_client_metrics,
-            own_evaluation=self._evaluates,
+            own_evaluation=self._evaluates_itself,
         )
 
     @property
-    def _evaluates(self) -> bool:
+    def _evaluates_itself(self) -> bool:
         """Whether a subclass asks clients to evaluate, in its own `configure_evaluate`."""
         return type(self).configure_evaluate is not DPStrategy.configure_evaluate
 
@@ -169,10 +174,10 @@ class DPStrategy(Strategy):
             RuntimeError: if no client answers usefully in the first rounds, or in all of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        if evaluate_config and not self._evaluates:
+        if evaluate_config and not (self._evaluates_itself or self._evaluator):
             raise ValueError(
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
-                "give evaluate_fn with public data, or override configure_evaluate"
+                "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
             )
         self._begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
@@ -217,7 +222,7 @@ class DPStrategy(Strategy):
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
-            if self._evaluates:
+            if self._evaluates_itself or self._evaluator:
                 messages = self.configure_evaluate(server_round, result.arrays, configs[1], grid)
                 metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
                 if metrics is not None:
@@ -243,7 +248,7 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model))
+            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model.frozen_positions))
             for node, names in asked.items()
         ]
         self._round = Round(
@@ -267,8 +272,7 @@ class DPStrategy(Strategy):
             return None, None
         if now is None or now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
-        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        self._round, self._sent = None, []
+        sent, self._round, self._sent = self._sent, None, []
         collected = collect(
             replies,
             asked=now.asked,
@@ -289,15 +293,31 @@ class DPStrategy(Strategy):
         return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Ask no client: metrics on private data would leave without protection. Use `evaluate_fn` with public data.
+        """Ask the cohort of a private evaluation that is due, which is charged first; without one ask no client.
 
         A subclass may override this and `aggregate_evaluate`; the statement then says that such metrics are not covered.
         """
-        return []
+        evaluator = self._evaluator
+        if evaluator is None or server_round in self._unpaid or not evaluator.due(server_round):
+            return []
+        roster = self._call_roll(grid)
+        rng = self._generator("evaluating cohort", server_round)
+        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, self.num_clients, rng))
+        evaluator.rules.charge(server_round, tuple(name for names in asked.values() for name in names))
+        return evaluator.messages(server_round, roster, arrays, config, asked)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return None: no client was asked."""
-        return None
+        """Return value and standard error of every metric of a private evaluation; None where there is none."""
+        evaluator = self._evaluator
+        if evaluator is None or not evaluator.asked(server_round):
+            return None
+        collected = evaluator.collect(replies)
+        self.seeded_noise |= collected.seeded_noise
+        try:
+            return MetricRecord({**evaluator.result(collected, self._generator("evaluation", server_round))})
+        except RoundLeftOut as why:
+            log.warning("the evaluation of round %s was left out: %s", server_round, why)
+            return None
 
     def summary(self) -> None:
         """Log what the run will do."""
@@ -308,6 +328,19 @@ class DPStrategy(Strategy):
             log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
 
     # Small things
+
+    def _make_evaluator(self, plan: PrivateEvaluation) -> Evaluator:
+        """Return what runs private evaluations.
+
+        Raises:
+            ValueError: if the method's own messages are private one by one, under ledgers of single clients.
+        """
+        if not isinstance(self.rules, ClientLevelRules):
+            raise ValueError(
+                f"evaluation: {self.rules.title} protects single records by every client's own budget, which pays for no "
+                "evaluation; use evaluate_fn with public data"
+            )
+        return Evaluator(plan, self.rules)
 
     def _call_roll(self, grid: Grid) -> Roster:
         """Return the roster, made once a run."""
@@ -347,7 +380,7 @@ class DPStrategy(Strategy):
             log.info("%s", self.incidents[-1])
         self._unpaid.add(server_round)
         if not self.rounds:
-            raise ValueError(f"no round was run: {reason}; not even one can be paid for")
+            raise ValueError(f"no round was run: {self.incidents[-1]}")
         return []
 
     def _look_for_constants(self, now: Round, collected: Collected) -> None:
@@ -388,6 +421,8 @@ class DPStrategy(Strategy):
         if rules.name not in roster.methods:
             runs = ", ".join(sorted(roster.methods)) or "no common method"
             return f"{rules.title}: clients must run {rules.name!r}; these run {runs}"
+        if self._evaluator is not None and wire.EVALUATION not in roster.methods:
+            return f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient"
         return None
 
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
@@ -395,7 +430,9 @@ class DPStrategy(Strategy):
         rng = self._generator("cohort", server_round)
         return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
 
-    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int, model: wire.Model) -> wire.Instruction:
+    def _instruction(
+        self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()
+    ) -> wire.Instruction:
         """Return what the clients of one node are asked to do."""
         return wire.Instruction(
             server_round=server_round,
@@ -404,7 +441,7 @@ class DPStrategy(Strategy):
             clip_norm=self.rules.clip_norm,
             noise_multiplier=self.rules.noise_multiplier(names),
             report_metrics=self.report_client_metrics,
-            frozen=model.frozen_positions,
+            frozen=frozen,
             order=self.rules.order(server_round, names, cohort_size),
         )
 
