@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from flower_dp.clients.client import DPClient
     from flower_dp.clients.engines import local_updates
     from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
+    from flower_dp.clients.fixes import fix_batchnorm
     from flower_dp.clients.local import LocalDPClient
     from flower_dp.clients.nbafl import NbAFLRecipe
-    from flower_dp.clients.records import Records, TensorRecords
+    from flower_dp.clients.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
 
 __all__ = [
     "ClientPolicy",
+    "DatasetRecords",
     "DPClient",
     "FedSGDDPCRecipe",
     "FlatModel",
@@ -31,7 +33,9 @@ __all__ = [
     "NbAFLTerms",
     "Records",
     "TensorRecords",
+    "as_records",
     "client_app",
+    "fix_batchnorm",
     "local_updates",
     "model_arrays",
     "privacy_mod",
@@ -39,6 +43,9 @@ __all__ = [
 
 # What needs torch, by its module here.
 _WITH_TORCH = {
+    "DatasetRecords": "records",
+    "as_records": "records",
+    "fix_batchnorm": "fixes",
     "DPClient": "client",
     "FedSGDDPCRecipe": "fedsgd_dpc",
     "FlatModel": "training",

@@ -12,7 +12,7 @@ from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.nbafl_weights import weights_pipeline
 from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.pipeline import Job, Pipeline
-from flower_dp.clients.records import Records
+from flower_dp.clients.records import Records, each, outputs_of
 from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
@@ -67,7 +67,7 @@ class TrainedWeights:
             return
         model.vector.copy_(vector)
         try:
-            outputs = model.module(torch.zeros_like(inputs))
+            outputs = outputs_of(model.module, each(inputs, torch.zeros_like))
             torch.autograd.grad(self.training.loss(outputs, torch.zeros_like(targets)), model.parameters, allow_unused=True)
         except Exception:
             raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error

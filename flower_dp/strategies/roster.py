@@ -18,6 +18,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.strategies.held_errors import HeldErrors
 from flower_dp.strategies.replies import APP_RAISED
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
@@ -30,6 +31,8 @@ _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 600.0
 _SETTLED_SECONDS = 3.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
+# What Flower says for a ClientApp that does not answer a question: one of the Message API, and one around a client_fn.
+_NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
     while True:
         new = sorted(set(grid.get_node_ids()) - set(hosted))
         if new and dialect is None:
-            log.info("Asking nodes whom they host; a stock client knows no such question, and Flower may log that as an error")
+            log.info("Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error")
             question, dialect = _kind(grid, new)
         if new and dialect is not None:
             stock = {node: _Hosted(names=(f"node-{node}",), methods=frozenset()) for node in new}
@@ -120,8 +123,6 @@ _QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
     (_properties_query, NUMPY_CLIENT),
     (partial(wire.roll_call, message_type="train"), MESSAGE_API),
 )
-# What Flower's ClientApp says of a Message-API app that answers no queries.
-_NO_QUERIES = "No query function registered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,11 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | Non
         for question, dialect in _QUESTIONS:
             if message_api and dialect is NUMPY_CLIENT:
                 continue
-            reply = next(iter(_send(grid, [question(node)])), None)
+            with HeldErrors() as held:
+                reply = next(iter(_send(grid, [question(node)])), None)
+                reason = reply.error.reason or "" if reply is not None and reply.has_error() else ""
+                if _NO_QUERIES in reason or _NO_SUCH_MESSAGE in reason or (reason and question is _QUESTIONS[-1][0]):
+                    held.drop()
             if reply is None:
                 break
             if not reply.has_error():
@@ -150,9 +155,9 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | Non
                 # A stock app may answer queries of its own; its train function may have a mod of ours.
                 message_api = True
             elif reply.error.code not in APP_RAISED:
-                log.warning("node %s: %s", node, reply.error.reason)
+                log.warning("node %s: %s", node, reason)
                 break
-            elif _NO_QUERIES in (reply.error.reason or ""):
+            elif _NO_QUERIES in reason:
                 message_api = True
         else:
             return None, MESSAGE_API
