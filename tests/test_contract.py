@@ -17,13 +17,9 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from grids import LocalGrid
-from local_grids import linear, records
 from scipy import stats
-from stock import shifted, stock_app
 from torch import nn
 
 import flower_dp.strategies
@@ -31,6 +27,10 @@ from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPStrategy
+from tests.contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
+from tests.grids import LocalGrid
+from tests.local_grids import linear, records
+from tests.stock import shifted, stock_app
 
 FALSE_ALARM = 1e-6
 FEATURES, CLASSES = 10_000, 2

@@ -19,10 +19,7 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from grids import LocalGrid
-from local_grids import FEATURES, grid_of, linear, records
 from scipy import stats
-from stock import arrays, shifted, stock_app
 from torch import nn
 
 from flower_dp import wire
@@ -47,6 +44,9 @@ from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.roster import Roster
 from flower_dp.wire import ClientLevelOrder, Instruction
+from tests.grids import LocalGrid
+from tests.local_grids import FEATURES, grid_of, linear, records
+from tests.stock import arrays, shifted, stock_app
 
 NAMES = ("c0", "c1", "c2", "c3")
 TRAINING = LocalTraining(learning_rate=0.1)
@@ -242,7 +242,7 @@ def test_forks_of_a_client_do_not_repeat_its_noise(cls):
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_clients_that_reach_rays_workers_as_copies_do_not_repeat_their_noise(monkeypatch):
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where workers find this module
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where workers find this module
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         client = ray.put(still_client())

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import Context
-from grids import LocalGrid
 from torch import nn
+
+from tests.grids import LocalGrid
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 

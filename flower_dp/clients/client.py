@@ -158,6 +158,19 @@ class DPClient(NodeClient):
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
         engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.engines`.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords
+        >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
+        >>> client = DPClient(
+        ...     model=torch.nn.Linear(3, 2),
+        ...     clients={"hospital-7": records},
+        ...     training=LocalTraining(learning_rate=0.1),
+        ...     policy=ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8),
+        ... )
+        >>> client.methods
+        ('dp-fedavg', 'dp-fedsam', 'fed-smp')
     """
 
     def __init__(

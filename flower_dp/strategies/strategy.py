@@ -48,6 +48,22 @@ class DPStrategy(Strategy):
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
+
+    Example:
+        >>> from flower_dp.core.sampling import FullSampling
+        >>> from flower_dp.strategies import DPStrategy
+        >>> from flower_dp.strategies.client_level import ClientLevelRules
+        >>> rules = ClientLevelRules(
+        ...     name="dp-fedavg",
+        ...     title="DP-FedAvg",
+        ...     clip_norm=0.5,
+        ...     noise_multiplier=1.0,
+        ...     sampling=FullSampling(),
+        ...     num_clients=10,
+        ...     delta=1e-4,
+        ... )
+        >>> DPStrategy(rules, registration_timeout=60.0).epsilon
+        0.0
     """
 
     def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:

@@ -17,7 +17,7 @@ import flower_dp
 from flower_dp.cli import main as cli
 from flower_dp.running import apps, progress
 
-TINY = Path(__file__).parent / "apps" / "tiny"
+TINY = Path(__file__).parents[1] / "foreign" / "tiny"
 
 
 @pytest.fixture

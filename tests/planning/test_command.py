@@ -318,13 +318,13 @@ def test_planning_needs_neither_flwr_nor_torch_nor_matplotlib():
         "import sys, flower_dp.planning.command, flower_dp.planning.constants;"
         "print(sorted({'flwr', 'torch', 'typer', 'matplotlib'} & set(sys.modules)))"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_examples_in_the_docs_are_real(call):
-    text = (Path(__file__).resolve().parents[1] / "docs" / "planning.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
     problems = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     answers = re.findall(r"```\n\$ flower-dp plan (\S+) [^\n]*\n(.*?)```", text, re.DOTALL)
     assert [method for method, _ in answers] == list(PLANNERS)

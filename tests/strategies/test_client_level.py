@@ -12,9 +12,9 @@ import torch
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from flwr.app import Array as FlowerArray
 from flwr.app import ConfigRecord
-from grids import LocalGrid
+from tests.grids import LocalGrid
 from scipy import stats
-from stock import arrays, shifted, stock_app
+from tests.stock import arrays, shifted, stock_app
 from torch import nn
 
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays

@@ -13,7 +13,7 @@ from flower_dp.planning import fedsgd_dpc, nbafl
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
 from flower_dp.running import apps
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).parents[2]
 # Clients that draw from the pool: dealing them takes no time.
 SMALL = {"num-clients": 4, "partition": "sample", "records-per-client": 25, "seed": 3, "model-bias": False}
 FEDSGD = SMALL | {
@@ -288,7 +288,7 @@ PRESET = ["--estimate-from", "mnist-dp-fedavg"]
     ("arguments", "named"),
     [
         (["--estimate-from", "mnist-dp-fedaverage"], "mnist-dp-fedaverage: is neither a folder of a Flower app nor a preset"),
-        (["--estimate-from", "tests/apps/tiny"], "--estimate-from=tests/apps/tiny: is an app without a pilot"),
+        (["--estimate-from", "tests/foreign/tiny"], "--estimate-from=tests/foreign/tiny: is an app without a pilot"),
         ([*PRESET, "--l2", "0"], "--l2=0.0: must be"),
         ([*PRESET, "--l2", "nan"], "--l2=nan: must be"),
         ([*PRESET, "--set", "num-client=3"], "num-client: unknown setting"),

@@ -19,7 +19,7 @@ from flower_dp.strategies import FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder
 from tests.grids import LocalGrid
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEFAULTS = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "apps" / "presets").glob("*.toml")}
 LAPLACE = PRESETS["mnist-fedsgd-dpc-laplace"]

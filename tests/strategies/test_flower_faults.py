@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
-from grids import LocalGrid
-from stock import arrays, shifted, stock_app
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
 from torch import nn
 
 import flower_dp

@@ -268,7 +268,7 @@ def test_unknown_task():
 
 
 def test_presets_of_the_full_data_ask_for_it():
-    presets = list((Path(__file__).parent.parent / "apps" / "presets").glob("*full*.toml"))
+    presets = list((Path(__file__).parents[2] / "apps" / "presets").glob("*full*.toml"))
     assert len(presets) == 5
     for path in presets:
         with pytest.raises(ValueError, match="data-dir: this preset needs the full MNIST: --set data-dir="):

@@ -10,8 +10,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from grids import LocalGrid
-from stock import arrays, shifted, stock_app
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
 from torch import nn
 
 from flower_dp import wire

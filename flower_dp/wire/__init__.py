@@ -1,0 +1,50 @@
+"""The wire: vectors, payloads and instructions <-> Flower records and messages.
+
+A train message carries the global model under the record names that its receiver reads (the Message API's or those of a
+`NumPyClient`) and, inside the config record, one JSON string with the instruction. A reply carries payload arrays and one JSON
+string; a reply without that string is a stock client's model. Nothing here trusts a sender: sizes are checked before any
+memory is taken, and every refusal is a ValueError that says why.
+"""
+
+from flower_dp.wire.answer import MOST_REASON, MOST_REASONS, Answer, most_answer_characters
+from flower_dp.wire.arrays import model_record, model_vector, numpy_arrays, payload_of
+from flower_dp.wire.instruction import Instruction
+from flower_dp.wire.messages import (
+    MESSAGE_API,
+    NUMPY_CLIENT,
+    Dialect,
+    answer_of,
+    arrays_of,
+    check_content,
+    content_bytes,
+    instruction_of,
+    train_message,
+)
+from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
+from flower_dp.wire.text import KEY, PROTOCOL
+
+__all__ = [
+    "KEY",
+    "MESSAGE_API",
+    "MOST_REASON",
+    "MOST_REASONS",
+    "NUMPY_CLIENT",
+    "PROTOCOL",
+    "Answer",
+    "ClientLevelOrder",
+    "Dialect",
+    "FedSMPOrder",
+    "Instruction",
+    "LocalOrder",
+    "answer_of",
+    "arrays_of",
+    "check_content",
+    "content_bytes",
+    "instruction_of",
+    "model_record",
+    "model_vector",
+    "most_answer_characters",
+    "numpy_arrays",
+    "payload_of",
+    "train_message",
+]

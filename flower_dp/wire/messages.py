@@ -1,0 +1,108 @@
+"""Whole messages: train messages and replies, under the record names of the Message API or of a `NumPyClient`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+
+from flower_dp.wire.answer import Answer
+from flower_dp.wire.instruction import Instruction
+from flower_dp.wire.text import KEY
+
+# Records in a message: an honest one has fewer.
+_MOST_RECORDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Names of the records in which a client looks for the model and the configuration.
+
+    Example:
+        >>> from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT
+        >>> MESSAGE_API.arrays, NUMPY_CLIENT.arrays
+        ('arrays', 'fitins.parameters')
+    """
+
+    name: str
+    arrays: str
+    config: str
+
+
+MESSAGE_API = Dialect(name="message-api", arrays="arrays", config="config")
+NUMPY_CLIENT = Dialect(name="numpy-client", arrays="fitins.parameters", config="fitins.config")
+
+
+def train_message(
+    node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
+) -> Message:
+    """Return the message of one node in one round."""
+    words = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
+    content = RecordDict({dialect.arrays: arrays, dialect.config: words})
+    return Message(content, node_id, "train", group_id=str(instruction.server_round))
+
+
+def instruction_of(config: Mapping[str, Any]) -> Instruction:
+    """Return the instruction inside a config record or a NumPyClient's config.
+
+    Raises:
+        ValueError: if there is none; a client of this package answers no other server, since nothing would tell it the clip.
+    """
+    text = config.get(KEY)
+    if not isinstance(text, str):
+        raise ValueError(f"config has no {KEY!r}: this client works under a flower_dp strategy only")
+    return Instruction.from_json(text)
+
+
+def arrays_of(content: RecordDict) -> ArrayRecord:
+    """Return the only array record of a message.
+
+    Raises:
+        ValueError: if there is none or more than one.
+    """
+    if len(content.array_records) != 1:
+        raise ValueError(f"message has {len(content.array_records)} array records: must be 1")
+    return next(iter(content.array_records.values()))
+
+
+def check_content(content: RecordDict, *, most_entries: int, most_bytes: int) -> int:
+    """Return how many bytes of arrays and of text a reply carries, if that is no more than an honest one can.
+
+    Raises:
+        ValueError: if there are too many records, entries of them or bytes; found out before anything is parsed.
+    """
+    entries = sum(len(record) for record in content.values()) if len(content) <= _MOST_RECORDS else 0
+    if len(content) > _MOST_RECORDS or entries > most_entries:
+        raise ValueError(f"message has {len(content)} records, {entries} entries: at most {_MOST_RECORDS} and {most_entries}")
+    size = content_bytes(content)
+    if size > most_bytes:
+        raise ValueError(f"message has {size} bytes: at most {most_bytes}")
+    return size
+
+
+def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
+    """Return the answer of a client of this package, None for a stock client's reply.
+
+    Raises:
+        ValueError: if an answer is malformed.
+    """
+    texts = [record[KEY] for record in content.config_records.values() if KEY in record]
+    if not texts:
+        return None
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise ValueError("reply has more than one answer, or one that is not text")
+    return Answer.from_json(texts[0], asked)
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Return how many bytes of arrays, text and numbers a message carries, names included."""
+    arrays = sum(len(name) + len(array.data) for record in content.array_records.values() for name, array in record.items())
+    words = sum(len(name) + _value_bytes(value) for record in content.config_records.values() for name, value in record.items())
+    numbers = sum(len(name) + _value_bytes(value) for record in content.metric_records.values() for name, value in record.items())
+    return arrays + words + numbers
+
+
+def _value_bytes(value: Any) -> int:
+    if isinstance(value, list):
+        return 8 * len(value)  # whatever is in it: a forged list of texts is not worth the walk
+    return len(value) if isinstance(value, str | bytes) else 8
