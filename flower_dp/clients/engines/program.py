@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,11 +141,11 @@ class Program:
         return losses
 
     def _descend(self, gradients: list[Gradient], step_size: float) -> None:
-        """Take one step as `LocalTraining.descend` does; the product of two factors is added to what is there, in one pass."""
+        """Take one step as `LocalTraining.descend` does; a product of two factors is added to what is there in one pass."""
         kept, scale = (self._training.momentum, 1.0) if self._velocity else (1.0, -step_size)
         for moved, gradient in zip(self._velocity or self._weights, gradients, strict=True):
             if isinstance(gradient, Tensor):
-                moved.mul_(kept).add_(gradient, alpha=scale) if self._velocity else moved.add_(gradient, alpha=scale)
+                (moved.mul_(kept) if self._velocity else moved).add_(gradient, alpha=scale)
             else:
                 moved.baddbmm_(*gradient, beta=kept, alpha=scale)
         if self._velocity:
@@ -171,7 +172,7 @@ class Program:
 
     def _parts(self, vectors: Tensor) -> list[Tensor]:
         """Return the parts of vectors [slots, d] in the shapes of the weights [slots, ...]."""
-        parts = torch.split(vectors, self._layout.sizes, dim=1)
+        parts = torch.split(vectors, list(self._layout.sizes), dim=1)
         return [part.view(len(vectors), *shape) for part, shape in zip(parts, self._layout.shapes, strict=True)]
 
     def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Gradient]]:
@@ -227,33 +228,35 @@ def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
 def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
     """Give out the two factors of every gradient that is a product, but where a factor is made of a weight's own memory."""
     *_, output = traced.graph.nodes
-    weights = [node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:]
+    weights = set([node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:])
 
-    def factors(gradient: torch.fx.Node) -> torch.fx.Node | tuple[torch.fx.Node, ...]:
-        if gradient.target is not _aten.bmm.default:
-            return gradient
-        bases = list(gradient.args)
-        for place in range(2):
-            while (viewed := _viewed(bases[place])) is not None:
-                bases[place] = viewed
-        return gradient if set(bases) & set(weights) else gradient.args
+    def gradient(node: Any) -> Any:
+        product = node.target is _aten.bmm.default and not {_owner(factor) for factor in node.args} & weights
+        return node.args if product else node
 
     losses, gradients = output.args[0]
-    output.args = ((losses, [factors(gradient) for gradient in gradients]),)
+    output.args = ((losses, [gradient(node) for node in gradients]),)
     traced.graph.eliminate_dead_code()
     traced.recompile()
 
 
-def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the node whose memory a node's tensor shares, None if it has memory of its own."""
-    schema = getattr(node.target, "_schema", None)
-    shares = schema and schema.returns and schema.returns[0].alias_info and not schema.returns[0].alias_info.is_write
+def _owner(node: Any) -> Any:
+    """Return the node whose tensor's memory a node's tensor lies in."""
+    while (viewed := _viewed(node)) is not None:
+        node = viewed
+    return node
+
+
+def _viewed(node: Any) -> Any:
+    """Return the node of which a node is a view, None if it has memory of its own."""
+    returned = getattr(getattr(node.target, "_schema", None), "returns", None)
+    shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
     return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
 
 
-def _layout(node: torch.fx.Node) -> tuple[object, ...]:
+def _layout(node: Any) -> tuple[object, ...]:
     meta = node.meta["tensor_meta"]
-    return meta.shape, meta.stride
+    return meta.shape, meta.stride, meta.dtype
 
 
 def _slice_products(traced: torch.fx.GraphModule) -> None:
