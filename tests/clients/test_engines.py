@@ -197,10 +197,16 @@ def test_the_engines_agree_on_the_hinge_loss() -> None:
     assert min(row.abs().max() for row in one) > 1e-3
 
 
-def test_no_weight_moves_before_the_gradient_of_another_is_made_of_it() -> None:
-    training = replace(PLAIN, learning_rate=0.5)
-    one, other = (rows_of(Chained, [_classes(8, 1)], training, engine=engine) for engine in ENGINES)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("make", [Chained, _perceptron])
+def test_products_move_weights_as_gradients_do(
+    make: Callable[[], nn.Module], momentum: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the gradient of a weight is made of another weight, that one has not moved yet."""
+    training = replace(PLAIN, learning_rate=0.5, momentum=momentum)
+    one, other = (rows_of(make, [_classes(8, 1)], training, engine=engine) for engine in ENGINES)
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert not caplog.text  # no fallback: the rows are the batched engine's
 
 
 def test_the_engines_agree_where_one_client_makes_no_sam_step() -> None:
