@@ -71,6 +71,7 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining
         sam_radius=sam_radius,
         proximal=settings.proximal,
         loss=loss_of(settings.model),
+        optimizer=settings.optimizer,
     )
 
 

@@ -1,10 +1,10 @@
 """Does DP-PASGD (tau = 10) beat DP-SGD (tau = 1) at equal cost and privacy, and which tau is best?
 
 Settings were fixed after a trial with one seed. From the paper: Adult with 16 devices, by education (Adult-1) and i.i.d.
-(Adult-2), logistic regression on the categorical features; Vehicle, 23 sensors, linear SVM; 80/10/10 split of every device; a round
-costs 100 and a step 1, of 1,000; epsilon 10, delta 1e-4, noise by the paper's eq. 9. The paper's learning rate is not known here:
-all of a grid are run. Batches have 64 records, or all of a device that has fewer; records are clipped to norm 1. The best model
-by validation loss is kept.
+(Adult-2), logistic regression on the categorical features; Vehicle, 23 sensors, linear SVM; 80/10/10 split of every device; a
+round costs 100 and a step 1, of 1,000; epsilon 10, delta 1e-4, noise by the paper's eq. 9. The paper's learning rate is not known
+here: all of a grid are run. Batches have 64 records, or all of a device that has fewer; records are clipped to norm 1. The best
+model by validation loss is kept.
 """
 
 from typing import Any

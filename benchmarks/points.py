@@ -81,8 +81,8 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
         # One node hosts all clients, as a worker of the simulation hosts its part of them.
         grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
         result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
-        if strategy.num_missing or strategy.incidents:
-            raise SystemExit(f"{dict(point.words)}, seed {seed}: {strategy.num_missing} replies missing; {strategy.incidents}")
+        if strategy.missing.total or strategy.incidents:
+            raise SystemExit(f"{dict(point.words)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}")
         loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
         measured.losses.append(loss)
         measured.accuracies.append(accuracy)

@@ -29,7 +29,7 @@ from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPStrategy
 from tests.contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
-from tests.grids import LocalGrid
+from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
 
@@ -98,7 +98,7 @@ class WatchedGrid(LocalGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
-        if self.watch and any(message.metadata.message_type == "train" for message in messages):
+        if self.watch and any(asks_to_train(message) for message in messages):
             self.watch()
         return super().send_and_receive(messages, timeout=timeout)
 
@@ -677,11 +677,12 @@ def test_the_target_is_never_passed(method, num_rounds):
 @some_methods(lambda method: method.target)
 def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
     words = Words(target_epsilon=0.5 * method.epsilon(Words(), 1))
-    run = run_of(method, words)
-    assert not run.grid.train_messages
-    assert not run.strategy.rounds
-    assert len(set(run.bits)) == 1
-    statement = run.strategy.statement
+    grid, strategy = grid_of(method, words), method.strategy(words)
+    with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon="):
+        start(strategy, grid, words)
+    assert not grid.train_messages
+    assert not strategy.rounds
+    statement = strategy.statement
     assert (statement.num_rounds, statement.epsilon) == (0, 0.0)
     assert [line for line in statement.incidents if line.startswith("ended before round 1: ")]
 

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.parts import RecordClip, StepNoise
-from flower_dp.clients.pipeline import Job, Pipeline
+from flower_dp.clients.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.records import Records
 from flower_dp.clients.sending import SinglePrecision

@@ -6,6 +6,7 @@ from flower_dp.strategies.dp_pasgd import DPPASGD
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.strategy import DPStrategy
 
-__all__ = ["DPFedAvg", "DPFedSAM", "DPPASGD", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]
+__all__ = ["DPFedAvg", "DPFedSAM", "DPPASGD", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL", "PrivateEvaluation"]

@@ -39,9 +39,9 @@ def test_features_are_scaled_by_the_published_ranges():
     # The description's ranges are rounded.
     assert inputs.min(0) == pytest.approx(-np.ones(30), abs=0.05)
     assert inputs.max(0) == pytest.approx(np.ones(30), abs=0.05)
-    # Radius (mean) 17.99, the first record's, between 6.981 and 28.11.
-    assert raw.data[0, 0] == 17.99
-    assert np.isclose(inputs[:, 0], 2 * (17.99 - 6.981) / (28.11 - 6.981) - 1, atol=1e-6).any()
+    # Smoothness (mean) 0.1184, the first record's; the smallest in the data is 0.05263, and the largest 0.1634.
+    assert raw.data[0, 4] == 0.1184
+    assert np.isclose(inputs[:, 4], 2 * (0.1184 - 0.053) / (0.163 - 0.053) - 1, atol=1e-6).any()
     order, ours = np.argsort(raw.data[:, 3]), np.concatenate([task.train_labels, task.test_labels])[np.argsort(inputs[:, 3])]
     assert np.mean(raw.target[order] == ours) > 0.98  # but for ties
 

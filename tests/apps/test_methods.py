@@ -15,6 +15,7 @@ from apps.settings import TRAINING, Settings
 from apps.tasks import TASKS
 from apps.tasks import module_of as task_module
 from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.clients.losses import hinge
 from flower_dp.clients.registry import LOCAL
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, FedSGDDPC, NbAFL
@@ -264,3 +265,11 @@ def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():
     assert "DELTA IS NO GUARANTEE: 0.5 is at least 1 / 3" in str(strategy_of(run, sizes_of(run)).statement)
     run = run_of({"num-clients": 3, "delta": 0.01, "sampling": "full"})
     assert "NO GUARANTEE" not in str(strategy_of(run, sizes_of(run)).statement)
+
+
+def test_the_models_loss_reaches_every_client():
+    assert client(run_of(PRESETS["vehicle-fedsgd-dpc"])).recipe.loss is hinge
+    assert client(run_of(LAPLACE)).recipe.loss is torch.nn.functional.cross_entropy
+    svm = {"task": "vehicle", "model": "linear-svm"}
+    assert client(run_of({**NBAFL, **svm})).recipe.training.loss is hinge
+    assert client(run_of(svm)).training.loss is hinge
