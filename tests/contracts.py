@@ -12,10 +12,11 @@ from typing import Any
 from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent
 from scipy import optimize, stats
 
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
+from flower_dp.clients import DPClient, DPFedPAQRecipe, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy.dp_fedpaq import LocalSteps
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
+from flower_dp.strategies import DPFedAvg, DPFedPAQ, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
 
 NUM_RECORDS = 8
 
@@ -367,6 +368,79 @@ NBAFL_CHARGES = (
     ),
 )
 
+
+def dp_fedpaq() -> dict[str, Any]:
+    """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified."""
+    num_steps = 2
+    batch = NUM_RECORDS // num_steps
+
+    def steps(words: Words) -> LocalSteps:
+        return LocalSteps(
+            learning_rate=STEP_SIZE,
+            num_local_steps=num_steps,
+            batch_size=batch,
+            clip_norm=words.clip_norm,
+            sensitivity="per-step",
+            decay_iterations=None,
+        )
+
+    def multiplier(words: Words) -> float:
+        return 2 * math.sqrt(words.replies) * gaussian_multiplier(EPSILON, words.delta)
+
+    def message_noise(words: Words) -> float:
+        """Half of 2 E eta C times the multiplier."""
+        return multiplier(words) * num_steps * STEP_SIZE * words.clip_norm
+
+    def strategy(words: Words) -> DPStrategy:
+        return DPFedPAQ(
+            steps=steps(words),
+            sampling=FullSampling(),
+            num_clients=words.num_clients,
+            num_records=NUM_RECORDS,
+            epsilon=EPSILON,
+            delta=words.delta,
+            quantization_levels=None,
+            num_replies=words.num_replies,
+            noise_seed=words.noise_seed,
+        )
+
+    def client(words: Words, **node: Any) -> LocalDPClient:
+        recipe = DPFedPAQRecipe(
+            steps=steps(words), epsilon=EPSILON, delta=words.delta, num_replies=words.replies, quantization_levels=None
+        )
+        return LocalDPClient(**node, recipe=recipe, device="cpu")
+
+    return {
+        "name": "dp-fedpaq",
+        "title": "DP-FedPAQ",
+        "strategy": strategy,
+        "client": client,
+        "stock": False,
+        "unit": "record",
+        "relation": "replace-one",
+        "delta": lambda words: words.delta,
+        "charges": (
+            Charge(
+                ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+                event=lambda words: GaussianDpEvent(multiplier(words)),
+            ),
+        ),
+        "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
+        "message_noise": message_noise,
+        "server_noise": lambda words, heard: 0.0,
+        "exact": False,
+        "poisson": False,
+        "target": False,
+        "numbers": lambda words: {
+            "clip_norm": words.clip_norm,
+            "update_sensitivity_of_round_1": 2 * num_steps * STEP_SIZE * words.clip_norm,
+            "least_noise_multiplier": multiplier(words),
+            "largest_noise_std_of_an_update_of_round_1": message_noise(words),
+        },
+        "sampling": lambda words: f"at most {words.replies} replies a client; all records, {NUM_RECORDS} in each",
+    }
+
+
 METHODS = (
     Method(
         label="dp-fedavg, stock clients",
@@ -434,6 +508,7 @@ METHODS = (
     ),
     Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
     Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),
+    Method(label="dp-fedpaq", **dp_fedpaq()),
     Method(
         label="nbafl",
         name="nbafl",

@@ -66,5 +66,7 @@ def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, change
 def test_the_tree_itself_is_not_what_bugs_are_planted_in():
     with plant.copied_tree() as tree:
         assert plant.ROOT not in (tree, *tree.parents)
-        assert (tree / "flower_dp" / "strategies" / "strategy.py").read_bytes() == (plant.ROOT / "flower_dp" / "strategies" / "strategy.py").read_bytes()
+        assert (tree / "flower_dp" / "strategies" / "strategy.py").read_bytes() == (
+            plant.ROOT / "flower_dp" / "strategies" / "strategy.py"
+        ).read_bytes()
     assert not tree.exists()

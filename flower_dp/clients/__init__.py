@@ -2,6 +2,7 @@
 
 from flower_dp.clients.app import client_app
 from flower_dp.clients.client import DPClient
+from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.engines import local_updates
 from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
 from flower_dp.clients.local import LocalDPClient
@@ -13,6 +14,7 @@ from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
 __all__ = [
     "ClientPolicy",
     "DPClient",
+    "DPFedPAQRecipe",
     "FedSGDDPCRecipe",
     "FlatModel",
     "LocalDPClient",

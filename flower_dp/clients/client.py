@@ -205,6 +205,7 @@ def _add_up(vector: Tensor, work: Work) -> _Sum:
     """Return the exact sum of the rows of all clients that reply."""
     total, first = torch.zeros_like(vector, dtype=torch.float64), None
     refused, losses, num_bytes = dict(work.refused), [], 0
+    alone: list[Payload | None] = []
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(vector.numel())]
@@ -214,8 +215,10 @@ def _add_up(vector: Tensor, work: Work) -> _Sum:
             if isinstance(reply, Refusal):
                 refused[job.name] = reply.reason
                 continue
-            total += reply.row if job.weight == 1 else job.weight * reply.row.to(torch.float64)
+            total += reply.row
+            alone.append(reply.alone)
             losses.append(reply.loss)
             num_bytes += reply.num_bytes
-    payload = Lossless().encode(total) if first is None else first.payload(total)
+    only = alone[0] if len(alone) == 1 else None
+    payload = only or (Lossless().encode(total) if first is None else first.payload(total))
     return _Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from flower_dp.clients import dp_fedavg, fed_smp
 from flower_dp.clients.client_level import ClientLevelMethod
+from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.nbafl import NbAFLRecipe
@@ -17,6 +18,7 @@ CLIENT_LEVEL: Mapping[str, ClientLevelMethod] = {
 
 # What `LocalDPClient` runs: a recipe holds the client's own terms, by which its pipeline is made.
 LOCAL: Mapping[str, type[LocalRecipe]] = {
+    "dp-fedpaq": DPFedPAQRecipe,
     "fedsgd-dpc": FedSGDDPCRecipe,
     "nbafl": NbAFLRecipe,
 }

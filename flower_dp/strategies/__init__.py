@@ -1,10 +1,11 @@
 """Flower strategies: the server's side of every method."""
 
 from flower_dp.strategies.dp_fedavg import DPFedAvg
+from flower_dp.strategies.dp_fedpaq import DPFedPAQ
 from flower_dp.strategies.dp_fedsam import DPFedSAM
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
 from flower_dp.strategies.strategy import DPStrategy
 
-__all__ = ["DPFedAvg", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]
+__all__ = ["DPFedAvg", "DPFedPAQ", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]
