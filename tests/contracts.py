@@ -388,8 +388,8 @@ def dp_fedpaq() -> dict[str, Any]:
         return 2 * math.sqrt(words.replies) * gaussian_multiplier(EPSILON, words.delta)
 
     def message_noise(words: Words) -> float:
-        """Half of 2 E eta C times the multiplier."""
-        return multiplier(words) * num_steps * STEP_SIZE * words.clip_norm
+        """Half of 2 eta C (E - 1 + 1 / b) times the multiplier."""
+        return multiplier(words) * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm
 
     def strategy(words: Words) -> DPStrategy:
         return DPFedPAQ(
@@ -433,7 +433,7 @@ def dp_fedpaq() -> dict[str, Any]:
         "target": False,
         "numbers": lambda words: {
             "clip_norm": words.clip_norm,
-            "update_sensitivity_of_round_1": 2 * num_steps * STEP_SIZE * words.clip_norm,
+            "update_sensitivity_of_round_1": 2 * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm,
             "least_noise_multiplier": multiplier(words),
             "largest_noise_std_of_an_update_of_round_1": message_noise(words),
         },

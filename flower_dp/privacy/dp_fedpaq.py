@@ -44,7 +44,8 @@ class LocalSteps:
         clip_norm: L2 bound on the gradient of one record (paper: C).
         sensitivity: how it is proved how far one record moves an update, replaced by another one:
             `clip-update`: the whole update is clipped to `update_clip_norm` (S): 2 S, for any model;
-            `per-step`: every step is at most eta C long: 2 E eta C, for any model;
+            `per-step`: 2 eta C (E - 1 + 1 / b), for any model: the record is in one mini-batch alone, and moves the mean of that
+            by 2 C / b; every later step is at most eta C long, whichever way it goes (2 E eta C in all, or less);
             `convex-glm`: 2 eta C / b, for a linear model with one score a record, a convex loss and eta <= 2 / smoothness:
             such steps bring no two models further apart, and the record is in one of them alone.
         update_clip_norm: S, the L2 bound of the whole update in round 1, for `clip-update` only; it shrinks as the step size.
@@ -58,8 +59,8 @@ class LocalSteps:
     Example:
         >>> from flower_dp.privacy.dp_fedpaq import LocalSteps
         >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=10, batch_size=12, clip_norm=1.0, sensitivity="per-step")
-        >>> steps.update_sensitivity(1), steps.update_sensitivity(11)
-        (2.0, 1.0)
+        >>> round(steps.update_sensitivity(1), 4), round(steps.update_sensitivity(11), 4)
+        (1.8167, 0.9083)
     """
 
     learning_rate: float
@@ -114,7 +115,7 @@ class LocalSteps:
         if self.update_clip_norm is not None:
             return self.update_clip_norm * self.batch_size / self.learning_rate
         if self.sensitivity == "per-step":
-            return self.num_records * self.clip_norm
+            return ((self.num_local_steps - 1) * self.batch_size + 1) * self.clip_norm
         return self.clip_norm * (1 + _ROUNDING + self.num_records * _ROUNDING_A_RECORD)
 
     @property
@@ -141,7 +142,7 @@ class LocalSteps:
         """How the sensitivity is proved, in words."""
         words = {
             "clip-update": "the whole update is clipped: 2 S, any model",
-            "per-step": "every step is at most eta C long: 2 E eta C, any model",
+            "per-step": "one step differs by 2 eta C / b, and E - 1 later ones by 2 eta C each at most, any model",
             "convex-glm": "steps on convex losses of a linear model with one score bring models no further apart: 2 eta C / b",
         }
         return f"sensitivity of an update by {self.sensitivity!r} ({words[self.sensitivity]})"

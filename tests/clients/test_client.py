@@ -53,7 +53,7 @@ def _instruction(names: tuple[str, ...], *, noise_std: float = 0.0, keep_ratio: 
     """What a server asks: noise on the clients if they are to add some or there is none at all, else its own."""
     words = {"server_round": 1, "method": "dp-fedsam", "clip_norm": 1.0, "noise_multiplier": 1.0, **changes}
     placement = words.pop("placement", "distributed" if noise_std or not words["noise_multiplier"] else "central")
-    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio}
+    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio, "quantization_levels": 0}
     return Instruction(clients=names, order=order, **words)
 
 
@@ -408,12 +408,15 @@ def test_instructions_of_other_methods_are_refused(method: str) -> None:
     [
         {},
         {"placement": "central"},
-        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "extra": 1},
-        {"placement": "edge", "noise_std": 0.0, "keep_ratio": 1.0},
-        {"placement": "central", "noise_std": 0.1, "keep_ratio": 1.0},
-        {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0},
-        {"placement": "distributed", "noise_std": -0.1, "keep_ratio": 1.0},
-        {"placement": "distributed", "noise_std": "0.1", "keep_ratio": 1.0},
+        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0, "extra": 1},
+        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 1},
+        {"placement": "distributed", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": -1},
+        {"placement": "distributed", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": 32768},
+        {"placement": "edge", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "central", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "distributed", "noise_std": -0.1, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "distributed", "noise_std": "0.1", "keep_ratio": 1.0, "quantization_levels": 0},
         {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]},
     ],
 )
@@ -421,7 +424,7 @@ def test_orders_that_make_no_sense_are_refused(order: dict[str, Any]) -> None:
     instruction = Instruction(
         server_round=1, method="dp-fedsam", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=order
     )
-    with pytest.raises(ValueError, match=r"placement|noise_std|keys"):
+    with pytest.raises(ValueError, match=r"placement|noise_std|quantization_levels|keys"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: instruction.to_json()})
 
 
