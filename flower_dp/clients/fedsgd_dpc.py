@@ -95,6 +95,14 @@ class FedSGDDPCRecipe:
         sampling_rate: part of the records in a batch, in expectation; 1 for Laplace.
         relation: neighbouring relation; replace-one in the paper.
         loss: model outputs, targets -> loss, for batches of one record.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients import FedSGDDPCRecipe, TensorRecords
+        >>> recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
+        >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
+        >>> round(recipe.terms("hospital-7", records).release.noise_scale, 6)  # of the sum: 2 clip_norm num_replies / epsilon
+        10.0
     """
 
     mechanism: str

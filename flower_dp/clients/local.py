@@ -43,6 +43,18 @@ class LocalDPClient(NodeClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never noise or the choice of records.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+
+    Example:
+        >>> import torch
+        >>> from flwr.app import RecordDict
+        >>> from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, TensorRecords
+        >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
+        >>> recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
+        >>> client = LocalDPClient(
+        ...     model=torch.nn.Linear(3, 2), clients={"hospital-7": records}, recipe=recipe, state=RecordDict()
+        ... )
+        >>> client.methods
+        ('fedsgd-dpc',)
     """
 
     def __init__(

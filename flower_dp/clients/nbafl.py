@@ -92,6 +92,21 @@ class NbAFLRecipe:
         uplink_exposures: how many replies the paper's noise is made for (paper: L).
         min_records: the fewest records of any client (paper: m); a client with fewer doesn't reply.
         num_replies: the most replies that a client will ever send; None: `uplink_exposures`.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients import LocalTraining, NbAFLRecipe, TensorRecords
+        >>> recipe = NbAFLRecipe(
+        ...     training=LocalTraining(learning_rate=0.1),
+        ...     clip_norm=2.0,
+        ...     epsilon=8.0,
+        ...     delta=1e-3,
+        ...     uplink_exposures=5,
+        ...     min_records=20,
+        ... )
+        >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
+        >>> round(recipe.terms("hospital-7", records).release.noise_scale, 4)  # c L (2 C / m) / epsilon
+        0.4721
     """
 
     training: LocalTraining

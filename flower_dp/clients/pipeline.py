@@ -18,6 +18,7 @@ from flower_dp.clients.sending import QSGD, Encoder, Lossless, RandK, Selection,
 from flower_dp.clients.records import Records
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
+from flower_dp.wire import FAILED
 
 log = logging.getLogger("flwr")
 
@@ -187,7 +188,7 @@ class Pipeline:
         try:
             clipped = self.clip(row)
         except ValueError as error:  # it names no value of the row
-            return Refusal(reason=str(error))
+            return Refusal(reason=f"{FAILED}: {error}")
         secret = _Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Tensor = noised if self.after_noise is None else self.after_noise(noised)
@@ -218,7 +219,7 @@ class _Once:
 def failure(name: str, error: Exception) -> Refusal:
     """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
     log.warning("client %s: %s: %s", name, type(error).__name__, error)
-    return Refusal(reason=f"training failed: {type(error).__name__}")
+    return Refusal(reason=f"{FAILED}: {type(error).__name__}")
 
 
 def _kind(part: object) -> str:

@@ -24,6 +24,15 @@ class ClientPolicy:
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
         min_noise_std: smallest std of the noise that this client itself adds; > 0 insists on noise on the device.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
+
+    Example:
+        >>> from flower_dp.clients import ClientPolicy
+        >>> from flower_dp.wire import Instruction
+        >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
+        >>> policy.check(Instruction(server_round=1, method="dp-fedavg", clients=("a",), clip_norm=1.0, noise_multiplier=0.5))
+        Traceback (most recent call last):
+            ...
+        ValueError: noise_multiplier=0.5: this client's policy asks for 0.8
     """
 
     max_clip_norm: float | None = None

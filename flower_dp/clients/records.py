@@ -30,6 +30,17 @@ class TensorRecords:
 
     Raises:
         ValueError: for what is no tensor, or inputs and targets of different length, naming it.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients import TensorRecords
+        >>> images, labels = torch.zeros(100, 28, 28, dtype=torch.uint8), torch.zeros(100, dtype=torch.int64)
+        >>> records = TensorRecords(
+        ...     inputs=images, targets=labels, indices=torch.arange(10, 20), transform=lambda batch: batch.float() / 255
+        ... )
+        >>> inputs, targets = records.batch(torch.tensor([0, 9]), torch.device("cpu"))
+        >>> len(records), inputs.shape
+        (10, torch.Size([2, 28, 28]))
     """
 
     inputs: Tensor

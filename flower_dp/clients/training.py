@@ -28,6 +28,13 @@ class FlatModel:
 
     Raises:
         ValueError: for layers with batch statistics, naming the layer and the replacement.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients import FlatModel
+        >>> model = FlatModel(torch.nn.Linear(3, 2))
+        >>> model.vector.shape, model.layout.names
+        (torch.Size([8]), ('weight', 'bias'))
     """
 
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
@@ -81,6 +88,11 @@ class LocalTraining:
         proximal: coefficient of (proximal / 2) ||w - w_global||^2 in every client's objective (NbAFL, FedProx; paper: mu).
         loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are no
             class (`flower_dp.clients.losses`).
+
+    Example:
+        >>> from flower_dp.clients import LocalTraining
+        >>> LocalTraining(learning_rate=0.1, learning_rate_decay=0.5, sam_radius=0.05).step_size(3)
+        0.025
     """
 
     learning_rate: float

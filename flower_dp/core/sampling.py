@@ -48,7 +48,14 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSampling:
-    """Every client, every round: no amplification."""
+    """Every client, every round: no amplification.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.core.sampling import FullSampling
+        >>> FullSampling().choose(1, 4, np.random.default_rng()).tolist()
+        [0, 1, 2, 3]
+    """
 
     def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return all clients."""
@@ -74,7 +81,17 @@ class FullSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoissonSampling:
-    """Every client by itself with probability `sampling_rate`: what the Poisson accountants assume."""
+    """Every client by itself with probability `sampling_rate`: what the Poisson accountants assume.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> sampling = PoissonSampling(sampling_rate=0.1)
+        >>> sampling.expected_cohort(1000)
+        100.0
+        >>> sampling.event(GaussianDpEvent(1.0), server_round=1, num_clients=1000)
+        PoissonSampledDpEvent(sampling_probability=0.1, event=GaussianDpEvent(noise_multiplier=1.0))
+    """
 
     sampling_rate: float
 
@@ -111,7 +128,14 @@ class PoissonSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSizeSampling:
-    """Exactly `cohort_size` clients, uniformly without replacement; accounted as that, under replace-one."""
+    """Exactly `cohort_size` clients, uniformly without replacement; accounted as that, under replace-one.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.core.sampling import FixedSizeSampling
+        >>> len(FixedSizeSampling(cohort_size=3).choose(1, 10, np.random.default_rng()))
+        3
+    """
 
     cohort_size: int
 
@@ -145,7 +169,17 @@ class FixedSizeSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobinSampling:
-    """`cohort_size` clients a round in a fixed public order: participations differ by at most one; no amplification."""
+    """`cohort_size` clients a round in a fixed public order: participations differ by at most one; no amplification.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.core.sampling import RoundRobinSampling
+        >>> sampling = RoundRobinSampling(cohort_size=2)
+        >>> [sampling.choose(server_round, 4, np.random.default_rng()).tolist() for server_round in (1, 2, 3)]
+        [[0, 1], [2, 3], [0, 1]]
+        >>> sampling.participations(num_rounds=3, num_clients=4)
+        2
+    """
 
     cohort_size: int
 

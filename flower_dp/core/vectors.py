@@ -29,6 +29,15 @@ class Layout:
     """Names, shapes and dtypes of a model's trainable arrays, in the order of the flat vector.
 
     The vector is float32 of length `size`; 0-d arrays take one entry, empty arrays none.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.core.vectors import Layout
+        >>> model = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
+        >>> layout = Layout.of(model)
+        >>> vector = layout.flatten(model)
+        >>> vector.shape, layout.unflatten(vector)["weight"].shape
+        ((8,), (2, 3))
     """
 
     names: tuple[str, ...]

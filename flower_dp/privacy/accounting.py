@@ -34,7 +34,15 @@ _SEARCH_GRID = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """(epsilon, delta)-differential privacy under a neighbouring relation, and the accountant that proves it."""
+    """(epsilon, delta)-differential privacy under a neighbouring relation, and the accountant that proves it.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.privacy import accounting
+        >>> cost = accounting.epsilon(GaussianDpEvent(noise_multiplier=4.0), delta=1e-5, relation="add-or-remove-one")
+        >>> round(cost.epsilon, 3), cost.accountant
+        (0.926, 'gaussian-exact')
+    """
 
     epsilon: float
     delta: float

@@ -8,7 +8,19 @@ from flower_dp.privacy.events import Relation
 
 
 class Ledger:
-    """Events charged to one owner: every client of a central release, or one client with its own local releases."""
+    """Events charged to one owner: every client of a central release, or one client with its own local releases.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.privacy.ledger import Ledger
+        >>> ledger = Ledger(owner="client a", relation="add-or-remove-one")
+        >>> ledger.charge(GaussianDpEvent(noise_multiplier=2.0))
+        >>> ledger.charge(GaussianDpEvent(noise_multiplier=2.0))
+        >>> ledger.lines()
+        ['2 x GaussianDpEvent(noise_multiplier=2.0)']
+        >>> round(ledger.cost(delta=1e-5).epsilon, 2)
+        2.94
+    """
 
     def __init__(self, *, owner: str, relation: Relation) -> None:
         self.owner = owner

@@ -35,7 +35,13 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaussian:
-    """Gaussian noise of standard deviation noise_multiplier x L2 clip norm; 0 means none, and no privacy."""
+    """Gaussian noise of standard deviation noise_multiplier x L2 clip norm; 0 means none, and no privacy.
+
+    Example:
+        >>> from flower_dp.privacy.mechanisms import Gaussian
+        >>> Gaussian(noise_multiplier=1.1).event()
+        GaussianDpEvent(noise_multiplier=1.1)
+    """
 
     noise_multiplier: float
 
@@ -58,7 +64,13 @@ class Gaussian:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laplace:
-    """Laplace noise of scale noise_multiplier x L1 clip norm; 0 means none, and no privacy."""
+    """Laplace noise of scale noise_multiplier x L1 clip norm; 0 means none, and no privacy.
+
+    Example:
+        >>> from flower_dp.privacy.mechanisms import Laplace
+        >>> Laplace(noise_multiplier=2.0).norm
+        'l1'
+    """
 
     noise_multiplier: float
 

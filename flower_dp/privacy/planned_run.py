@@ -16,6 +16,22 @@ class PlannedRun:
     """A run of equal releases, all but its noise.
 
     `sampling_rate` is set for Poisson sampling, `cohort_size` and `num_clients` for a cohort of fixed size.
+
+    Example:
+        >>> from flower_dp.privacy.planned_run import PlannedRun
+        >>> run = PlannedRun(
+        ...     mechanism="gaussian",
+        ...     sampling="poisson",
+        ...     sampling_rate=0.1,
+        ...     cohort_size=None,
+        ...     num_clients=None,
+        ...     num_rounds=100,
+        ...     delta=1e-5,
+        ...     relation="add-or-remove-one",
+        ... )
+        >>> noise_multiplier = run.calibrate(4.0)
+        >>> run.cost(noise_multiplier)["epsilon"] <= 4.0
+        True
     """
 
     mechanism: str

@@ -29,6 +29,23 @@ class Release:
         mechanism: the noise, as a multiple of `clip_norm`.
         sampler: who takes part in a round (or, inside one client, which of its records).
         num_clients: how many units the sampler draws from: clients, or one client's records where the unit is a record.
+
+    Example:
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> from flower_dp.privacy.mechanisms import Gaussian
+        >>> from flower_dp.privacy.release import Release
+        >>> release = Release(
+        ...     what="the noised sum of clipped updates",
+        ...     seen_by="everyone who sees global models",
+        ...     unit="client",
+        ...     relation="add-or-remove-one",
+        ...     clip_norm=0.5,
+        ...     mechanism=Gaussian(noise_multiplier=1.0),
+        ...     sampler=PoissonSampling(sampling_rate=0.1),
+        ...     num_clients=1000,
+        ... )
+        >>> release.noise_scale, release.sensitivity, release.expected_cohort
+        (0.5, 0.5, 100.0)
     """
 
     what: str

@@ -79,6 +79,18 @@ class PrivacyStatement:
         incidents: dropouts, refused replies and early stops, in words.
         adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest not trusted.
         clients: where every client has a ledger of its own, the epsilons of all of them; `epsilon` is the worst client's.
+
+    Example:
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> from flower_dp.strategies import DPFedAvg
+        >>> strategy = DPFedAvg(
+        ...     clip_norm=0.5, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.1), num_clients=100, delta=1e-4
+        ... )
+        >>> statement = strategy.statement
+        >>> statement.unit, statement.relation, statement.private
+        ('client', 'add-or-remove-one', True)
+        >>> print(str(statement).splitlines()[1])
+        (0.0000, 0.0001)-differential privacy for each client (add-or-remove-one; tight, accountant none), over 0 rounds.
     """
 
     method: str

@@ -30,6 +30,15 @@ class RunFolder:
     """One run on disk.
 
     Every file but `metrics.jsonl` and `flower.log` appears whole or not at all; `metrics.jsonl` grows by whole lines.
+
+    Example:
+        >>> import tempfile
+        >>> from flower_dp.running.run_folder import RunFolder, read_metrics
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     folder = RunFolder.create(parent + "/run", {"num-rounds": 2}, "my run")
+        ...     folder.append({"round": 0, "accuracy": 0.1})
+        ...     [line["accuracy"] for line in read_metrics(folder.path)]
+        [0.1]
     """
 
     path: Path

@@ -305,6 +305,20 @@ class FedSGDDPC(DPStrategy):
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.strategies import FedSGDDPC
+        >>> strategy = FedSGDDPC(
+        ...     mechanism="laplace",
+        ...     num_clients=10,
+        ...     cohort_size=5,
+        ...     num_records=600,
+        ...     clip_norm=1.0,
+        ...     epsilon=1.0,
+        ...     learning_rate=0.1,
+        ... )
+        >>> strategy.statement.unit, strategy.statement.delta
+        ('record', 0.0)
     """
 
     rules: FedSGDDPCRules

@@ -290,6 +290,12 @@ class NbAFL(DPStrategy):
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.strategies import NbAFL
+        >>> strategy = NbAFL(num_clients=10, num_records=600, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5)
+        >>> round(strategy.rules.uplink_noise_std, 4)  # c L (2 C / m) / epsilon
+        0.0157
     """
 
     rules: NbAFLRules

@@ -6,8 +6,9 @@ string; a reply without that string is a stock client's model. Nothing here trus
 memory is taken, and every refusal is a ValueError that says why.
 """
 
-from flower_dp.wire.answer import MOST_REASON, MOST_REASONS, Answer, most_answer_characters
-from flower_dp.wire.arrays import model_record, model_vector, numpy_arrays, payload_of
+from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
+from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
+from flower_dp.wire.evaluation import EVALUATION, EvaluationAnswer, EvaluationOrder
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
@@ -17,6 +18,7 @@ from flower_dp.wire.messages import (
     arrays_of,
     check_content,
     content_bytes,
+    evaluate_message,
     instruction_of,
     train_message,
 )
@@ -24,6 +26,9 @@ from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
 from flower_dp.wire.text import KEY, PROTOCOL
 
 __all__ = [
+    "DECLINED",
+    "EVALUATION",
+    "FAILED",
     "KEY",
     "MESSAGE_API",
     "MOST_REASON",
@@ -33,16 +38,18 @@ __all__ = [
     "Answer",
     "ClientLevelOrder",
     "Dialect",
+    "EvaluationAnswer",
+    "EvaluationOrder",
     "FedSMPOrder",
     "Instruction",
     "LocalOrder",
+    "Model",
     "answer_of",
     "arrays_of",
     "check_content",
     "content_bytes",
+    "evaluate_message",
     "instruction_of",
-    "model_record",
-    "model_vector",
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",

@@ -19,6 +19,11 @@ class ClientLevelOrder:
         noise_std: standard deviation of the share that each client adds to its own clipped update; 0 when the server adds it.
         keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
         quantization_levels: levels above 0 to which every client rounds its noised update; 0 for no quantisation.
+
+    Example:
+        >>> from flower_dp.wire import ClientLevelOrder
+        >>> ClientLevelOrder(placement="distributed", noise_std=0.05).keep_ratio
+        1.0
     """
 
     placement: str
@@ -106,6 +111,11 @@ class LocalOrder:
         terms: what the server takes each client's own terms to be (`Terms.kind`). A client compares them with its own, and
             never works by them.
         noise_multipliers: the noise multipliers that go with them, by which the server charges.
+
+    Example:
+        >>> from flower_dp.wire import LocalOrder
+        >>> LocalOrder(weights=(1.0, 2.0), terms=("gaussian", "gaussian"), noise_multipliers=(4.0, 4.0)).weights
+        (1.0, 2.0)
     """
 
     weights: tuple[float, ...]
