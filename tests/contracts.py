@@ -12,11 +12,11 @@ from typing import Any
 from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent
 from scipy import optimize, stats
 
-from flower_dp.clients import DPClient, DPFedPAQRecipe, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
+from flower_dp.clients import DPClient, DPFedPAQRecipe, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe, ScaffoldRecipe
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.dp_fedpaq import LocalSteps
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.strategies import DPFedAvg, DPFedPAQ, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
+from flower_dp.strategies import DPFedAvg, DPFedPAQ, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL, Scaffold
 
 NUM_RECORDS = 8
 
@@ -86,6 +86,7 @@ class Method:
         server_noise: std of each coordinate of the noise in the increment that the server itself has added, by how many were heard.
         fewest: with fewer replies a round is charged, but not released.
         replaces_model: whether a round puts a new model in the place of the last one, and does not add to it.
+        carries_noise: whether a round's messages have noise of earlier rounds in them as well.
         exact: whether sums are exact, so that hosting changes no bit; else models agree up to the rounding of float32.
         poisson: whether the method takes a Poisson sampler.
         target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
@@ -109,6 +110,7 @@ class Method:
     server_noise: Callable[[Words, int], float]
     fewest: int = 1
     replaces_model: bool = False
+    carries_noise: bool = False
     exact: bool
     poisson: bool
     target: bool
@@ -369,8 +371,13 @@ NBAFL_CHARGES = (
 )
 
 
-def dp_fedpaq() -> dict[str, Any]:
-    """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified."""
+def local_steps(
+    cls: type[DPStrategy] = DPFedPAQ, recipe_cls: Any = DPFedPAQRecipe, name: str = "dp-fedpaq", title: str = "DP-FedPAQ"
+) -> dict[str, Any]:
+    """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
+
+    SCAFFOLD's guarantee and noise are the same. Its corrections add up to zero over all clients, and a first message has none.
+    """
     num_steps = 2
     batch = NUM_RECORDS // num_steps
 
@@ -392,7 +399,7 @@ def dp_fedpaq() -> dict[str, Any]:
         return multiplier(words) * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm
 
     def strategy(words: Words) -> DPStrategy:
-        return DPFedPAQ(
+        return cls(
             steps=steps(words),
             sampling=FullSampling(),
             num_clients=words.num_clients,
@@ -405,14 +412,14 @@ def dp_fedpaq() -> dict[str, Any]:
         )
 
     def client(words: Words, **node: Any) -> LocalDPClient:
-        recipe = DPFedPAQRecipe(
+        recipe = recipe_cls(
             steps=steps(words), epsilon=EPSILON, delta=words.delta, num_replies=words.replies, quantization_levels=None
         )
         return LocalDPClient(**node, recipe=recipe, device="cpu")
 
     return {
-        "name": "dp-fedpaq",
-        "title": "DP-FedPAQ",
+        "name": name,
+        "title": title,
         "strategy": strategy,
         "client": client,
         "stock": False,
@@ -508,7 +515,8 @@ METHODS = (
     ),
     Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
     Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),
-    Method(label="dp-fedpaq", **dp_fedpaq()),
+    Method(label="dp-fedpaq", **local_steps()),
+    Method(label="scaffold", **local_steps(Scaffold, ScaffoldRecipe, "scaffold", "SCAFFOLD"), carries_noise=True),
     Method(
         label="nbafl",
         name="nbafl",

@@ -9,6 +9,7 @@ from flower_dp.clients.local import LocalDPClient
 from flower_dp.clients.nbafl import NbAFLRecipe
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records, TensorRecords
+from flower_dp.clients.scaffold import ScaffoldRecipe
 from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "LocalTraining",
     "NbAFLRecipe",
     "Records",
+    "ScaffoldRecipe",
     "TensorRecords",
     "client_app",
     "local_updates",

@@ -44,7 +44,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
         config = dict(message.content.config_records[wire.MESSAGE_API.config])
         frozen = wire.instruction_of(config).frozen
         trained = {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}
-        arrays, answer = client.answer(trained, config)
+        beside = trained.pop(wire.BESIDE, None)
+        arrays, answer = client.answer(trained, config, beside)
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 

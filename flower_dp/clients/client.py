@@ -37,10 +37,12 @@ class Work:
     Attributes:
         groups: pipelines and the clients that each is run for; all send their rows in one way.
         refused: why other clients that were asked don't reply.
+        restarted: clients that had kept nothing from an earlier round, in methods in which they keep something.
     """
 
     groups: Iterable[tuple[Pipeline, Sequence[Job]]]
     refused: dict[str, str]
+    restarted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +125,21 @@ class NodeClient(NumPyClient):
         frozen = wire.instruction_of(config).frozen
         trained = [array for position, array in enumerate(parameters) if position not in frozen]
         names = self.model.layout.names
+        beside = trained.pop() if len(trained) == len(names) + 1 else None
         if len(trained) != len(names):
             raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
-        arrays, answer = self.answer(dict(zip(names, trained, strict=True)), config)
+        arrays, answer = self.answer(dict(zip(names, trained, strict=True)), config, beside)
         return arrays, 1, answer
 
-    def answer(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def answer(
+        self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any], beside: np.ndarray | None = None
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Return the payload arrays, and the answer that describes them.
 
         Args:
             trained: the arrays of the server's model that are trained, by name.
             config: holds the instruction.
+            beside: a vector [d] that the server has sent beside the model, for methods that read one.
 
         Raises:
             ValueError: as `fit`.
@@ -147,7 +153,7 @@ class NodeClient(NumPyClient):
             if set(trained) != set(layout.names):
                 raise ValueError(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
             vector = torch.from_numpy(layout.flatten(trained)).to(self.model.device)
-            work = self._work(vector, instruction)
+            work = self._work(vector, instruction, _beside(beside, vector))
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
         made = _add_up(vector, work)
@@ -160,12 +166,16 @@ class NodeClient(NumPyClient):
             payload_bytes=made.payload_bytes,
             seeded_noise=self.noise_seed is not None,
             metrics=metrics,
+            restarted=tuple(name for name in work.restarted if name not in made.refused),
         )
         return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
 
     @abstractmethod
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
-        """Return what this node's clients do; charge accounts before any record is touched."""
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
+        """Return what this node's clients do; charge accounts before any record is touched.
+
+        `beside` is the vector [d] that came beside the model, None for none.
+        """
 
 
 class DPClient(NodeClient):
@@ -220,7 +230,9 @@ class DPClient(NodeClient):
         """The methods with one noised sum of clipped updates."""
         return tuple(CLIENT_LEVEL)
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
+        if beside is not None:
+            raise ValueError(f"method={instruction.method!r}: reads the model alone, and another vector came beside it")
         train = LocalUpdates(
             training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine
         )
@@ -238,6 +250,21 @@ class DPClient(NodeClient):
             secret = partial(self.generator, instruction, name, on=vector)
             jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
         return Work(groups=[(pipeline, jobs)], refused=refused)
+
+
+def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
+    """Return what came beside the model as a vector like it [d].
+
+    Raises:
+        ValueError: if it has another shape or type, or is not finite.
+    """
+    if array is None:
+        return None
+    if array.shape != tuple(vector.shape) or array.dtype != np.float32 or not np.isfinite(array).all():
+        raise ValueError(
+            f"what came beside the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape {tuple(vector.shape)}"
+        )
+    return torch.from_numpy(np.array(array)).to(vector.device)
 
 
 def _add_up(vector: Tensor, work: Work) -> _Sum:

@@ -1,6 +1,7 @@
 """The client of methods whose every message is private on its own: own budget, own noise, own account."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from flwr.app import RecordDict
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients.account import Account
 from flower_dp.clients.client import NodeClient, Work
+from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.pipeline import Job, Pipeline, failure
@@ -79,15 +81,22 @@ class LocalDPClient(NodeClient):
         """The method of the recipe."""
         return (self.recipe.method,)
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         if self.state is None:
             raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
         order = LocalOrder.of(instruction)
         if self.policy.min_noise_std:
             raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+        keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
+        if (keeps is None) != (beside is None):
+            came = "a vector came" if keeps is None else "no vector came"
+            raise ValueError(f"method={instruction.method!r}: {came} beside the model")
+        kept = ControlVariates(self.state)
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         agreed, refused = self._agreed(instruction, order)
         refused |= Account(self.state).charge({name: terms for name, (terms, _) in agreed.items()})
+
+        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
 
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
             for name, (terms, records) in agreed.items():
@@ -100,10 +109,16 @@ class LocalDPClient(NodeClient):
                     secret=_Given(self.generator(instruction, name)),
                     weight=weights[name],
                 )
-                made = self.recipe.pipeline(terms.release, model=self.model, server_round=instruction.server_round)
-                yield made, [job]
+                number = instruction.server_round
+                if keeps is None or beside is None:
+                    yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
+                    continue
+                mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
+                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=beside - mine)
+                yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
-        return Work(groups=groups(), refused=dict(refused))
+        restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
+        return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
     def _agreed(
         self, instruction: Instruction, order: LocalOrder
@@ -137,6 +152,20 @@ class LocalDPClient(NodeClient):
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
+
+
+class _Keeper:
+    """Keeps a client's control variate, made of the row that leaves: no other noise and no other charge."""
+
+    def __init__(
+        self, kept: ControlVariates, recipe: KeepsControl, *, name: str, own: Tensor, common: Tensor, server_round: int
+    ) -> None:
+        self._kept, self._recipe, self._name = kept, recipe, name
+        self._own, self._common, self._round = own, common, server_round
+
+    def __call__(self, row: Tensor) -> None:
+        change = self._recipe.change(row, server_round=self._round, common=self._common)
+        self._kept.write(self._name, self._own + change)
 
 
 class _Given:

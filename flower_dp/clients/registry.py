@@ -8,6 +8,7 @@ from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.nbafl import NbAFLRecipe
+from flower_dp.clients.scaffold import ScaffoldRecipe
 
 # What `DPClient` runs: how an instruction becomes a pipeline.
 CLIENT_LEVEL: Mapping[str, ClientLevelMethod] = {
@@ -21,4 +22,5 @@ LOCAL: Mapping[str, type[LocalRecipe]] = {
     "dp-fedpaq": DPFedPAQRecipe,
     "fedsgd-dpc": FedSGDDPCRecipe,
     "nbafl": NbAFLRecipe,
+    "scaffold": ScaffoldRecipe,
 }

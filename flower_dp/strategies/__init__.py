@@ -6,6 +6,7 @@ from flower_dp.strategies.dp_fedsam import DPFedSAM
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
+from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
-__all__ = ["DPFedAvg", "DPFedPAQ", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]
+__all__ = ["DPFedAvg", "DPFedPAQ", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL", "Scaffold"]

@@ -78,6 +78,7 @@ class Collected:
     num_bytes: int = 0
     payload_bytes: int = 0
     seeded_noise: bool = False
+    restarted: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +202,7 @@ def _add(
         failed = sum(reason.startswith(wire.FAILED) for reason in answer.refused.values())
         collected.missing += Missing(failed=failed, declined=len(answer.refused) - failed)
         collected.seeded_noise |= answer.seeded_noise
+        collected.restarted.extend(name for name in answer.restarted if name not in answer.refused)
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypedDict, get_type_hints
+from typing import Any, Protocol, TypedDict, get_type_hints, runtime_checkable
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -141,6 +141,18 @@ class RunFacts:
 
 class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)
     """A round that was paid for does not change the model; the text says why."""
+
+
+@runtime_checkable
+class SendsBeside(Protocol):
+    """Rules that may send a vector beside the model."""
+
+    def beside(self, size: int) -> np.ndarray | None:
+        """Return the vector [size], float32, that goes beside the model in the next round; None for none.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size.
+        """
 
 
 class Rules(Protocol):

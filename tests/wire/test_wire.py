@@ -241,7 +241,7 @@ def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) 
 @pytest.mark.parametrize(("noise_std", "keep_ratio"), [(0.1, 1.0), (0.0, 0.5)])
 def test_where_the_server_adds_the_noise_clients_add_and_choose_nothing(noise_std: float, keep_ratio: float) -> None:
     ClientLevelOrder(placement="central")
-    with pytest.raises(ValueError, match="must be 0 and 1 for placement='central'"):
+    with pytest.raises(ValueError, match="must be 0, 1 and 0 for placement='central'"):
         ClientLevelOrder(placement="central", noise_std=noise_std, keep_ratio=keep_ratio)
 
 
