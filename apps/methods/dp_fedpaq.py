@@ -8,6 +8,7 @@ from torch import nn
 
 from apps.parts import Sizes, cohort_size_of, sampler_of
 from apps.settings import Settings
+from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, DPFedPAQRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import LocalSteps, expected_replies
@@ -43,7 +44,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
         model=model,
         clients=clients,
         seed=settings.seed,
-        recipe=DPFedPAQRecipe(**shared(settings, own)),
+        recipe=DPFedPAQRecipe(**shared(settings, own), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
     )
 

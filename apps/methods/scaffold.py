@@ -8,6 +8,7 @@ from torch import nn
 from apps.methods.dp_fedpaq import shared, steps_of, strategy_words
 from apps.parts import Sizes
 from apps.settings import Settings
+from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, LocalDPClient, Records, ScaffoldRecipe
 from flower_dp.strategies import Scaffold
 
@@ -41,6 +42,6 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
         model=model,
         clients=clients,
         seed=settings.seed,
-        recipe=ScaffoldRecipe(**shared(settings, own)),
+        recipe=ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
     )
