@@ -1,12 +1,13 @@
 """Does SCAFFOLD need fewer rounds than FedAvg on clients that differ? MNIST, no privacy, over seeds.
 
-    python benchmarks/scaffold.py [--seeds N] [--data-dir DIR] [--json FILE] [--most-rounds N] [--local-steps N [N ...]]
+    python benchmarks/scaffold.py [--seeds N] [--data-dir DIR] [--json FILE] [--most-rounds N] [--digits N]
+                                   [--local-steps N [N ...]]
 
-Logistic regression, HET_MNIST(2): 100 clients with two digits each, 10 of them a round at random, E local steps on 12 records
+Logistic regression, HET_MNIST(1): 100 clients with one digit each, 10 of them a round at random, E local steps on 12 records
 each, constant step size 0.1. FedAvg is the same program without control variates: DP-FedPAQ without noise, quantisation or any
-gradient that reaches the clip norm. Counts the rounds until the test accuracy is 85 % for the first time, and those until it stays there
-for five rounds. One process, one torch thread. A seed governs data split, initial model and who takes part; which records a
-client takes in a round is drawn anew, as in any run.
+gradient that reaches the clip norm. Counts the rounds until the test accuracy is 85 % for the first time, and those until it
+stays there for five rounds. One process, one torch thread. A seed governs data split, initial model and who takes part; which
+records a client takes in a round is drawn anew, as in any run.
 """
 
 import argparse
@@ -45,6 +46,7 @@ def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -
     settings: dict[str, Any] = {
         "method": table_of,
         "partition": "het-mnist",
+        "classes-per-client": options.digits,
         "num-clients": 100,
         "sampling": "fixed-size",
         "cohort-size": 10,
@@ -105,6 +107,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--most-rounds", type=int, default=150)
+    parser.add_argument("--digits", type=int, default=1, help="digits of a client")
     parser.add_argument("--local-steps", type=int, nargs="+", default=[10])
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -244,7 +244,7 @@ def test_quantised_messages_are_small_and_claim_only_what_each_share_proves():
         assert array.numpy().dtype == np.uint8
         assert array.numpy().nbytes < 0.3 * 4000 / 8
         total += array.numpy().nbytes
-    assert strategy.num_missing == 0
+    assert strategy.missing.total == 0
     assert sum(report.bytes_per_client * report.replies for report in strategy.rounds) == pytest.approx(total)
     # A round of noise alone: the mean of ternary rows of length share x sqrt(4,000) each, at random signs.
     assert np.isfinite(result.arrays["weight"].numpy()).all()
