@@ -24,7 +24,7 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.strategy import DPStrategy
 
 LEVELS = (1, 10, 0)
-EPSILONS = (math.inf, 10.0, 100.0)
+EPSILONS = (10.0, 100.0, math.inf)
 
 
 def points(full: bool, rounds: int) -> list[Point]:

@@ -96,8 +96,6 @@ class LocalDPClient(NodeClient):
         agreed, refused = self._agreed(instruction, order)
         refused |= Account(self.state).charge({name: terms for name, (terms, _) in agreed.items()})
 
-        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
-
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
             for name, (terms, records) in agreed.items():
                 if name in refused:
@@ -117,6 +115,7 @@ class LocalDPClient(NodeClient):
                 made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=beside - mine)
                 yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
+        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
         restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
         return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
