@@ -14,6 +14,8 @@ log = logging.getLogger("flwr")
 
 # No payload or model that a device can hold is larger.
 _LARGEST_ARRAY = 2**40
+# The key of the node's config, which the device's owner writes and no server can change.
+LEDGER_PATH = "ledger-path"
 
 
 def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
@@ -21,7 +23,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
     Args:
         client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
-            node's state is attached to the client before it trains, so that an account outlives client and process.
+            node's state is attached to the client before it trains, so that an account outlives client and process; so is the file
+            that the device's owner names as `ledger-path` in the node's config, so that it outlives the run.
     """
     app = ClientApp()
 
@@ -39,7 +42,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             client = client_fn(context)
         except Exception as error:
             raise RuntimeError(_failure(error)) from None
-        client.attach(context.state)
+        client.attach(context.state, context.node_config.get(LEDGER_PATH))
         named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
         if set(named) != set(client.model.layout.names):
             raise ValueError(f"the server's model has arrays {sorted(named)}, this client's {sorted(client.model.layout.names)}")
