@@ -1,7 +1,7 @@
 """A client's account in a file on its device: how many replies it has paid for, whatever runs, restarts or crashes there were.
 
-The file is JSON. A charge takes a lock (flock), reads the file, writes a new one beside it, and renames that over the old one; data
-and folder are on the disk (fsync) before it returns. Whatever doesn't look right is an error: no account, no reply.
+The file is JSON. A charge takes a lock (flock), reads the file, writes a new one beside it, and renames that over the old one.
+File and folder are on the disk (fsync) before it returns. Whatever doesn't look right is an error: no account, no reply.
 
 What can't be noticed: an older copy of the file that was put back between runs. Who may write the file can give its clients
 their budgets again.
