@@ -80,8 +80,8 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
         strategy = run.strategy(partial(_sizes, config))
         # One node hosts all clients, as a worker of the simulation hosts its part of them.
         result = strategy.start(LocalGrid(app, 1, **config), model_arrays(model), num_rounds=settings.num_rounds)
-        if strategy.num_missing or strategy.incidents:
-            raise SystemExit(f"{dict(point.words)}, seed {seed}: {strategy.num_missing} replies missing; {strategy.incidents}")
+        if strategy.missing.total or strategy.incidents:
+            raise SystemExit(f"{dict(point.words)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}")
         loss, accuracy = test(model, result.arrays, data_dir)
         measured.losses.append(loss)
         measured.accuracies.append(accuracy)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -59,6 +60,7 @@ class LocalGrid(Grid):
         replies = []
         for message in messages:
             self.sent.append(message)
+            message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's own grids do
             node = message.metadata.dst_node_id
             try:
                 reply = self.app(message, self.contexts[node])

@@ -44,10 +44,10 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             raise RuntimeError(_failure(error)) from None
         client.attach(context.state, context.node_config.get(LEDGER_PATH))
         named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
-        if set(named) != set(client.model.layout.names):
-            raise ValueError(f"the server's model has arrays {sorted(named)}, this client's {sorted(client.model.layout.names)}")
         config = dict(message.content.config_records[wire.MESSAGE_API.config])
-        arrays, _, answer = client.fit([named[name] for name in client.model.layout.names], config)
+        frozen = wire.instruction_of(config).frozen
+        trained = {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}
+        arrays, answer = client.answer(trained, config)
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 

@@ -118,19 +118,45 @@ class NodeClient(NumPyClient):
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return the payload arrays, 1 in the place of an example count, and the answer that describes the payload.
 
+        Args:
+            parameters: the server's model, frozen arrays among them, in the order of this client's own.
+            config: holds the instruction.
+
         Raises:
             ValueError: if the server's instruction is missing, malformed or against this client's policy, or the model does
                 not fit.
         """
-        instruction = wire.instruction_of(config)
-        if instruction.method not in self.methods:
-            raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
-        self.policy.check(instruction)
-        layout = self.model.layout
-        if len(parameters) != len(layout.names):
-            raise ValueError(f"the server's model has {len(parameters)} arrays, this client's {len(layout.names)}")
-        vector = torch.from_numpy(layout.flatten(dict(zip(layout.names, parameters, strict=True)))).to(self.model.device)
-        made = _add_up(vector, self._work(vector, instruction))
+        frozen = wire.instruction_of(config).frozen
+        trained = [array for position, array in enumerate(parameters) if position not in frozen]
+        names = self.model.layout.names
+        if len(trained) != len(names):
+            raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
+        arrays, answer = self.answer(dict(zip(names, trained, strict=True)), config)
+        return arrays, 1, answer
+
+    def answer(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Return the payload arrays, and the answer that describes them.
+
+        Args:
+            trained: the arrays of the server's model that are trained, by name.
+            config: holds the instruction.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        try:
+            instruction = wire.instruction_of(config)
+            if instruction.method not in self.methods:
+                raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+            self.policy.check(instruction)
+            layout = self.model.layout
+            if set(trained) != set(layout.names):
+                raise ValueError(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
+            vector = torch.from_numpy(layout.flatten(trained)).to(self.model.device)
+            work = self._work(vector, instruction)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        made = _add_up(vector, work)
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and made.losses:
             metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
@@ -141,7 +167,7 @@ class NodeClient(NumPyClient):
             seeded_noise=self.noise_seed is not None,
             metrics=metrics,
         )
-        return list(made.payload.arrays), 1, {wire.KEY: answer.to_json(instruction.clients)}
+        return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
 
     @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:

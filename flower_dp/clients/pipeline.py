@@ -16,6 +16,7 @@ from flower_dp.clients.parts import Clip, FullNoise, GaussianShare, Mask, Noise,
 from flower_dp.clients.sending import Encoder, Lossless, RandK, Selection, bytes_a_value
 from flower_dp.clients.records import Records
 from flower_dp.core.compression import Payload
+from flower_dp.wire import FAILED
 
 log = logging.getLogger("flwr")
 
@@ -181,7 +182,7 @@ class Pipeline:
         try:
             clipped = self.clip(row)
         except ValueError as error:  # it names no value of the row
-            return Refusal(reason=str(error))
+            return Refusal(reason=f"{FAILED}: {error}")
         noised = self.noise.add(clipped, self.clip.step, job.secret)
         leaving: Tensor = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise))
@@ -191,7 +192,7 @@ class Pipeline:
 def failure(name: str, error: Exception) -> Refusal:
     """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
     log.warning("client %s: %s: %s", name, type(error).__name__, error)
-    return Refusal(reason=f"training failed: {type(error).__name__}")
+    return Refusal(reason=f"{FAILED}: {type(error).__name__}")
 
 
 def _kind(part: object) -> str:

@@ -175,11 +175,13 @@ def _not_covered(facts: ClientLevelFacts) -> list[str]:
     lines = ["everything else that is computed from client data: choice of settings, timing, logs on devices and on the server"]
     if facts.run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
+    if facts.run.own_evaluation:
+        lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return lines
 
 
 def _incidents(facts: ClientLevelFacts) -> list[str]:
     lines = list(facts.run.incidents)
-    if facts.run.num_missing:
-        lines.append(f"{facts.run.num_missing} updates that were asked for did not count (missing, refused or errors)")
+    if facts.run.missing.total:
+        lines.append(f"{facts.run.missing.total} updates that were asked for did not count: {facts.run.missing}")
     return lines

@@ -165,15 +165,15 @@ def _not_covered(facts: LocalFacts) -> list[str]:
     ]
     if facts.run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
+    if facts.run.own_evaluation:
+        lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return lines
 
 
 def _incidents(facts: LocalFacts) -> list[str]:
     lines = list(facts.run.incidents)
-    if facts.run.num_missing:
-        lines.append(
-            f"{facts.run.num_missing} replies that were asked for did not count (missing, refused or errors); they are charged"
-        )
+    if facts.run.missing.total:
+        lines.append(f"{facts.run.missing.total} replies that were asked for did not count: {facts.run.missing}; they are charged")
     if facts.num_unasked:
         lines.append(f"{facts.num_unasked} times a client whose budget was spent was not asked")
     return lines

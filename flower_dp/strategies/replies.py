@@ -13,16 +13,57 @@ from flwr.app import Message
 from flower_dp import wire
 from flower_dp.core import compression, noise
 from flower_dp.core.clipping import clip_l2, l2_norms
-from flower_dp.core.vectors import Layout
+from flower_dp.wire import Model
 
 log = logging.getLogger("flwr")
 
+# Codes of error replies in which the app itself raised an error: unknown, and an exception in the ClientApp.
+APP_RAISED = (0, 2)
 # Of what an exception says that has come with a reply.
 _MOST_REASON = 500
 # Of a reply, besides the model's arrays: a stock client's metrics, for example.
 _MOST_ENTRIES = 1000
 # How many times the norm of the longest honest reply a reply's norm may be.
 _HONEST_NORMS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Updates that were asked for and do not count, by what became of them.
+
+    Attributes:
+        silent: their node did not reply: it is gone, or too slow.
+        failed: training failed or diverged, or the app raised an error.
+        declined: the client does not do what was asked: its policy, its budget or its release of this package forbids it.
+        rejected: the server refused the reply: it was malformed, not finite, or larger than any honest one.
+    """
+
+    silent: int = 0
+    failed: int = 0
+    declined: int = 0
+    rejected: int = 0
+
+    @property
+    def total(self) -> int:
+        """How many they are together."""
+        return self.silent + self.failed + self.declined + self.rejected
+
+    def __add__(self, other: "Missing") -> "Missing":
+        return Missing(
+            silent=self.silent + other.silent,
+            failed=self.failed + other.failed,
+            declined=self.declined + other.declined,
+            rejected=self.rejected + other.rejected,
+        )
+
+    def __str__(self) -> str:
+        words = {
+            "from nodes that did not reply": self.silent,
+            "whose training failed or diverged": self.failed,
+            "declined by clients": self.declined,
+            "refused by the server": self.rejected,
+        }
+        return ", ".join(f"{count} {what}" for what, count in words.items() if count)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +73,7 @@ class Collected:
     total: np.ndarray
     clients: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    missing: Missing = Missing()
     metrics: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
     payload_bytes: int = 0
@@ -58,54 +100,81 @@ class Bounds:
 
 
 def collect(
-    replies: Iterable[Message], *, asked: Mapping[int, tuple[str, ...]], vector: np.ndarray, layout: Layout, bounds: Bounds, stock: bool
+    replies: Iterable[Message],
+    *,
+    asked: Mapping[int, tuple[str, ...]],
+    sent: Mapping[str, int],
+    model: Model,
+    bounds: Bounds,
+    stock: bool,
 ) -> Collected:
     """Add up the replies of a round; exactly, where they lie on a lattice.
 
     Args:
         replies: as they came, errors among them.
         asked: the clients that were asked, by node.
-        vector: the global model that was sent [d], float32.
-        layout: its layout.
+        sent: the node of every message, by the message's id.
+        model: the global model that was sent.
         bounds: what the server enforces.
         stock: whether the nodes are stock clients; else a reply without an answer is refused: it says of itself that nothing of
             what was ordered, noise among it, was done.
     """
-    collected = Collected(total=np.zeros(layout.size, np.float64))
+    collected = Collected(total=np.zeros(model.layout.size, np.float64))
     open_nodes = dict(asked)
     for reply in replies:
         node = reply.metadata.src_node_id
+        if reply.has_error() and node not in asked:
+            # The SuperLink speaks for a node that is gone.
+            node = sent.get(reply.metadata.reply_to_message_id, node)
         names = open_nodes.pop(node, None)
         if names is None:
             log.warning("node %s: reply refused: it was not asked this round, or has replied already", node)
             continue
         try:
             if reply.has_error():
-                raise ValueError(f"error reply: {_last_words(reply.error.reason)}")
-            _add(collected, reply, names, vector, layout, bounds, stock)
+                _leave_out(collected, node, names, reply.error.code, _last_words(reply.error.reason))
+            else:
+                _add(collected, reply, names, model, bounds, stock)
         except Exception as error:  # whatever a forged reply may raise, it must not end the run
             reason = str(error)[:_MOST_REASON]
             log.warning("node %s: reply refused: %s", node, reason)
             collected.refused |= dict.fromkeys(names, reason)
+            collected.missing += Missing(rejected=len(names))
     for node, names in open_nodes.items():
         log.warning("node %s: no reply", node)
         collected.refused |= dict.fromkeys(names, "no reply")
+        collected.missing += Missing(silent=len(names))
     return collected
 
 
+def _leave_out(collected: Collected, node: int, names: tuple[str, ...], code: int, words: str) -> None:
+    """Write down why a node with an error reply does not count."""
+    count = len(names)
+    if code not in APP_RAISED:
+        missing, what = Missing(silent=count), "no reply"
+    elif f"{wire.DECLINED}: " in words:
+        missing, what = Missing(declined=count), "error reply"
+    else:
+        missing, what = Missing(failed=count), "error reply"
+    collected.missing += missing
+    log.warning("node %s: %s: %s", node, what, words)
+    collected.refused |= dict.fromkeys(names, f"{what}: {words}")
+
+
 def _add(
-    collected: Collected, reply: Message, names: tuple[str, ...], vector: np.ndarray, layout: Layout, bounds: Bounds, stock: bool
+    collected: Collected, reply: Message, names: tuple[str, ...], model: Model, bounds: Bounds, stock: bool
 ) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
+    layout = model.layout
     # Twice the model in float64, and what an array's name and header take.
-    most = 16 * layout.size + 2048 * len(layout.names) + 6 * wire.most_answer_characters(len(names))
-    num_bytes = wire.check_content(reply.content, most_entries=len(layout.names) + _MOST_ENTRIES, most_bytes=most)
+    most = 16 * layout.size + model.frozen_bytes + 2048 * len(model.names) + 6 * wire.most_answer_characters(len(names))
+    num_bytes = wire.check_content(reply.content, most_entries=len(model.names) + _MOST_ENTRIES, most_bytes=most)
     record = wire.arrays_of(reply.content)
     answer = wire.answer_of(reply.content, names)
     if answer is None and not stock:
         raise ValueError("it has no answer to its instruction, though the node has named its clients")
     if answer is None:
-        update, clients = wire.model_vector(record, layout) - vector, names
+        update, clients = model.read(record) - model.vector, names
     else:
         clients = tuple(name for name in names if name not in answer.refused)
         update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size, mask=bounds.mask)
@@ -128,6 +197,8 @@ def _add(
     collected.clients.extend(clients)
     if answer is not None:
         collected.refused |= answer.refused
+        failed = sum(reason.startswith(wire.FAILED) for reason in answer.refused.values())
+        collected.missing += Missing(failed=failed, declined=len(answer.refused) - failed)
         collected.seeded_noise |= answer.seeded_noise
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value

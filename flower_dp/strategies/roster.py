@@ -16,15 +16,15 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.strategies.replies import APP_RAISED
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
 log = logging.getLogger("flwr")
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 600.0
+_SETTLED_SECONDS = 3.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
-# Codes of error replies in which the app itself refused the message: unknown, and an exception in the ClientApp.
-_APP_RAISED = (0, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
     hosted: dict[int, _Hosted] = {}
     dialect: Dialect | None = None
     hosting = False
+    seen, settled = -1, 0.0
     while True:
         new = sorted(set(grid.get_node_ids()) - set(hosted))
         if new and dialect is None:
@@ -77,6 +78,12 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
         count = sum(len(node.names) for node in hosted.values())
         if count >= num_clients:
             break
+        if count != seen:
+            seen, settled = count, time.monotonic()
+            log.info("%s of %s clients registered", count, num_clients)
+        # In a simulation all nodes are there from the start, a moment after the server.
+        if type(grid).__name__ == "InMemoryGrid" and hosted and time.monotonic() > settled + _SETTLED_SECONDS:
+            raise ValueError(f"num_clients={num_clients}: the simulation has {count} clients on {len(hosted)} nodes")
         if time.monotonic() > deadline:
             raise TimeoutError(f"num_clients={num_clients}: only {count} clients on {len(hosted)} nodes after {timeout:g} s")
         time.sleep(_POLL_SECONDS)
@@ -111,7 +118,7 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[bool, Dialect | None]:
             if not reply.has_error():
                 # A stock app may answer queries of its own.
                 return _told(reply) is not None, MESSAGE_API
-            if reply.error.code not in _APP_RAISED:
+            if reply.error.code not in APP_RAISED:
                 log.warning("node %s: %s", node, reply.error.reason)
                 continue
             for properties in _send(grid, [_properties_query(node)]):

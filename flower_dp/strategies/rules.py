@@ -1,6 +1,6 @@
 """Rules: what a method hands to the strategy, and the facts that pass between them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict, get_type_hints
 
@@ -10,7 +10,8 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.replies import Bounds, Collected, Missing
+from flower_dp.wire import Model
 
 
 class Options(TypedDict, total=False):
@@ -20,11 +21,14 @@ class Options(TypedDict, total=False):
         report_client_metrics: ask clients for training metrics, which are not private; the statement says so then.
         registration_timeout: seconds to wait for the clients; 600 by default.
         noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
+        frozen_arrays: names of the model's arrays that are sent and never trained, clipped or noised, such as the causal mask of
+            a stock model's state_dict. A reply in which one differs is refused.
     """
 
     report_client_metrics: bool
     registration_timeout: float
     noise_seed: int | None
+    frozen_arrays: Sequence[str]
 
 
 def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,15 +92,24 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A round under way: the model that was sent [d], and the clients that were asked, by node."""
+    """A round under way: the model that was sent, and the clients that were asked, by node."""
 
     server_round: int
-    layout: Layout
-    vector: np.ndarray
+    model: Model
     asked: dict[int, tuple[str, ...]]
     bytes_down: int
     started: float
     stock: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the arrays that are trained."""
+        return self.model.layout
+
+    @property
+    def vector(self) -> np.ndarray:
+        """The model that was sent [d], float32."""
+        return self.model.vector
 
     @property
     def cohort_size(self) -> int:
@@ -110,15 +123,17 @@ class RunFacts:
 
     Attributes:
         seeded_noise: whether noise or sampling came from a fixed seed; the run is not private then.
-        num_missing: updates that were asked for and did not count.
+        missing: updates that were asked for and did not count.
         incidents: what happened, in words.
         report_client_metrics: whether clients were asked for metrics, which are not private.
+        own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
     """
 
     seeded_noise: bool
-    num_missing: int
+    missing: Missing
     incidents: tuple[str, ...]
     report_client_metrics: bool
+    own_evaluation: bool = False
 
 
 class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)

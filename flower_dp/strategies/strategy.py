@@ -18,9 +18,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
-from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.replies import Collected, collect
+from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
 
@@ -31,7 +30,6 @@ _PULL_SECONDS = 0.002
 # Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
 _LOG_SECONDS = 1.0
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
-_LARGEST_ARRAY = 2**40
 
 
 class DPStrategy(Strategy):
@@ -41,6 +39,7 @@ class DPStrategy(Strategy):
         rules: what the method releases, asks and charges; its ledgers are there.
         rounds: the numbers of every round. Not to be published as they are: see `RoundReport.public`.
         incidents: what happened, in words.
+        missing: updates that were asked for and did not count, by what became of them.
 
     Args:
         rules: the method's rules.
@@ -71,6 +70,7 @@ class DPStrategy(Strategy):
         self.report_client_metrics = checks.flag("report_client_metrics", options.get("report_client_metrics", False))
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
         self.noise_seed = options.get("noise_seed")
+        self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
@@ -81,11 +81,13 @@ class DPStrategy(Strategy):
         """Forget the last run."""
         self.rounds: list[RoundReport] = []
         self.incidents: list[str] = []
-        self.num_missing = 0
+        self.missing = Missing()
         self.seeded_noise = self.noise_seed is not None
         self._refusal = "no reply"
         self._roster: Roster | None = None
         self._round: Round | None = None
+        self._sent: list[Message] = []
+        self._looked = False
         self._unpaid: set[int] = set()
         self._stated: tuple[Any, PrivacyStatement] | None = None
         self.rules.begin()
@@ -120,10 +122,16 @@ class DPStrategy(Strategy):
         """What a statement tells besides the ledgers."""
         return RunFacts(
             seeded_noise=self.seeded_noise,
-            num_missing=self.num_missing,
+            missing=self.missing,
             incidents=tuple(self.incidents),
             report_client_metrics=self.report_client_metrics,
+            own_evaluation=self._evaluates,
         )
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether a subclass asks clients to evaluate, in its own `configure_evaluate`."""
+        return type(self).configure_evaluate is not DPStrategy.configure_evaluate
 
     @property
     def statement(self) -> PrivacyStatement:
@@ -150,13 +158,19 @@ class DPStrategy(Strategy):
         `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. `timeout` bounds each round.
 
         Raises:
-            ValueError: for a model with arrays that can't be made private, or clients that don't fit `num_clients`.
+            ValueError: for a model with arrays that can't be made private or are not finite, clients that don't fit
+                `num_clients`, or a target that does not pay for one round.
             TimeoutError: if the clients don't register in time.
             RuntimeError: if no client answers usefully in the first rounds, or in all of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
+        if evaluate_config and not self._evaluates:
+            raise ValueError(
+                "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
+                "give evaluate_fn with public data, or override configure_evaluate"
+            )
         self._begin()
-        layout = Layout.of(wire.numpy_arrays(initial_arrays, limit=_LARGEST_ARRAY))
+        layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
         if type(grid).__name__ == "InMemoryGrid":
             setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         result = Result(arrays=initial_arrays)
@@ -166,7 +180,8 @@ class DPStrategy(Strategy):
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
         self._evaluate(evaluate_fn, 0, result)
         try:
-            self._run(grid, num_rounds, timeout, train_config or ConfigRecord(), evaluate_fn, result)
+            configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+            self._run(grid, num_rounds, timeout, configs, evaluate_fn, result)
             self._check_fruit(ended=True)
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
@@ -178,7 +193,7 @@ class DPStrategy(Strategy):
         grid: Grid,
         num_rounds: int,
         timeout: float,
-        train_config: ConfigRecord,
+        configs: tuple[ConfigRecord, ConfigRecord],
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
         result: Result,
     ) -> None:
@@ -188,7 +203,7 @@ class DPStrategy(Strategy):
             if time.monotonic() >= due or server_round == num_rounds:
                 log.info("[ROUND %s/%s]", server_round, num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
-            messages = self.configure_train(server_round, result.arrays, train_config, grid)
+            messages = self.configure_train(server_round, result.arrays, configs[0], grid)
             if server_round in self._unpaid:
                 break
             replies = grid.send_and_receive(messages, timeout=timeout)
@@ -197,6 +212,12 @@ class DPStrategy(Strategy):
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
+            if self._evaluates:
+                messages = self.configure_evaluate(server_round, result.arrays, configs[1], grid)
+                metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
+                if metrics is not None:
+                    log.info("round %s: clients: %s", server_round, dict(metrics))
+                    result.evaluate_metrics_clientapp[server_round] = metrics
             self._evaluate(evaluate_fn, server_round, result)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -210,25 +231,25 @@ class DPStrategy(Strategy):
         if reason := "the run has ended" if self._unpaid else self.rules.why_stop(server_round, None):
             return self._stop(server_round, reason)
         started = time.monotonic()
-        layout = Layout.of(wire.numpy_arrays(arrays, limit=_LARGEST_ARRAY))
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
         if reason := self.rules.why_stop(server_round, len(cohort)):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort)))
+            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model))
             for node, names in asked.items()
         ]
         self._round = Round(
             server_round=server_round,
-            layout=layout,
-            vector=wire.model_vector(arrays, layout),
+            model=model,
             asked=asked,
             bytes_down=sum(wire.content_bytes(message.content) for message in messages),
             started=started,
             stock=not roster.hosting,
         )
+        self._sent = messages
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -241,16 +262,18 @@ class DPStrategy(Strategy):
             return None, None
         if now is None or now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
-        self._round = None
+        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
+        self._round, self._sent = None, []
         collected = collect(
             replies,
             asked=now.asked,
-            vector=now.vector,
-            layout=now.layout,
+            sent=sent,
+            model=now.model,
             bounds=self.rules.bounds(now),
             stock=now.stock,
         )
         self.seeded_noise |= collected.seeded_noise
+        self._look_for_constants(now, collected)
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
         self._refusal = next(iter(collected.refused.values()), self._refusal)
@@ -258,10 +281,13 @@ class DPStrategy(Strategy):
         metrics = MetricRecord({**report.public()})
         if self.report_client_metrics and collected.clients:
             metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
-        return wire.model_record(vector, now.layout), metrics
+        return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Ask no client: metrics on private data would leave without protection. Use `evaluate_fn` with public data."""
+        """Ask no client: metrics on private data would leave without protection. Use `evaluate_fn` with public data.
+
+        A subclass may override this and `aggregate_evaluate`; the statement then says that such metrics are not covered.
+        """
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -287,7 +313,7 @@ class DPStrategy(Strategy):
         return self._roster
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
-        self.num_missing += now.cohort_size - len(collected.clients)
+        self.missing += collected.missing
         report = RoundReport(
             server_round=now.server_round,
             cohort_size=now.cohort_size,
@@ -303,13 +329,35 @@ class DPStrategy(Strategy):
         return report
 
     def _stop(self, server_round: int, reason: str) -> list[Message]:
-        """Write down that a round is not run, once for all that follow; return its messages: none."""
+        """Write down that a round is not run, once for all that follow; return its messages: none.
+
+        Raises:
+            ValueError: if no round was run before: the model would be the initial one.
+        """
         self._round = None
         if not self._unpaid:
             self.incidents.append(f"ended before round {server_round}: {reason}")
             log.info("%s", self.incidents[-1])
         self._unpaid.add(server_round)
+        if not self.rounds:
+            raise ValueError(f"no round was run: {reason}; not even one can be paid for")
         return []
+
+    def _look_for_constants(self, now: Round, collected: Collected) -> None:
+        """Warn, once, of arrays that no reply of the first round changes: they get noise all the same.
+
+        It looks at sums without noise, which are there only for a server that is trusted with them, and says it in its log only.
+        """
+        if self._looked or not collected.clients or self.rules.bounds(now).clip_norm is None:
+            return
+        self._looked = True
+        same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
+        if same and len(same) < len(now.layout.names):
+            log.warning(
+                "round %s: no reply changes %s, which noise is added to; name constant arrays in frozen_arrays",
+                now.server_round,
+                ", ".join(map(repr, same)),
+            )
 
     def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
         """Return the next global model [d], float32: the last one where the round has to be left out, though it was paid for."""
@@ -338,7 +386,7 @@ class DPStrategy(Strategy):
         rng = self._generator("cohort", server_round)
         return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
 
-    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> wire.Instruction:
+    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int, model: wire.Model) -> wire.Instruction:
         """Return what the clients of one node are asked to do."""
         return wire.Instruction(
             server_round=server_round,
@@ -347,6 +395,7 @@ class DPStrategy(Strategy):
             clip_norm=self.rules.clip_norm,
             noise_multiplier=self.rules.noise_multiplier(names),
             report_metrics=self.report_client_metrics,
+            frozen=model.frozen_positions,
             order=self.rules.order(server_round, names, cohort_size),
         )
 
@@ -367,4 +416,5 @@ class DPStrategy(Strategy):
     ) -> None:
         metrics = evaluate_fn(server_round, result.arrays) if evaluate_fn else None
         if metrics is not None:
+            log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
             result.evaluate_metrics_serverapp[server_round] = metrics

@@ -6,8 +6,8 @@ string; a reply without that string is a stock client's model. Nothing here trus
 memory is taken, and every refusal is a ValueError that says why.
 """
 
-from flower_dp.wire.answer import MOST_REASON, MOST_REASONS, Answer, most_answer_characters
-from flower_dp.wire.arrays import model_record, model_vector, numpy_arrays, payload_of
+from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
+from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
@@ -24,6 +24,8 @@ from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
 from flower_dp.wire.text import KEY, PROTOCOL
 
 __all__ = [
+    "DECLINED",
+    "FAILED",
     "KEY",
     "MESSAGE_API",
     "MOST_REASON",
@@ -36,13 +38,12 @@ __all__ = [
     "FedSMPOrder",
     "Instruction",
     "LocalOrder",
+    "Model",
     "answer_of",
     "arrays_of",
     "check_content",
     "content_bytes",
     "instruction_of",
-    "model_record",
-    "model_vector",
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",

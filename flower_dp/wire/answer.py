@@ -8,6 +8,8 @@ from flower_dp.core import checks
 from flower_dp.core.compression import Header
 from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
 
+# How a reason begins: of a client that can't train, or whose training diverges, and of one that does not do what is asked.
+FAILED, DECLINED = "training failed", "declined"
 # Of an answer: what a client says of a refusal, and how many different things.
 MOST_REASON, MOST_REASONS = 200, 16
 _MOST_METRICS = 16

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -11,6 +13,8 @@ from flower_dp.core.compression import Header, Payload
 from flower_dp.core.vectors import Layout
 
 _NPY_HEADER_BYTES = 1024
+# Of the server's own model.
+_LARGEST_ARRAY = 2**40
 # The one form in which NumPy writes an array of numbers (format 1.0). Nothing else is parsed: a general parser of headers can be
 # made to fail in many ways by a forged one.
 _NPY_HEADER = re.compile(
@@ -42,25 +46,83 @@ def numpy_arrays(record: ArrayRecord, *, limit: int) -> dict[str, np.ndarray]:
     return {name: _numpy(name, array, limit) for name, array in record.items()}
 
 
-def model_vector(record: ArrayRecord, layout: Layout) -> np.ndarray:
-    """Return a model's arrays as one float32 vector: by name, or by position where the sender has no names.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Model:
+    """The global model as it is sent: arrays that are trained, as one vector, and frozen ones, which nothing may change.
 
-    Raises:
-        ValueError: if count, names or shapes are not the layout's.
+    Attributes:
+        names: of all arrays, in the order in which they are sent.
+        layout: of the arrays that are trained.
+        vector: their values [d], float32.
+        frozen: the other arrays, by name.
+
+    Example:
+        >>> import numpy as np
+        >>> from flwr.app import Array, ArrayRecord
+        >>> from flower_dp.wire import Model
+        >>> record = ArrayRecord({"weight": Array(np.ones(2, np.float32)), "mask": Array(np.array([-np.inf, 0.0]))})
+        >>> model = Model.of(record, frozen=["mask"])
+        >>> model.vector.tolist(), model.frozen_positions
+        ([1.0, 1.0], (1,))
     """
-    if len(record) != len(layout.names):
-        raise ValueError(f"model has {len(record)} arrays: must be {len(layout.names)}")
-    arrays = numpy_arrays(record, limit=8 * max(layout.size, 1))
-    if set(arrays) != set(layout.names) and len(arrays) == len(layout.names) and all(name.isdigit() for name in arrays):
-        arrays = dict(zip(layout.names, arrays.values(), strict=True))
-    with np.errstate(over="ignore"):  # infinite entries are refused by whoever adds them up
-        vector: np.ndarray = layout.flatten(arrays)
-    return vector
 
+    names: tuple[str, ...]
+    layout: Layout
+    vector: np.ndarray
+    frozen: Mapping[str, np.ndarray]
 
-def model_record(vector: np.ndarray, layout: Layout) -> ArrayRecord:
-    """Return a vector as a model's array record, under the model's own names, shapes and dtypes."""
-    return ArrayRecord({name: FlowerArray(np.asarray(array, order="C")) for name, array in layout.unflatten(vector).items()})
+    @classmethod
+    def of(cls, record: ArrayRecord, *, frozen: Sequence[str] = ()) -> "Model":
+        """Read a model that is this server's own.
+
+        Raises:
+            ValueError: if an array can't be made private (see `Layout.of`) or is not finite, or `frozen` names none.
+        """
+        arrays = numpy_arrays(record, limit=_LARGEST_ARRAY)
+        if unknown := sorted(set(frozen) - set(arrays)):
+            raise ValueError(f"frozen_arrays: the model has no array {unknown[0]!r}; it has {', '.join(arrays)}")
+        trained = {name: array for name, array in arrays.items() if name not in frozen}
+        layout = Layout.of(trained)
+        for name, array in trained.items():
+            if not np.isfinite(array).all():
+                raise ValueError(f"array {name!r} has NaN or infinite entries; if it is a constant, name it in frozen_arrays")
+        with np.errstate(over="ignore"):
+            vector = layout.flatten(trained)
+        return cls(names=tuple(arrays), layout=layout, vector=vector, frozen={name: arrays[name] for name in frozen})
+
+    @property
+    def frozen_positions(self) -> tuple[int, ...]:
+        """The positions of the frozen arrays among all arrays."""
+        return tuple(position for position, name in enumerate(self.names) if name in self.frozen)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of the frozen arrays, in double precision."""
+        return sum(8 * array.size for array in self.frozen.values())
+
+    def read(self, record: ArrayRecord) -> np.ndarray:
+        """Return the trained arrays of a reply as one float32 vector: by name, or by position where the sender has no names.
+
+        Raises:
+            ValueError: if count, names or shapes are not this model's, or a frozen array was changed.
+        """
+        if len(record) != len(self.names):
+            raise ValueError(f"model has {len(record)} arrays: must be {len(self.names)}")
+        limit = max(8 * max(self.layout.size, 1), self.frozen_bytes)
+        arrays = numpy_arrays(record, limit=limit)
+        if set(arrays) != set(self.names) and all(name.isdigit() for name in arrays):
+            arrays = dict(zip(self.names, arrays.values(), strict=True))
+        for name, kept in self.frozen.items():
+            if name not in arrays or not np.array_equal(arrays[name], kept, equal_nan=kept.dtype.kind == "f"):
+                raise ValueError(f"array {name!r} was changed or left out, though frozen_arrays names it")
+        with np.errstate(over="ignore"):  # infinite entries are refused by whoever adds them up
+            vector: np.ndarray = self.layout.flatten({name: array for name, array in arrays.items() if name not in self.frozen})
+        return vector
+
+    def record(self, vector: np.ndarray) -> ArrayRecord:
+        """Return a vector and the frozen arrays as an array record, under the model's own names, shapes and dtypes."""
+        arrays = {**self.layout.unflatten(vector), **self.frozen}
+        return ArrayRecord({name: FlowerArray(np.asarray(arrays[name], order="C")) for name in self.names})
 
 
 def _numpy(name: str, array: FlowerArray, limit: int) -> np.ndarray:

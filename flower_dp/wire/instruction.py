@@ -9,7 +9,7 @@ from flower_dp.core import checks
 from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
 
 _MOST_INSTRUCTION_CHARACTERS = 2**28
-_COMMON = ("server_round", "method", "clients", "clip_norm", "noise_multiplier", "report_metrics")
+_COMMON = ("server_round", "method", "clients", "clip_norm", "noise_multiplier", "report_metrics", "frozen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class Instruction:
         clip_norm: norm bound of what every client sends.
         noise_multiplier: what the server says of the whole release: noise scale / clip norm.
         report_metrics: whether clients are asked for training metrics, which are not private.
+        frozen: positions of the arrays of the model that are sent and not trained.
         order: the method's own table: `ClientLevelOrder` or `LocalOrder`, or another that the method reads.
 
     Example:
@@ -41,6 +42,7 @@ class Instruction:
     clip_norm: float
     noise_multiplier: float
     report_metrics: bool = False
+    frozen: tuple[int, ...] = ()
     order: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,6 +53,8 @@ class Instruction:
         checks.number("clip_norm", self.clip_norm, above=0)
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
         checks.flag("report_metrics", self.report_metrics)
+        for position in self.frozen:
+            checks.integer("frozen", position, at_least=0)
 
     def to_json(self) -> str:
         """Return the instruction as one string; the method's table stands under the method's name."""
@@ -72,9 +76,10 @@ class Instruction:
             raise ValueError(f"instruction: has no table for method={method!r}")
         words = {name: value for name, value in data.items() if name in _COMMON or not isinstance(value, dict)}
         check_keys("instruction", words, _COMMON)
-        if not isinstance(words["clients"], list):
-            raise ValueError("instruction: clients must be a list")
-        return cls(**{**words, "clients": tuple(words["clients"]), "order": order})
+        for name in ("clients", "frozen"):
+            if not isinstance(words[name], list):
+                raise ValueError(f"instruction: {name} must be a list")
+        return cls(**{**words, "clients": tuple(words["clients"]), "frozen": tuple(words["frozen"]), "order": order})
 
 
 def _check_names(names: tuple[str, ...]) -> None:

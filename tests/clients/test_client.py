@@ -19,6 +19,7 @@ from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecor
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
+from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
 
 SIZE = 20_000
@@ -469,10 +470,14 @@ APPS = {
 }
 
 
+def _record(vector: np.ndarray, layout: Layout) -> ArrayRecord:
+    return wire.Model(names=layout.names, layout=layout, vector=vector, frozen={}).record(vector)
+
+
 def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None) -> tuple[list[np.ndarray], Answer]:
     app, dialect = APPS[name]
     layout = _client(DATA).model.layout
-    record = wire.model_record(np.zeros(30, np.float32) if vector is None else vector, layout)
+    record = _record(np.zeros(30, np.float32) if vector is None else vector, layout)
     if dialect is NUMPY_CLIENT:
         record = ArrayRecord(record.to_numpy_ndarrays())
     reply = app(wire.train_message(1, dialect, record, {}, instruction), _context())
@@ -497,7 +502,7 @@ def test_both_ways_into_flower_give_the_same_payload(keep_ratio: float) -> None:
 def test_replies_hold_nothing_else_about_the_data(name: str) -> None:
     app, dialect = APPS[name]
     instruction = _instruction(("a",), noise_std=0.3)
-    record = wire.model_record(np.zeros(30, np.float32), _client(DATA).model.layout)
+    record = _record(np.zeros(30, np.float32), _client(DATA).model.layout)
     content = app(wire.train_message(1, dialect, record, {}, instruction), _context()).content
     metrics = {key: value for part in content.metric_records.values() for key, value in part.items()}
     assert metrics in ({}, {"num_examples": 1})
@@ -524,7 +529,7 @@ def test_a_node_that_cant_make_its_client_says_why() -> None:
 def test_the_message_api_matches_arrays_by_name() -> None:
     app, _ = APPS["message API"]
     instruction = _instruction(("a",))
-    record = ArrayRecord({"other": wire.model_record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
+    record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
     with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['weight'\]"):
         app(wire.train_message(1, MESSAGE_API, record, {}, instruction), _context())
 

@@ -133,7 +133,7 @@ def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
     # All answer in the first round: a run in which nobody ever does would be given up.
     grid = LocalGrid(still_app(4), 4, tamper=lambda node, reply: [] if strategy.rounds and node <= drop else [reply])
     steps = increments(strategy, grid, model_arrays(still_model()), 10)
-    assert strategy.num_missing == 9 * drop
+    assert strategy.missing.total == 9 * drop
     assert_std(steps, 0.8 * 0.5 / 4)
     # Against a participant, who knows one of the four shares; against outsiders with all the noise.
     against = {adversary.name: adversary for adversary in strategy.statement.adversaries}
@@ -447,14 +447,14 @@ def test_rows_beyond_any_honest_one_are_refused_where_the_server_cannot_clip(siz
     # The noise of a refused client is made up for: every round is as without it.
     assert_std(steps, 0.8 * 0.5)
     asked = sum(report.cohort_size for report in strategy.rounds)
-    assert 0 < strategy.num_missing < asked
+    assert 0 < strategy.missing.total < asked
 
 
 @pytest.mark.slow
 def test_honest_rows_are_not_refused_for_their_length():
     strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=FullSampling(), num_clients=4, delta=1e-3)
     strategy.start(LocalGrid(still_app(4), 2), model_arrays(still_model()), num_rounds=30)
-    assert strategy.num_missing == 0
+    assert strategy.missing.total == 0
 
 
 def test_a_model_that_leaves_the_range_of_its_own_dtype_is_left_out():

@@ -55,6 +55,7 @@ def _read(kind: type, text: str) -> Any:
 
 
 LAYOUT = Layout.of({"w": np.zeros((2, 2), np.float32), "b": np.zeros((), np.float32)})
+MODEL = wire.Model(names=LAYOUT.names, layout=LAYOUT, vector=np.zeros(LAYOUT.size, np.float32), frozen={})
 
 
 def _npy(header: str, body: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
@@ -76,7 +77,7 @@ def _record(data: bytes, stype: str = "numpy.ndarray") -> ArrayRecord:
 @pytest.mark.parametrize("dialect", [MESSAGE_API, NUMPY_CLIENT])
 @pytest.mark.parametrize(("kind", "instruction", "order"), ORDERS)
 def test_an_instruction_survives_a_message(dialect: Dialect, kind: Any, instruction: Instruction, order: Any) -> None:
-    arrays = wire.model_record(np.arange(5, dtype=np.float32), LAYOUT)
+    arrays = MODEL.record(np.arange(5, dtype=np.float32))
     message = wire.train_message(12, dialect, arrays, {"lr": 0.5, "server-round": 99}, instruction)
     assert message.metadata.dst_node_id == 12
     assert message.metadata.message_type == "train"
@@ -85,7 +86,7 @@ def test_an_instruction_survives_a_message(dialect: Dialect, kind: Any, instruct
     assert (config["lr"], config["server-round"]) == (0.5, 3)
     assert wire.instruction_of(config) == instruction
     assert kind.of(wire.instruction_of(config)) == order
-    vector = wire.model_vector(wire.arrays_of(message.content), LAYOUT)
+    vector = MODEL.read(wire.arrays_of(message.content))
     np.testing.assert_array_equal(vector, np.arange(5))
 
 
@@ -662,24 +663,24 @@ def test_messages_of_very_many_records_or_very_long_texts_are_refused() -> None:
 
 def test_a_model_comes_through_by_name_in_any_order() -> None:
     vector = np.arange(5, dtype=np.float32)
-    record = wire.model_record(vector, LAYOUT)
+    record = MODEL.record(vector)
     assert list(record) == ["w", "b"]
     assert record["w"].shape == (2, 2)
-    np.testing.assert_array_equal(wire.model_vector(record, LAYOUT), vector)
+    np.testing.assert_array_equal(MODEL.read(record), vector)
     turned = ArrayRecord({"b": record["b"], "w": record["w"]})
-    np.testing.assert_array_equal(wire.model_vector(turned, LAYOUT), vector)
+    np.testing.assert_array_equal(MODEL.read(turned), vector)
 
 
 def test_a_model_without_names_comes_through_by_position() -> None:
     record = ArrayRecord([np.arange(4, dtype=np.float32).reshape(2, 2), np.array(4, np.float32)])
     assert list(record) == ["0", "1"]
-    np.testing.assert_array_equal(wire.model_vector(record, LAYOUT), np.arange(5))
+    np.testing.assert_array_equal(MODEL.read(record), np.arange(5))
 
 
 def test_models_of_half_and_double_precision_come_through() -> None:
     for dtype in (np.float16, np.float64):
         record = ArrayRecord([np.arange(4, dtype=dtype).reshape(2, 2), np.array(4, dtype)])
-        np.testing.assert_array_equal(wire.model_vector(record, LAYOUT), np.arange(5))
+        np.testing.assert_array_equal(MODEL.read(record), np.arange(5))
 
 
 @pytest.mark.parametrize(
@@ -698,13 +699,13 @@ def test_models_of_half_and_double_precision_come_through() -> None:
 )
 def test_other_models_are_refused(arrays: dict[str, np.ndarray]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        wire.model_vector(ArrayRecord({name: Array(array) for name, array in arrays.items()}), LAYOUT)
+        MODEL.read(ArrayRecord({name: Array(array) for name, array in arrays.items()}))
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "int64", "bool", "datetime64[s]", [("x", "<f4")]])
 def test_models_of_other_dtypes_are_refused(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"dtype|float"):
-        wire.model_vector(ArrayRecord([np.zeros((2, 2), dtype), np.zeros((), dtype)]), LAYOUT)
+        MODEL.read(ArrayRecord([np.zeros((2, 2), dtype), np.zeros((), dtype)]))
 
 
 def test_bytes_are_counted_as_sent() -> None:

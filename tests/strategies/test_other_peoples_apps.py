@@ -1,0 +1,258 @@
+"""What real apps and real nodes do that tests of our own clients don't: constant arrays, dead nodes, evaluation of their own."""
+
+import logging
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
+
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from flower_dp import wire
+from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg, replies
+from flower_dp.strategies.roster import call_roll
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+
+MASK = np.array([0.0, -np.inf, np.nan], np.float32)
+WORDS = {"clip_norm": 1e6, "noise_multiplier": 1e-9, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
+
+
+def model(**more):
+    return arrays(weight=np.zeros((2, 2), np.float32), mask=MASK, **more)
+
+
+def trained(change=None):
+    """Clients that add 1 to the weight and leave the mask as it is, but for what `change` does to it."""
+
+    def train(node, named):
+        mask = named["mask"] if change is None else change(node, named["mask"])
+        return {**named, "weight": named["weight"] + 1, "mask": mask}
+
+    return stock_app(train)
+
+
+# arrays that are sent and never trained
+
+
+def test_frozen_arrays_are_sent_and_never_trained_clipped_or_noised():
+    grid = LocalGrid(trained(), 2)
+    strategy = DPFedAvg(**WORDS | {"noise_multiplier": 1.0}, frozen_arrays=["mask"])
+    result = strategy.start(grid, model(), num_rounds=2)
+    assert list(result.arrays) == ["weight", "mask"]
+    np.testing.assert_array_equal(result.arrays["mask"].numpy(), MASK)
+    assert result.arrays["mask"].numpy().dtype == np.float32
+    assert abs(result.arrays["weight"].numpy()).max() > 1e3  # noise of 1e6 / 2
+    sent = [message for message in grid.sent if message.metadata.message_type == "train"]
+    assert all(list(message.content["arrays"]) == ["weight", "mask"] for message in sent)
+
+
+@pytest.mark.parametrize("change", [lambda mask: mask + 1, lambda mask: mask[:2], lambda mask: np.zeros_like(mask)])
+def test_a_reply_that_changes_a_frozen_array_is_refused(change):
+    grid = LocalGrid(trained(lambda node, mask: change(mask) if node == 1 else mask), 2)
+    strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"])
+    result = strategy.start(grid, model(), num_rounds=1)
+    assert strategy.rounds[0].replies == 1
+    assert strategy.missing == replies.Missing(rejected=1)
+    np.testing.assert_allclose(result.arrays["weight"].numpy(), 0.5, atol=0.01)
+
+
+def test_frozen_arrays_of_the_wrong_name_are_refused():
+    with pytest.raises(ValueError, match="frozen_arrays: the model has no array 'masks'"):
+        DPFedAvg(**WORDS, frozen_arrays=["masks"]).start(LocalGrid(trained(), 2), model())
+
+
+def test_a_model_that_is_not_finite_is_refused_before_any_client_is_asked():
+    grid = LocalGrid(trained(), 2)
+    strategy = DPFedAvg(**WORDS)
+    with pytest.raises(ValueError, match="array 'mask' has NaN or infinite entries.*frozen_arrays"):
+        strategy.start(grid, model())
+    assert not grid.sent
+    assert strategy.rules.ledger.num_charges == 0
+
+
+def test_frozen_arrays_of_clients_without_names_go_by_position():
+    one = wire.Model.of(model(), frozen=["mask"])
+    reply = ArrayRecord([np.full((2, 2), 3, np.float32), MASK])
+    np.testing.assert_array_equal(one.read(reply), [3, 3, 3, 3])
+    with pytest.raises(ValueError, match="array 'mask' was changed"):
+        one.read(ArrayRecord([np.full((2, 2), 3, np.float32), -MASK]))
+
+
+def test_arrays_that_no_reply_changes_are_named_in_the_log(caplog):
+    initial = arrays(weight=np.zeros(3, np.float32), scale=np.ones(2, np.float32))
+    app = stock_app(lambda node, named: {**named, "weight": named["weight"] + 1})
+    with caplog.at_level(logging.WARNING, "flwr"):
+        DPFedAvg(**WORDS).start(LocalGrid(app, 2), initial, num_rounds=3)
+    said = [record.getMessage() for record in caplog.records if "frozen_arrays" in record.getMessage()]
+    assert len(said) == 1
+    assert "'scale'" in said[0]
+    assert "'weight'" not in said[0]
+
+
+# who did not answer, and why
+
+
+def gone(message):
+    """What the SuperLink replies for a node that no longer reports."""
+    return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
+
+
+class DyingGrid(LocalGrid):
+    """A grid on which a node is gone when it is asked to train; the SuperLink says so in its own name."""
+
+    dead = (1,)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        out = list(messages)
+        received = list(super().send_and_receive(out, timeout=timeout))
+        train = [message for message in out if message.metadata.message_type == "train"]
+        errors = [gone(message) for message in train if message.metadata.dst_node_id in self.dead]
+        return errors + [
+            reply
+            for reply in received
+            if reply.metadata.message_type != "train" or reply.metadata.src_node_id not in self.dead
+        ]
+
+
+def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
+    grid = DyingGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    strategy = DPFedAvg(**WORDS)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
+    assert strategy.missing == replies.Missing(silent=1)
+    assert any("node 1: no reply: Error: Node Unavailable" in record.getMessage() for record in caplog.records)
+    assert not any("was not asked" in record.getMessage() for record in caplog.records)
+
+
+def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
+    def error(node, reason):
+        return [Message(Error(code=2, reason=reason), reply_to=Message(RecordDict(), node, "train"))]
+
+    def tamper(node, reply):
+        if node == 2:
+            return error(node, "RuntimeError: out of memory")
+        if node == 3:
+            return error(node, f"ValueError: {wire.DECLINED}: clip_norm=2: too much")
+        if node == 4:
+            return []
+        return [reply]
+
+    def shift(node):
+        return np.nan if node == 5 else 1.0
+
+    grid = LocalGrid(stock_app(shifted(shift)), 6, tamper=tamper)
+    strategy = DPFedAvg(**WORDS | {"num_clients": 6})
+    strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
+    assert strategy.missing == replies.Missing(silent=1, failed=1, declined=1, rejected=1)
+    said = str(strategy.statement)
+    assert (
+        "4 updates that were asked for did not count: 1 from nodes that did not reply, 1 whose training failed or diverged, "
+        "1 declined by clients, 1 refused by the server" in said
+    )
+
+
+# waiting for clients
+
+
+def test_waiting_says_how_many_clients_have_registered(caplog):
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    nodes, calls = list(grid.contexts), count()
+    grid.get_node_ids = lambda: nodes[: next(calls) + 1]
+    with caplog.at_level(logging.INFO, "flwr"):
+        call_roll(grid, 3, timeout=10)
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"{number} of 3 clients registered" in said for number in (1, 2)] == [True, True]
+
+
+def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch):
+    class InMemoryGrid(LocalGrid):
+        """Told by its name, as Flower's is."""
+
+    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.2)
+    grid = InMemoryGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
+        call_roll(grid, 5, timeout=30)
+
+
+# a run that can't pay
+
+
+def test_a_run_that_can_not_pay_for_one_round_fails():
+    words = WORDS | {"noise_multiplier": 0.1, "target_epsilon": 0.5}
+    strategy = DPFedAvg(**words)
+    with pytest.raises(ValueError, match=r"no round was run: it would pass target_epsilon=0\.5"):
+        strategy.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(weight=np.zeros(4, np.float32)))
+    assert strategy.statement.epsilon == 0
+
+
+# evaluation
+
+
+class Evaluating(DPFedAvg):
+    def configure_evaluate(self, server_round, arrays, config, grid):
+        self.asked = [server_round, dict(config)]
+        return []
+
+    def aggregate_evaluate(self, server_round, replies):
+        return MetricRecord({"accuracy": 0.5})
+
+
+def test_evaluation_of_a_subclass_runs_and_the_statement_says_that_it_is_not_covered():
+    strategy = Evaluating(**WORDS)
+    result = strategy.start(
+        LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
+        arrays(weight=np.zeros(4, np.float32)),
+        num_rounds=2,
+        evaluate_config=ConfigRecord({"batch-size": 8}),
+    )
+    assert strategy.asked == [2, {"batch-size": 8}]
+    assert dict(result.evaluate_metrics_clientapp[2]) == {"accuracy": 0.5}
+    assert any("configure_evaluate" in line for line in strategy.statement.not_covered)
+    assert not any("configure_evaluate" in line for line in DPFedAvg(**WORDS).statement.not_covered)
+
+
+def test_an_evaluate_config_that_nobody_reads_is_refused():
+    with pytest.raises(ValueError, match="evaluate_config: no client evaluates"):
+        DPFedAvg(**WORDS).start(
+            LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
+            arrays(weight=np.zeros(4, np.float32)),
+            evaluate_config=ConfigRecord({"batch-size": 8}),
+        )
+
+
+def test_what_evaluate_fn_returns_is_logged_and_kept(caplog):
+    with caplog.at_level(logging.INFO, "flwr"):
+        result = DPFedAvg(**WORDS).start(
+            LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
+            arrays(weight=np.zeros(4, np.float32)),
+            num_rounds=2,
+            evaluate_fn=lambda server_round, arrays: MetricRecord({"accuracy": server_round / 10}),
+        )
+    assert {number: dict(record) for number, record in result.evaluate_metrics_serverapp.items()} == {
+        number: {"accuracy": number / 10} for number in (0, 1, 2)
+    }
+    assert any("round 2: evaluate_fn: {'accuracy': 0.2}" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("numpy_client", [False, True])
+def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
+    def client_fn(context):
+        records = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
+        name = str(context.node_id)
+        return DPClient(model=nn.Linear(2, 2), clients={name: records}, training=LocalTraining(learning_rate=1.0))
+
+    app = ClientApp(client_fn=lambda context: client_fn(context).to_client()) if numpy_client else client_app(client_fn)
+    initial = arrays(mask=MASK, weight=np.zeros((2, 2), np.float32), bias=np.zeros(2, np.float32))
+    strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"])
+    result = strategy.start(LocalGrid(app, 2), initial, num_rounds=1)
+    assert strategy.rounds[0].replies == 2
+    assert list(result.arrays) == ["mask", "weight", "bias"]
+    np.testing.assert_array_equal(result.arrays["mask"].numpy(), MASK)
+    assert result.arrays["bias"].numpy()[0] > 0.4  # the only label
