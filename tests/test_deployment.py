@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPSConnection
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import yaml
@@ -22,8 +24,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = REPOSITORY / "examples" / "deployment"
 BIN = Path(sys.executable).parent
 DEVICES = ("device-1", "device-2", "device-3")
+HEARTBEAT_SECONDS = 10  # the least that Flower accepts
 GENERATED = ("certs", "devices", "operator", "proxy", "state", "*.fab", "*.csv")
 # Where the tests' user is root, no mode bits hold it back: these capabilities are what lets it pass.
+ACTIVE = "SuperNode ID: "
 UNPRIVILEGED = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"] if os.geteuid() == 0 else []
 
 
@@ -65,6 +69,12 @@ class Deployment:
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
         }
+        # Flower's default is 30 s, and a node is given up after twice that.
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(
+            f"from flwr.common import constant\nconstant.HEARTBEAT_DEFAULT_INTERVAL = {HEARTBEAT_SECONDS}\n"
+        )
+        self.node_environment = self.environment | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(REPOSITORY)])}
 
     def command(self, label, device=""):
         """A step's commands, with free ports and this machine's name."""
@@ -94,13 +104,26 @@ class Deployment:
             process = subprocess.Popen(
                 [*UNPRIVILEGED, "bash", "-c", change(self.command(label, device))],
                 cwd=self.folder,
-                env=self.environment,
+                env=self.node_environment if device else self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         self.started.append(process)
         return process
+
+    def bring_back(self, device):
+        """Start a SuperNode again and again, as `Restart=always` does: its key is refused until its heartbeat has run out."""
+        before = self.log("5d", device).count(ACTIVE)
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            process = self.spawn("5d", device)
+            while self.log("5d", device).count(ACTIVE) == before and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            if process.poll() is None:
+                return
+            end_group(process, signal.SIGKILL)
+        raise TimeoutError(f"{device} does not come back: {self.log('5d', device)[-2000:]}")
 
     def log(self, label, device=""):
         return (self.folder / f"{label}{device}.log").read_text()
@@ -150,6 +173,21 @@ def listens(port):
     return True
 
 
+def hold_records(made, device, released):
+    """Be the records of a device: a pipe that gives them at once, but in round 1 only when they are released."""
+    path = made.folder / "devices" / device / "records.csv"
+    text = path.read_text()
+    path.unlink()
+    os.mkfifo(path)
+    while True:
+        with path.open("w") as pipe:  # returns when the app opens them
+            if "ROUND 1]" in made.log("5d", device):
+                released.wait()
+            with suppress(BrokenPipeError):
+                pipe.write(text)
+        time.sleep(0.5)  # until the app has closed them
+
+
 @pytest.fixture
 def deployment(tmp_path):
     made = Deployment(tmp_path)
@@ -160,10 +198,11 @@ def deployment(tmp_path):
 
 
 @pytest.mark.flwr_run
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None or shutil.which("openssl") is None, reason="needs openssl and ssh-keygen")
 @pytest.mark.skipif(bool(UNPRIVILEGED) and shutil.which("setpriv") is None, reason="root can write everything: needs setpriv")
 def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
-    """TLS, keys, pinned bundles, ledgers: a node is killed -9 in round 1, and replies again in round 2."""
+    """TLS, keys, a proxy, pinned bundles, ledgers: a node is killed -9 in round 1, is back under its key, and replies in round 2."""
     made = deployment
     made.run("1")
     made.spawn("2")
@@ -193,16 +232,19 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     made.run("5c", "device-3")
     made.spawn("5d", "device-3")
 
-    run = made.spawn("6", change=lambda text: text.replace("num-rounds=3", "num-rounds=2 round-timeout=60.0"))
+    # Round 1 lasts until device-2 is back.
+    back = Event()
+    Thread(target=hold_records, args=(made, "device-3", back), daemon=True).start()
+    run = made.spawn("6", change=lambda text: text.replace("num-rounds=3", "num-rounds=2 round-timeout=300.0"))
     # Charged, and not yet sent: the node looks for replies to send every three seconds.
     wait_until(lambda: made.replies("device-2") == 1, f"round 1 doesn't begin: {made.log('6')[-3000:]}")
     end_group(nodes["device-2"], signal.SIGKILL)
-    made.spawn("5d", "device-2")
+    killed = time.monotonic()
 
     # A bundle that is not the pinned one can't come in meanwhile.
-    server = made.folder / "app" / "three_devices" / "task.py"
-    server.write_text(server.read_text() + "\n")
-    changed = subprocess.run(
+    changed = made.folder / "app" / "three_devices" / "task.py"
+    changed.write_text(changed.read_text() + "\n")
+    installed = subprocess.run(
         [*UNPRIVILEGED, "bash", "-c", "mkdir changed && cd changed && flwr build --app ../app && flwr install *.fab"],
         cwd=made.folder,
         env=made.environment | {"FLWR_HOME": str(made.folder / "devices" / "device-1" / "flower")},
@@ -211,20 +253,22 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
         timeout=60,
         check=False,
     )
-    assert changed.returncode != 0
-    assert "PermissionError" in changed.stderr
+    assert installed.returncode != 0
+    assert "PermissionError" in installed.stderr
 
-    assert run.wait(200) == 0
+    time.sleep(max(0.0, killed + 1.5 * HEARTBEAT_SECONDS - time.monotonic()))
+    made.bring_back("device-2")
+    back.set()
+    assert run.wait(300) == 0
     statement = json.loads((made.folder / "state" / "run" / "statement.json").read_text())
-    assert statement["private"], made.log("6")
-    # Two of six replies of a pure budget of 3; the lost one is charged like the others.
+    # Two of six replies of a pure budget of 3; the one that was lost is charged like the others, by the device too.
+    assert statement["private"]
     assert (statement["num_rounds"], statement["delta"]) == (2, 0.0)
     assert statement["epsilon"] == pytest.approx(1.0)
     assert [line for line in statement["incidents"] if line.startswith("1 replies that were asked for did not count")]
-    assert [made.replies(device) for device in DEVICES] == [2, 2, 2]
+    assert [made.replies(device) for device in DEVICES] == [2, 2, 2], made.log("6")
     assert "device-2: 2 of 6 replies, epsilon 1.0000 at delta 0 (replace-one)" in made.run("7", "device-2")
-    assert made.log("5d", "device-2").count("SuperNode ID: ") == 2
-    assert len(set(re.findall(r"SuperNode ID: (\d+)", made.log("5d", "device-2")))) == 1  # it has a key
+    assert len(set(re.findall(rf"{ACTIVE}(\d+)", made.log("5d", "device-2")))) == 1  # it has a key
 
 
 # The compose file

@@ -18,6 +18,8 @@ from flower_dp.privacy.ledger_file import LedgerFile
 log = logging.getLogger("flwr")
 
 KEY = "flower-dp.account"
+# The key of the node's config, which the device's owner writes and no server can change.
+LEDGER_PATH = "ledger-path"
 
 # One file for all clients of a node, or one each, by the client's name.
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
@@ -124,7 +126,25 @@ class FileAccount:
         return list(groups.values())
 
 
-def ledger_files(ledger: LedgerPaths, names: Iterable[str]) -> dict[str, LedgerFile]:
+def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -> Payer:
+    """Return the account of a node's clients: in files where there is a ledger, else in the node's state.
+
+    Args:
+        ledger: a path, or one for each client; None for none.
+        names: of the node's clients.
+        state: the node's state.
+
+    Raises:
+        ValueError: if there is neither, or the ledger is no path.
+    """
+    if ledger is not None:
+        return FileAccount(ledger_files(ledger, names), state)
+    if state is None:
+        raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
+    return Account(state)
+
+
+def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
     """Return every client's ledger file.
 
     Raises:

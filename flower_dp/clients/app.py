@@ -8,14 +8,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
+from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.client import NodeClient
 
 log = logging.getLogger("flwr")
 
 # No payload or model that a device can hold is larger.
 _LARGEST_ARRAY = 2**40
-# The key of the node's config, which the device's owner writes and no server can change.
-LEDGER_PATH = "ledger-path"
 
 
 def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:

@@ -7,7 +7,7 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
-from flower_dp.clients.account import Account, FileAccount, LedgerPaths, Payer, ledger_files
+from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
 from flower_dp.clients.client import NodeClient, Work
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_recipe import LocalRecipe
@@ -93,7 +93,7 @@ class LocalDPClient(NodeClient):
             return
         if self.ledger not in (None, ledger_path):
             raise ValueError(f"ledger-path={ledger_path!r}: the app has its own, ledger={self.ledger!r}; give one of them")
-        ledger_files(cast("LedgerPaths", ledger_path), self.clients)
+        ledger_files(ledger_path, self.clients)
         self.ledger = cast("LedgerPaths", ledger_path)
 
     @property
@@ -102,7 +102,7 @@ class LocalDPClient(NodeClient):
         return (self.recipe.method,)
 
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
-        account = self._account()
+        account = account_of(self.ledger, self.clients, self.state)
         order = LocalOrder.of(instruction)
         if self.policy.min_noise_std:
             raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
@@ -125,13 +125,6 @@ class LocalDPClient(NodeClient):
                 yield made, [job]
 
         return Work(groups=groups(), refused=dict(refused))
-
-    def _account(self) -> Payer:
-        if self.ledger is not None:
-            return FileAccount(ledger_files(self.ledger, self.clients), self.state)
-        if self.state is None:
-            raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
-        return Account(self.state)
 
     def _agreed(
         self, instruction: Instruction, order: LocalOrder

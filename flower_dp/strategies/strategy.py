@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -19,6 +19,7 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
@@ -299,6 +300,10 @@ class DPStrategy(Strategy):
         rules = self.rules
         expected = rules.sampling.expected_cohort(rules.num_clients)
         log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
+
+    def initialize_parameters(self, client_manager: Any) -> NoReturn:
+        """Raise `LegacyAppError`: Flower's old server API calls this first, and nothing of it is here."""
+        raise LegacyAppError(type(self).__name__)
 
     # Small things
 

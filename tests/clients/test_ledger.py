@@ -7,8 +7,7 @@ from flwr.app import RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, client_app, model_arrays
-from flower_dp.clients.account import Account
-from flower_dp.clients.app import LEDGER_PATH
+from flower_dp.clients.account import LEDGER_PATH, Account
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
 from flower_dp.core.sampling import FullSampling
