@@ -303,6 +303,7 @@ def test_the_containers_can_do_no_more_than_they_must():
         assert service["read_only"] is True, name
         assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
         assert service["user"].startswith("${DEPLOYMENT_UID:?"), name
+        assert service["user"].endswith("}:65534"), name
         assert not service.get("privileged"), name
         sources = [volume.split(":")[0] for volume in service["volumes"]]
         for source in sources:
@@ -327,6 +328,24 @@ def test_the_containers_can_do_no_more_than_they_must():
         assert [volume for volume in services[device]["volumes"] if "devices/" in volume] == [
             f"./devices/{device}:/work/devices/{device}"
         ]
+
+
+def test_keys_and_records_are_neither_in_the_image_nor_in_the_repository():
+    ignored = (EXAMPLE / "Dockerfile.dockerignore").read_text().split()
+    for name in (*GENERATED[:5], "public.csv"):
+        assert f"examples/deployment/{name}" in ignored
+    listed = (EXAMPLE / ".gitignore").read_text().split()
+    assert {"certs/", "devices/", "operator/", "proxy/", "state/", "public.csv", "*.fab"} <= set(listed)
+
+
+def test_the_proxy_passes_on_the_fleets_paths_and_no_others():
+    text = (EXAMPLE / "nginx.conf").read_text()
+    locations = dict(re.findall(r"location (\S+) \{\n(.*?)\n        \}", text, re.S))
+    assert set(locations) == {"/", "/v1/fleet/"}
+    assert locations["/"].split() == ["return", "404;"]
+    assert "proxy_pass https://127.0.0.1:8000/v1/fleet/;" in locations["/v1/fleet/"]
+    assert "proxy_ssl_verify on;" in locations["/v1/fleet/"]
+    assert text.count("proxy_pass ") == len(re.findall(r"^ *listen ", text, re.M)) == 1
 
 
 def test_the_files_that_the_containers_mount_are_what_the_guide_makes():

@@ -84,7 +84,7 @@ class LedgerFile:
     others, or that has no account of a client that is asked, is an error and not a new account.
 
     Args:
-        path: of the file. Its folder must be writable by this user, and by nobody whom the owner doesn't trust. Links are
+        path: of the file. Its folder must be writable by this user alone: others could put back an older copy. Links are
             followed; a file with a second hard link is refused, because a rename would part the two.
 
     Example:
@@ -115,6 +115,7 @@ class LedgerFile:
         with ledger._faults():
             if not ledger.path.parent.is_dir():
                 raise LedgerError("its folder does not exist")
+            _check_folder(ledger.path.parent)
             descriptor = os.open(ledger.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             _write(descriptor, dict.fromkeys(listed, Entry()))
             _sync_folder(ledger.path.parent)
@@ -199,6 +200,7 @@ class LedgerFile:
                     here, held = path.stat(), os.fstat(file.fileno())
                     if (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino):
                         _check_owner(held)
+                        _check_folder(path.parent)
                         yield path, file
                         return
             time.sleep(_POLL_SECONDS)
@@ -215,6 +217,15 @@ def _check_owner(status: os.stat_result) -> None:
         )
     if status.st_nlink != 1:
         raise LedgerError(f"has {status.st_nlink} hard links: must have one")
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder in which others could rename an older copy over the file; where the sticky bit is set they can't."""
+    mode = folder.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise LedgerError(
+            f"lies in a folder that others can write (mode {stat.S_IMODE(mode):o}); chmod 700 makes it the owner's alone"
+        )
 
 
 def _replace(path: Path, entries: Mapping[str, Entry], mode: int) -> None:

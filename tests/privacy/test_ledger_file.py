@@ -125,6 +125,7 @@ FAULTS = {
         "has no account of client 'a'; it is the ledger of b",
     ),
     "for all to write": (lambda path: path.chmod(0o622), "can be written by others"),
+    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write .mode 777"),
     "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "ledger .*: "),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "ledger .*: "),
@@ -141,6 +142,14 @@ def test_a_file_that_does_not_look_right_pays_nothing(path, fault):
     with pytest.raises(LedgerError, match=why):
         LedgerFile(path).charge({"a": terms(), "b": terms()})
     assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_folder_for_all_to_write_is_refused_but_for_a_sticky_one(tmp_path):
+    tmp_path.chmod(0o775)
+    with pytest.raises(LedgerError, match="in a folder that others can write"):
+        LedgerFile.create(tmp_path / "ledger.json", ["a"])
+    tmp_path.chmod(0o1777)
+    assert LedgerFile.create(tmp_path / "ledger.json", ["a"]).charge({"a": terms()})[1] == {"a": 1}
 
 
 def test_a_file_of_another_user_pays_nothing(path, monkeypatch):
