@@ -670,11 +670,12 @@ def test_the_target_is_never_passed(method, num_rounds):
 @some_methods(lambda method: method.target)
 def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
     words = Words(target_epsilon=0.5 * method.epsilon(Words(), 1))
-    run = run_of(method, words)
-    assert not run.grid.train_messages
-    assert not run.strategy.rounds
-    assert len(set(run.bits)) == 1
-    statement = run.strategy.statement
+    grid, strategy = grid_of(method, words), method.strategy(words)
+    with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon="):
+        start(strategy, grid, words)
+    assert not grid.train_messages
+    assert not strategy.rounds
+    statement = strategy.statement
     assert (statement.num_rounds, statement.epsilon) == (0, 0.0)
     assert [line for line in statement.incidents if line.startswith("ended before round 1: ")]
 

@@ -157,8 +157,9 @@ def _leave_out(collected: Collected, node: int, names: tuple[str, ...], code: in
     else:
         missing, what = Missing(failed=count), "error reply"
     collected.missing += missing
-    log.warning("node %s: %s: %s", node, what, words)
-    collected.refused |= dict.fromkeys(names, f"{what}: {words}")
+    reason = f"{what}: {words}"[:_MOST_REASON]
+    log.warning("node %s: %s", node, reason)
+    collected.refused |= dict.fromkeys(names, reason)
 
 
 def _add(

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict, get_type_hints
 
 import numpy as np
+from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
@@ -23,12 +24,14 @@ class Options(TypedDict, total=False):
         noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
         frozen_arrays: names of the model's arrays that are sent and never trained, clipped or noised, such as the causal mask of
             a stock model's state_dict. A reply in which one differs is refused.
+        server_optimizer: a Flower strategy that moves the model by the noised one, such as FedAdam: see `ServerOptimizer`.
     """
 
     report_client_metrics: bool
     registration_timeout: float
     noise_seed: int | None
     frozen_arrays: Sequence[str]
+    server_optimizer: Strategy | None
 
 
 def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:

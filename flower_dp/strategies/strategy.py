@@ -23,6 +23,7 @@ from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
@@ -72,6 +73,8 @@ class DPStrategy(Strategy):
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
         self.noise_seed = options.get("noise_seed")
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
+        optimizer = options.get("server_optimizer")
+        self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
@@ -91,6 +94,8 @@ class DPStrategy(Strategy):
         self._looked = False
         self._unpaid: set[int] = set()
         self._stated: tuple[Any, PrivacyStatement] | None = None
+        if self._optimizer is not None:
+            self._optimizer.begin()
         self.rules.begin()
 
     def plan(self, num_rounds: int) -> None:
@@ -239,7 +244,7 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model))
+            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model.frozen_positions))
             for node, names in asked.items()
         ]
         self._round = Round(
@@ -300,6 +305,8 @@ class DPStrategy(Strategy):
         rules = self.rules
         expected = rules.sampling.expected_cohort(rules.num_clients)
         log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
+        if self._optimizer is not None:
+            log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
 
     def initialize_parameters(self, client_manager: Any) -> NoReturn:
         """Raise `LegacyAppError`: Flower's old server API calls this first, and nothing of it is here."""
@@ -345,7 +352,7 @@ class DPStrategy(Strategy):
             log.info("%s", self.incidents[-1])
         self._unpaid.add(server_round)
         if not self.rounds:
-            raise ValueError(f"no round was run: {reason}; not even one can be paid for")
+            raise ValueError(f"no round was run: {self.incidents[-1]}")
         return []
 
     def _look_for_constants(self, now: Round, collected: Collected) -> None:
@@ -368,6 +375,8 @@ class DPStrategy(Strategy):
         """Return the next global model [d], float32: the last one where the round has to be left out, though it was paid for."""
         try:
             vector = self.rules.combine(now, collected, self._generator("noise", now.server_round))
+            if self._optimizer is not None:
+                vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
             if names := now.layout.overflows(vector):
                 raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
         except RoundLeftOut as why:
@@ -391,7 +400,9 @@ class DPStrategy(Strategy):
         rng = self._generator("cohort", server_round)
         return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
 
-    def _instruction(self, server_round: int, names: tuple[str, ...], cohort_size: int, model: wire.Model) -> wire.Instruction:
+    def _instruction(
+        self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()
+    ) -> wire.Instruction:
         """Return what the clients of one node are asked to do."""
         return wire.Instruction(
             server_round=server_round,
@@ -400,7 +411,7 @@ class DPStrategy(Strategy):
             clip_norm=self.rules.clip_norm,
             noise_multiplier=self.rules.noise_multiplier(names),
             report_metrics=self.report_client_metrics,
-            frozen=model.frozen_positions,
+            frozen=frozen,
             order=self.rules.order(server_round, names, cohort_size),
         )
 

@@ -8,6 +8,7 @@ memory is taken, and every refusal is a ValueError that says why.
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
+from flower_dp.wire.evaluation import EVALUATION, EvaluationAnswer, EvaluationOrder
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
@@ -17,6 +18,7 @@ from flower_dp.wire.messages import (
     arrays_of,
     check_content,
     content_bytes,
+    evaluate_message,
     instruction_of,
     train_message,
 )
@@ -25,6 +27,7 @@ from flower_dp.wire.text import KEY, PROTOCOL
 
 __all__ = [
     "DECLINED",
+    "EVALUATION",
     "FAILED",
     "KEY",
     "MESSAGE_API",
@@ -35,6 +38,8 @@ __all__ = [
     "Answer",
     "ClientLevelOrder",
     "Dialect",
+    "EvaluationAnswer",
+    "EvaluationOrder",
     "FedSMPOrder",
     "Instruction",
     "LocalOrder",
@@ -43,6 +48,7 @@ __all__ = [
     "arrays_of",
     "check_content",
     "content_bytes",
+    "evaluate_message",
     "instruction_of",
     "most_answer_characters",
     "numpy_arrays",

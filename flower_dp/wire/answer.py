@@ -41,19 +41,13 @@ class Answer:
     payload_bytes: int = 0
 
     def to_json(self, asked: Sequence[str]) -> str:
-        """Return the answer to an instruction for these clients as one string.
-
-        Clients stand in it by their position, under the reason of their refusal: the length of an honest answer is known before
-        it is read. Reasons are cut to `MOST_REASON` characters, and all after the first `MOST_REASONS` become one.
-        """
-        reasons: dict[str, list[int]] = {}
-        for position, name in enumerate(asked):
-            if name in self.refused:
-                reason = self.refused[name][:MOST_REASON]
-                if reason not in reasons and len(reasons) >= MOST_REASONS:
-                    reason = "another reason"
-                reasons.setdefault(reason, []).append(position)
-        words = {"refused": reasons, "payload": self.payload, "seeded_noise": self.seeded_noise, "metrics": dict(self.metrics)}
+        """Return the answer to an instruction for these clients as one string."""
+        words = {
+            "refused": positions_of(self.refused, asked),
+            "payload": self.payload,
+            "seeded_noise": self.seeded_noise,
+            "metrics": dict(self.metrics),
+        }
         words["payload_bytes"] = self.payload_bytes
         return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=scalar)
 
@@ -66,22 +60,14 @@ class Answer:
         """
         data = load(text, most_answer_characters(len(asked)))
         check_keys("answer", data, ("refused", "payload", "seeded_noise", "metrics", "payload_bytes"))
-        reasons, payload, metrics = data["refused"], data["payload"], data["metrics"]
-        if not all(isinstance(table, dict) for table in (reasons, payload, metrics)):
-            raise ValueError("answer: refused, payload and metrics must be tables")
-        if len(metrics) > _MOST_METRICS or len(payload) > _MOST_METRICS or len(reasons) > MOST_REASONS + 1:
-            raise ValueError(f"answer: has {len(metrics)} metrics, {len(payload)} header words, {len(reasons)} reasons: too many")
+        payload, metrics = data["payload"], data["metrics"]
+        if not all(isinstance(table, dict) for table in (payload, metrics)):
+            raise ValueError("answer: payload and metrics must be tables")
+        if len(metrics) > _MOST_METRICS or len(payload) > _MOST_METRICS:
+            raise ValueError(f"answer: has {len(metrics)} metrics, {len(payload)} header words: too many")
         for name, value in metrics.items():
             checks.number(f"metric {name}", value)
-        refused: dict[str, str] = {}
-        for reason, positions in reasons.items():
-            if not isinstance(positions, list):
-                raise ValueError("answer: a reason must have a list of positions")
-            for position in positions:
-                name = asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)]
-                if name in refused:
-                    raise ValueError(f"answer: client {name!r} is refused twice")
-                refused[name] = reason[:MOST_REASON]
+        refused = refused_at(data["refused"], asked)
         length = payload.get("length")
         # Whoever decodes the payload compares this length with the model's.
         most = (64 + 16 * length) * (len(asked) - len(refused)) if type(length) is int and length >= 0 else 0
@@ -92,6 +78,44 @@ class Answer:
             metrics=metrics,
             payload_bytes=checks.integer("payload_bytes", data["payload_bytes"], at_least=0, at_most=most),
         )
+
+
+def positions_of(refused: Mapping[str, str], asked: Sequence[str]) -> dict[str, list[int]]:
+    """Return the positions of refused clients among those that were asked, under the reason of their refusal.
+
+    The length of an honest answer is so known before it is read. Reasons are cut to `MOST_REASON` characters, and all after the
+    first `MOST_REASONS` become one.
+    """
+    reasons: dict[str, list[int]] = {}
+    for position, name in enumerate(asked):
+        if name in refused:
+            reason = refused[name][:MOST_REASON]
+            if reason not in reasons and len(reasons) >= MOST_REASONS:
+                reason = "another reason"
+            reasons.setdefault(reason, []).append(position)
+    return reasons
+
+
+def refused_at(reasons: object, asked: Sequence[str]) -> dict[str, str]:
+    """Return the reason of every refused client, by its name.
+
+    Raises:
+        ValueError: if this is no table of reasons and positions as `positions_of` makes it.
+    """
+    if not isinstance(reasons, dict):
+        raise ValueError("answer: refused must be a table")
+    if len(reasons) > MOST_REASONS + 1:
+        raise ValueError(f"answer: has {len(reasons)} reasons: too many")
+    refused: dict[str, str] = {}
+    for reason, positions in reasons.items():
+        if not isinstance(positions, list):
+            raise ValueError("answer: a reason must have a list of positions")
+        for position in positions:
+            name = asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)]
+            if name in refused:
+                raise ValueError(f"answer: client {name!r} is refused twice")
+            refused[name] = reason[:MOST_REASON]
+    return refused
 
 
 def most_answer_characters(num_clients: int) -> int:

@@ -1,7 +1,7 @@
 """Whole messages: train messages and replies, under the record names of the Message API or of a `NumPyClient`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -16,7 +16,7 @@ _MOST_RECORDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Names of the records in which a client looks for the model and the configuration.
+    """Names of the records in which a client looks for the model and the configuration, to train and to evaluate.
 
     Example:
         >>> from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT
@@ -27,19 +27,41 @@ class Dialect:
     name: str
     arrays: str
     config: str
+    evaluated_arrays: str
+    evaluated_config: str
 
 
-MESSAGE_API = Dialect(name="message-api", arrays="arrays", config="config")
-NUMPY_CLIENT = Dialect(name="numpy-client", arrays="fitins.parameters", config="fitins.config")
+MESSAGE_API = Dialect(name="message-api", arrays="arrays", config="config", evaluated_arrays="arrays", evaluated_config="config")
+NUMPY_CLIENT = Dialect(
+    name="numpy-client",
+    arrays="fitins.parameters",
+    config="fitins.config",
+    evaluated_arrays="evaluateins.parameters",
+    evaluated_config="evaluateins.config",
+)
 
 
 def train_message(
     node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
-    """Return the message of one node in one round."""
+    """Return the message that asks one node to train in one round."""
+    return _message("train", node_id, dialect, arrays, config, instruction)
+
+
+def evaluate_message(
+    node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
+) -> Message:
+    """Return the message that asks one node to evaluate the model in one round."""
+    evaluating = replace(dialect, arrays=dialect.evaluated_arrays, config=dialect.evaluated_config)
+    return _message("evaluate", node_id, evaluating, arrays, config, instruction)
+
+
+def _message(
+    kind: str, node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
+) -> Message:
     words = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
     content = RecordDict({dialect.arrays: arrays, dialect.config: words})
-    return Message(content, node_id, "train", group_id=str(instruction.server_round))
+    return Message(content, node_id, kind, group_id=str(instruction.server_round))
 
 
 def instruction_of(config: Mapping[str, Any]) -> Instruction:

@@ -1,0 +1,115 @@
+"""A server optimiser: any Flower strategy that moves the global model by the noised one. Post-processing, so it costs no epsilon."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from flower_dp.core.vectors import Layout
+from flower_dp.strategies.rules import RoundLeftOut
+
+
+class ServerOptimizer:
+    """Runs a strategy's own `configure_train` and `aggregate_train` with one reply: the next model as the method makes it.
+
+    With `FedAdam`, `FedYogi` or `FedAdagrad` the difference between the global model and that reply is the pseudo-gradient; with
+    `FedAvgM` it gets momentum. All of it is made of what is private already, so the ledger does not change.
+
+    Args:
+        strategy: for example `flwr.serverapp.strategy.FedAdam(eta=0.01)`; it is copied, and every run starts with a fresh copy.
+
+    Raises:
+        ValueError: for what is no Flower strategy of one's own choice with these two methods.
+
+    Example:
+        >>> from flwr.serverapp.strategy import FedAdam
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> from flower_dp.strategies import DPFedAvg
+        >>> strategy = DPFedAvg(
+        ...     clip_norm=0.5,
+        ...     noise_multiplier=1.0,
+        ...     sampling=PoissonSampling(sampling_rate=0.1),
+        ...     num_clients=100,
+        ...     delta=1e-4,
+        ...     server_optimizer=FedAdam(eta=0.01, beta_1=0.9, beta_2=0.99),
+        ... )
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        if not isinstance(strategy, Strategy):
+            raise ValueError(f"server_optimizer={strategy!r}: must be a Flower strategy such as flwr.serverapp.strategy.FedAdam")
+        self._fresh: Any = copy.deepcopy(strategy)
+        # One pseudo-client stands for all.
+        for name, value in {"fraction_train": 1.0, "min_train_nodes": 1, "min_available_nodes": 1}.items():
+            if hasattr(self._fresh, name):
+                setattr(self._fresh, name, value)
+        self.begin()
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return type(self._fresh).__name__
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self._strategy = copy.deepcopy(self._fresh)
+
+    def step(self, server_round: int, layout: Layout, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Return the next global model [d].
+
+        Args:
+            server_round: 1, 2, ...
+            layout: of the vectors.
+            before: the global model [d].
+            after: what the method makes of it and of the clients' replies [d], private already.
+
+        Raises:
+            RoundLeftOut: if the strategy gives no model, or one that is not finite.
+        """
+        strategy = self._strategy
+        (message, *_) = strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _OneNode())
+        content: dict[str, Any] = {
+            getattr(strategy, "arrayrecord_key", "arrays"): _record(layout, after),
+            "metrics": MetricRecord({getattr(strategy, "weighted_by_key", "num-examples"): 1}),
+        }
+        arrays, _ = strategy.aggregate_train(server_round, [Message(RecordDict(content), reply_to=message)])
+        if arrays is None:
+            raise RoundLeftOut(f"the server optimiser {self.name} gave no model")
+        vector: np.ndarray = layout.flatten({name: array.numpy() for name, array in arrays.items()})
+        if not np.isfinite(vector).all():
+            raise RoundLeftOut(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
+        return vector
+
+
+class _OneNode(Grid):
+    """A grid with one node, to which nothing is ever sent."""
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [1]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+def _record(layout: Layout, vector: np.ndarray) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in layout.unflatten(vector).items()})

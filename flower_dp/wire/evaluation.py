@@ -1,0 +1,130 @@
+"""Private evaluation on the wire: which metrics a client reports, as one vector of bounded norm, and the sum of a node's vectors."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_dp.core import checks
+from flower_dp.wire.answer import most_answer_characters, positions_of, refused_at
+from flower_dp.wire.instruction import Instruction
+from flower_dp.wire.text import PROTOCOL, check_keys, load
+
+# The name under which instructions of private evaluation go, and which nodes name among their methods.
+EVALUATION = "private-evaluation"
+_MOST_METRICS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOrder:
+    """The table of private evaluation.
+
+    A client's vector has an entry a metric, clipped to [0, bound] and divided by the bound, and an entry 1 that counts the
+    client; all are divided by the square root of their number, so that its L2 norm is at most 1.
+
+    Attributes:
+        placement: who adds the noise: `central`, the server; `distributed`, each client its share.
+        noise_std: standard deviation of the share that each client adds to its own vector; 0 when the server adds it.
+        bounds: the public upper bound of every metric, by its name, in the order of the vector.
+
+    Example:
+        >>> from flower_dp.wire import EvaluationOrder
+        >>> order = EvaluationOrder(placement="central", bounds={"loss": 4.0, "accuracy": 1.0, "f1": 1.0})
+        >>> order.vector({"loss": 8.0, "accuracy": 0.5, "f1": 0.0}).tolist()
+        [0.5, 0.25, 0.0, 0.5]
+    """
+
+    placement: str
+    noise_std: float = 0.0
+    bounds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        checks.one_of("placement", self.placement, ("central", "distributed"))
+        checks.number("noise_std", self.noise_std, at_least=0)
+        if not isinstance(self.bounds, Mapping) or not 0 < len(self.bounds) <= _MOST_METRICS:
+            raise ValueError(f"bounds={self.bounds!r}: must have 1 to {_MOST_METRICS} metrics, each with its upper bound")
+        for name, bound in self.bounds.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"bounds: {name!r} is not the name of a metric")
+            checks.number(f"bounds[{name!r}]", bound, above=0)
+
+    @property
+    def dimension(self) -> int:
+        """The number of entries of a client's vector."""
+        return len(self.bounds) + 1
+
+    def vector(self, metrics: Mapping[str, float]) -> np.ndarray:
+        """Return one client's vector [dimension], float64; a metric that is NaN counts as its bound.
+
+        Raises:
+            ValueError: if a metric is missing or is no number.
+        """
+        entries = []
+        for name, bound in self.bounds.items():
+            if not isinstance(metrics.get(name), int | float):
+                raise ValueError(f"metric {name!r} is missing; there are {', '.join(map(repr, metrics)) or 'none'}")
+            value = float(metrics[name])
+            entries.append(1.0 if math.isnan(value) else min(max(value / bound, 0.0), 1.0))
+        return np.asarray([*entries, 1.0]) / math.sqrt(self.dimension)
+
+    @classmethod
+    def of(cls, instruction: Instruction) -> "EvaluationOrder":
+        """Read the table of an instruction.
+
+        Raises:
+            ValueError: if it has other keys, or values that make no sense.
+        """
+        check_keys(instruction.method, instruction.order, ("placement", "noise_std", "bounds"))
+        order = cls(**instruction.order)
+        distributed = order.placement == "distributed" and instruction.noise_multiplier > 0
+        if instruction.clip_norm != 1 or distributed != (order.noise_std > 0):
+            raise ValueError(
+                f"clip_norm={instruction.clip_norm:g}, noise_std={order.noise_std:g}: do not go with private evaluation under "
+                f"placement={order.placement!r} and noise_multiplier={instruction.noise_multiplier:g}"
+            )
+        return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvaluationAnswer:
+    """What the clients of one node send back.
+
+    Attributes:
+        refused: why clients that were asked are not in the sum; all others that were asked are.
+        total: the sum of the clients' vectors [dimension], each with its own share of the noise if clients add it.
+        seeded_noise: whether the noise came from a fixed seed, as in a test.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.wire import EvaluationAnswer
+        >>> answer = EvaluationAnswer(refused={}, total=np.array([0.5, 0.5]), seeded_noise=False)
+        >>> EvaluationAnswer.from_json(answer.to_json(asked=["a"]), asked=["a"], dimension=2).total.tolist()
+        [0.5, 0.5]
+    """
+
+    refused: Mapping[str, str]
+    total: np.ndarray
+    seeded_noise: bool
+
+    def to_json(self, asked: Sequence[str]) -> str:
+        """Return the answer to an instruction for these clients as one string."""
+        words = {"refused": positions_of(self.refused, asked), "total": self.total.tolist(), "seeded_noise": self.seeded_noise}
+        return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, asked: Sequence[str], dimension: int) -> "EvaluationAnswer":
+        """Read an answer to an instruction for these clients.
+
+        Raises:
+            ValueError: if it is not one of this protocol, or longer than an honest one can be.
+        """
+        data = load(text, most_answer_characters(len(asked)))
+        check_keys("answer", data, ("refused", "total", "seeded_noise"))
+        values = data["total"]
+        if not isinstance(values, list) or len(values) != dimension:
+            raise ValueError(f"answer: total must have {dimension} entries")
+        total = np.asarray([checks.number("total", value) for value in values])
+        refused = refused_at(data["refused"], asked)
+        return cls(refused=refused, total=total, seeded_noise=checks.flag("seeded_noise", data["seeded_noise"]))
