@@ -77,8 +77,14 @@ class NodeClient(NumPyClient):
         """
         return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
 
-    def attach(self, state: RecordDict) -> None:
-        """Take the node's Flower state, for clients that keep an account there; called before `fit`."""
+    def attach(self, state: RecordDict, ledger_path: object = None) -> None:
+        """Take the node's Flower state and its config's `ledger-path`, for clients that keep an account; called before `fit`.
+
+        Raises:
+            ValueError: for a ledger, if this client keeps no account: what it sends would not be counted there.
+        """
+        if ledger_path is not None:
+            raise ValueError(f"ledger-path={ledger_path!r}: {type(self).__name__} keeps no account, and would send without counting")
         self.state = state
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,6 +22,7 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
@@ -326,6 +327,10 @@ class DPStrategy(Strategy):
         log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
         if self._optimizer is not None:
             log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
+
+    def initialize_parameters(self, client_manager: Any) -> NoReturn:
+        """Raise `LegacyAppError`: Flower's old server API calls this first, and nothing of it is here."""
+        raise LegacyAppError(type(self).__name__)
 
     # Small things
 
