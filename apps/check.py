@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from apps.client_app import all_records
 from apps.methods import Run
 from apps.parts import training_of
-from apps.tasks import load_task
+from apps.records import config_of, deal
 
 
 def check(run_config: Mapping[str, Any]) -> None:
@@ -17,5 +16,5 @@ def check(run_config: Mapping[str, Any]) -> None:
     """
     run = Run.of(run_config)
     training_of(run.settings)
-    load_task(run.settings.task, run.settings.data_dir)
-    run.strategy(lambda: {name: len(records) for name, records in all_records(tuple(sorted(run_config.items())))[1].items()})
+    run.task()
+    run.strategy(lambda: {name: len(records) for name, records in deal(config_of(run_config)).clients.items()})

@@ -4,12 +4,16 @@ The state outlives client objects and worker processes within one run, so a clie
 knows what it has spent. It does not outlive the run: budgets of several runs on the same records add up.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 
 from flower_dp.privacy.client_terms import Terms
+
+log = logging.getLogger("flwr")
 
 KEY = "flower-dp.account"
 
@@ -60,3 +64,16 @@ class Account:
             }
         )
         return refused
+
+
+@contextmanager
+def kept_account(context: Context) -> Iterator[None]:
+    """Lend a node's context to an app that may do with its state what it likes; the account is in it again afterwards."""
+    record = dict(context.state.config_records[KEY]) if KEY in context.state.config_records else None
+    try:
+        yield
+    finally:
+        left = context.state.config_records.get(KEY)
+        if record is not None and (left is None or dict(left) != record):
+            log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
+            context.state[KEY] = ConfigRecord(record)

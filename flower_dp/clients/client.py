@@ -3,8 +3,7 @@
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,43 +14,19 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.client_level import LocalUpdates
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
 from flower_dp.clients.evaluation import Metrics, loss_and_accuracy, private_vector
-from flower_dp.clients.sending import Lossless
-from flower_dp.clients.pipeline import Job, Pipeline, Refusal, failure
+from flower_dp.clients.pipeline import Job, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clients.updates import LocalUpdates
+from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
-from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Answer, Instruction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What the clients of a node do in one round.
-
-    Attributes:
-        groups: pipelines and the clients that each is run for; all send their rows in one way.
-        refused: why other clients that were asked don't reply.
-    """
-
-    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
-    refused: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sum:
-    """What leaves the node."""
-
-    payload: Payload
-    payload_bytes: int
-    refused: dict[str, str]
-    losses: list[Tensor]
 
 
 class NodeClient(NumPyClient):
@@ -151,7 +126,7 @@ class NodeClient(NumPyClient):
             work = self._work(vector, instruction)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
-        made = _add_up(vector, work)
+        made = add_up(vector, work)
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and made.losses:
             metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
@@ -291,23 +266,3 @@ class DPClient(NodeClient):
             secret = partial(self.generator, instruction, name, on=vector)
             jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
         return Work(groups=[(pipeline, jobs)], refused=refused)
-
-
-def _add_up(vector: Tensor, work: Work) -> _Sum:
-    """Return the exact sum of the rows of all clients that reply."""
-    total, first = torch.zeros_like(vector, dtype=torch.float64), None
-    refused, losses, num_bytes = dict(work.refused), [], 0
-    for pipeline, jobs in work.groups:
-        if first is None:
-            first, total = pipeline, total[: pipeline.dimension(vector.numel())]
-        elif pipeline.encode != first.encode:
-            raise ValueError("pipelines of one node: must send their rows in one way")
-        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
-            if isinstance(reply, Refusal):
-                refused[job.name] = reply.reason
-                continue
-            total += reply.row if job.weight == 1 else job.weight * reply.row.to(torch.float64)
-            losses.append(reply.loss)
-            num_bytes += reply.num_bytes
-    payload = Lossless().encode(total) if first is None else first.payload(total)
-    return _Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

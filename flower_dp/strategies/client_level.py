@@ -169,10 +169,13 @@ class ClientLevelRules:
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
         if self.mask is not None:
-            return "stock clients know no mask; use flower_dp.clients.DPClient"
+            return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
         if self.placement == "central":
             return None
-        return "placement='distributed': stock clients add no noise; use flower_dp.clients, or placement='central'"
+        return (
+            "placement='distributed': stock clients add no noise; use DPClient or privacy_mod of flower_dp.clients, or "
+            "placement='central'"
+        )
 
     def begin(self) -> None:
         """Forget the last run."""
