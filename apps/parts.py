@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from apps.settings import Settings
+from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
@@ -49,6 +50,8 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining
         learning_rate_decay=settings.learning_rate_decay,
         sam_radius=sam_radius,
         proximal=settings.proximal,
+        loss=loss_of(settings.model),
+        optimizer=settings.optimizer,
     )
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from apps.client_app import all_records
 from apps.methods import Run
+from apps.records import config_of, deal
 from apps.settings import Settings
-from apps.tasks.models import make
+from apps.tasks import module_of
 from flower_dp.clients.records import TensorRecords
 from flower_dp.planning.constants import estimate
 from flower_dp.planning.planner import Data, Inputs
@@ -53,13 +52,12 @@ def pilot(
     known = dict(given or {})
     run = Run.of(run_config)
     settings = run.settings
-    _, dealt = all_records(tuple(sorted(run_config.items())))
+    dealt, classes = deal(config_of(run_config)).clients, module_of(settings.task).CLASSES
     rng = np.random.default_rng((settings.seed, 1))
-    clients = _rows(dealt, rng)
+    clients = _rows(dealt, classes, rng)
     coefficient, source = (l2, "as asked") if l2 is not None else _coefficient(settings)
-    classes = int(next(iter(dealt.values())).targets.max()) + 1
     try:
-        constants = estimate(clients, l2=coefficient, num_classes=classes, fit_bias=settings.model_bias)
+        constants = estimate(clients, l2=coefficient, num_classes=len(classes), fit_bias=settings.model_bias)
     except RuntimeError as error:
         raise ValueError(f"l2={coefficient:g}: {error}") from error
     notes = [
@@ -73,7 +71,7 @@ def pilot(
     if not own:
         notes.append(f"the preset's method is {settings.method}: of its settings only those of the data were taken")
     sizes = tuple(len(records) for records in dealt.values())
-    data = Data(constants=constants, num_records=sizes, dimension=_dimension(settings))
+    data = Data(constants=constants, num_records=sizes, dimension=_dimension(run))
     chosen = run.planning(data, known) if own else Inputs(values={})
     found = PLANNERS[method].from_data(data, {**chosen.values, **known})
     return Inputs(values={**found.values, **chosen.values}, notes=(*notes, *found.notes, *chosen.notes))
@@ -85,13 +83,12 @@ def _coefficient(settings: Settings) -> tuple[float, str]:
     return DEFAULT_L2, "the default"
 
 
-def _dimension(settings: Settings) -> int:
-    model: nn.Module = make(settings.model, bias=settings.model_bias, seed=settings.seed)
-    return sum(parameter.numel() for parameter in model.parameters())
+def _dimension(run: Run) -> int:
+    return sum(parameter.numel() for parameter in run.model().parameters())
 
 
-def _rows(dealt: Mapping[str, TensorRecords], rng: np.random.Generator) -> list[Client]:
-    """Return clients' records, as the model gets them: features [n_i, f], labels [n_i]."""
+def _rows(dealt: Mapping[str, TensorRecords], classes: tuple[int, ...], rng: np.random.Generator) -> list[Client]:
+    """Return clients' records: features [n_i, f] as the model gets them, and the numbers of their classes, from 0 on [n_i]."""
     names = list(dealt)
     if len(names) > MOST_CLIENTS:
         names = [names[index] for index in sorted(rng.choice(len(names), MOST_CLIENTS, replace=False))]
@@ -102,7 +99,7 @@ def _rows(dealt: Mapping[str, TensorRecords], rng: np.random.Generator) -> list[
         kept = size if keep == 1 else math.ceil(keep * size)
         positions = np.arange(size) if kept == size else np.sort(rng.choice(size, kept, replace=False))
         inputs, targets = dealt[name].batch(torch.from_numpy(positions), torch.device("cpu"))
-        rows.append((inputs.flatten(1).double().numpy(), targets.numpy()))
+        rows.append((inputs.flatten(1).double().numpy(), np.searchsorted(classes, targets.numpy())))
     return rows
 
 

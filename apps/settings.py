@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from apps.tasks import TASKS
+from apps.tasks import TASKS, module_of
 from apps.tasks.models import MODELS
 from apps.tasks.partitions import PARTITIONS
 from flower_dp.core import checks
@@ -18,7 +18,7 @@ T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 ENGINES = ("batched", "one-by-one")
 # Settings of local training: every method says which of them it reads.
-TRAINING = ("local_epochs", "batch_size", "momentum", "weight_decay", "proximal", "engine")
+TRAINING = ("local_epochs", "batch_size", "momentum", "weight_decay", "proximal", "optimizer", "engine")
 # Settings of some samplings alone.
 _SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
@@ -37,6 +37,8 @@ class Settings:
     dirichlet_alpha: float = 0.3
     classes_per_client: int = 2
     records_per_client: int = 0
+    validation_ratio: float = 0.0
+    test_ratio: float = 0.0
     num_rounds: int = 150
     sampling: str = "poisson"
     sampling_rate: float = 0.1
@@ -48,6 +50,7 @@ class Settings:
     momentum: float = 0.5
     weight_decay: float = 0.0
     proximal: float = 0.0
+    optimizer: str = "sgd"
     engine: str = "batched"
     report_client_metrics: bool = False
     evaluate_every: int = 1
@@ -63,9 +66,12 @@ class Settings:
         """
         checks.one_of("task", self.task, TASKS)
         checks.one_of("model", self.model, MODELS)
+        if self.model not in (fit := module_of(self.task).MODELS):
+            raise ValueError(f"model={self.model!r}: does not fit task={self.task!r}, which has {', '.join(fit)}")
         checks.one_of("partition", self.partition, PARTITIONS)
         checks.one_of("sampling", self.sampling, SAMPLINGS)
         checks.one_of("engine", self.engine, ENGINES)
+        self._check_split()
         checks.integer("num-clients", self.num_clients, at_least=1)
         checks.integer("num-rounds", self.num_rounds, at_least=0)
         checks.integer("evaluate-every", self.evaluate_every, at_least=0)
@@ -75,6 +81,25 @@ class Settings:
             if self.is_set(name) and self.sampling not in samplings:
                 value, words = getattr(self, name), " or ".join(samplings)
                 raise ValueError(f"{key_of(name)}={value!r}: is not read with sampling={self.sampling!r}, but with {words}")
+
+    def _check_split(self) -> None:
+        """Check what is held out: nobody protects it, so no client may train on another's."""
+        checks.number("validation-ratio", self.validation_ratio, at_least=0, below=1)
+        checks.number("test-ratio", self.test_ratio, at_least=0, below=1)
+        if self.validation_ratio + self.test_ratio >= 1:
+            raise ValueError(
+                f"validation-ratio={self.validation_ratio}: with test-ratio={self.test_ratio} leaves nothing to train on"
+            )
+        if self.partition == "sample" and self.holds_out:
+            raise ValueError(
+                f"partition='sample': clients share records; with validation-ratio={self.validation_ratio} or "
+                f"test-ratio={self.test_ratio} one would train on what another has held out"
+            )
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether clients hold records out for validation or test."""
+        return bool(self.validation_ratio or self.test_ratio)
 
     def is_set(self, name: str) -> bool:
         """Tell whether a setting has another value than its default."""

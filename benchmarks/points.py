@@ -22,7 +22,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from grids import LocalGrid  # noqa: E402
 
-from apps.client_app import all_records, app, standardize  # noqa: E402
+from apps import records  # noqa: E402
+from apps.client_app import app  # noqa: E402
 from apps.methods import Run  # noqa: E402
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
@@ -93,8 +94,7 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    _, clients = all_records(tuple(sorted(config.items())))
-    return {name: len(records) for name, records in clients.items()}
+    return {name: len(own) for name, own in records.deal(records.config_of(config)).clients.items()}
 
 
 @torch.inference_mode()
@@ -103,7 +103,7 @@ def test(model: nn.Module, arrays: ArrayRecord, data_dir: str) -> tuple[float, f
     task = load_task("mnist", data_dir)
     model.load_state_dict(arrays.to_torch_state_dict())
     labels = torch.from_numpy(task.test_labels)
-    logits = torch.cat([model(standardize(batch)) for batch in torch.split(torch.from_numpy(task.test_images), 2000)])
+    logits = torch.cat([model(task.prepare(batch)) for batch in torch.split(torch.from_numpy(task.test_inputs), 2000)])
     return nn.functional.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item()
 
 

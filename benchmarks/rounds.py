@@ -27,7 +27,6 @@ from torch import nn
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from apps.client_app import standardize  # noqa: E402
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from apps.tasks.partitions import partition  # noqa: E402
@@ -86,7 +85,7 @@ def plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
         classes_per_client=1,
         records_per_client=job.records_per_client,
     )
-    images, labels = torch.from_numpy(task.train_images), torch.from_numpy(task.train_labels)
+    images, labels = torch.from_numpy(task.train_inputs), torch.from_numpy(task.train_labels)
     model = make(job.model, seed=0)
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
     rng = np.random.default_rng()
@@ -96,7 +95,7 @@ def plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
         total = torch.zeros_like(vector)
         for client in rng.choice(job.num_clients, 100, replace=False):
             rows = torch.from_numpy(dealt[client])
-            inputs, targets = standardize(images[rows]), labels[rows]
+            inputs, targets = task.prepare(images[rows]), labels[rows]
             nn.utils.vector_to_parameters(vector.clone(), model.parameters())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for batch in torch.split(torch.randperm(len(rows)), 10):

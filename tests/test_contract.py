@@ -28,7 +28,7 @@ from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPStrategy
 from tests.contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
-from tests.grids import LocalGrid
+from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
 
@@ -97,7 +97,7 @@ class WatchedGrid(LocalGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
-        if self.watch and any(message.metadata.message_type == "train" for message in messages):
+        if self.watch and any(asks_to_train(message) for message in messages):
             self.watch()
         return super().send_and_receive(messages, timeout=timeout)
 

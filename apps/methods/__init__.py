@@ -13,6 +13,9 @@ from torch import nn
 
 from apps.parts import Sizes
 from apps.settings import TRAINING, Settings, key_of, read
+from apps.tasks import TASKS, Task, load_task
+from apps.tasks import module_of as task_module
+from apps.tasks.models import make
 from flower_dp.clients import Records
 from flower_dp.clients.client import NodeClient
 from flower_dp.core import checks
@@ -42,11 +45,12 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run's settings: the common ones, and those of its method."""
+    """A run's settings: the common ones, those of its method and those of its task."""
 
     settings: Settings
     method: Method
     own: Any
+    of_task: Any
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any]) -> "Run":
@@ -56,7 +60,8 @@ class Run:
             ValueError: for an unknown or missing key, a value of the wrong kind, or a setting that the method does not read,
                 naming it.
         """
-        tables: dict[str, dict[str, Any]] = {name: {} for name in METHODS}
+        kinds = {name: module_of(name).Own for name in METHODS} | {name: task_module(name).Own for name in TASKS}
+        tables: dict[str, dict[str, Any]] = {name: {} for name in kinds}
         common = {}
         for key, value in run_config.items():
             prefix, dot, rest = key.partition(".")
@@ -67,9 +72,28 @@ class Run:
         settings = read(Settings, common)
         checks.one_of("method", settings.method, METHODS)
         settings.check()
-        own = {name: read(module_of(name).Own, table, f"{name}.") for name, table in tables.items()}
+        own = {name: read(kinds[name], table, f"{name}.") for name, table in tables.items()}
         _refuse_unread(settings, own)
-        return cls(settings=settings, method=module_of(settings.method), own=own[settings.method])
+        return cls(settings=settings, method=module_of(settings.method), own=own[settings.method], of_task=own[settings.task])
+
+    def task(self) -> Task:
+        """Return the task's records.
+
+        Raises:
+            ValueError: if they cannot be read.
+        """
+        return load_task(self.settings.task, self.settings.data_dir, self.of_task)
+
+    def model(self) -> nn.Module:
+        """Return a new model, the same for every call."""
+        module = task_module(self.settings.task)
+        return make(
+            self.settings.model,
+            bias=self.settings.model_bias,
+            seed=self.settings.seed,
+            num_features=module.num_features(self.of_task),
+            num_classes=len(module.CLASSES),
+        )
 
     def strategy(self, sizes: Sizes) -> DPStrategy:
         """Return the server's side; `sizes` is called by methods alone that take every client's number of records as public."""
@@ -93,18 +117,19 @@ def module_of(name: str) -> Method:
 
 
 def _refuse_unread(settings: Settings, own: Mapping[str, Any]) -> None:
-    """Refuse a setting that somebody has set and the method does not read: it would be dropped without a word."""
+    """Refuse a setting that somebody has set and neither method nor task reads: it would be dropped without a word."""
     method = settings.method
     reads = {name: module_of(name).READS for name in METHODS}
     for name in TRAINING:
         if settings.is_set(name) and name not in reads[method]:
             readers = ", ".join(other for other in METHODS if name in reads[other])
             raise ValueError(f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={method!r}, but by {readers}")
-    for other in METHODS:
-        for field in fields(own[other]):
-            value = getattr(own[other], field.name)
-            if other != method and value != field.default:
+    for other, table in own.items():
+        kind, chosen = ("method", method) if other in METHODS else ("task", settings.task)
+        for field in fields(table):
+            value = getattr(table, field.name)
+            if other != chosen and value != field.default:
                 raise ValueError(
-                    f"{other}.{key_of(field.name)}={value!r}: is not read by method={method!r}; settings of "
-                    f"that are under {method}."
+                    f"{other}.{key_of(field.name)}={value!r}: is not read by {kind}={chosen!r}; settings of "
+                    f"that are under {chosen}."
                 )

@@ -8,6 +8,7 @@ from torch import nn
 
 from apps.parts import Sizes, cohort_size_of, sampler_of
 from apps.settings import Settings
+from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
@@ -59,7 +60,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
         model=model,
         clients=clients,
         seed=settings.seed,
-        recipe=FedSGDDPCRecipe(**_shared(settings, own, sizes)),
+        recipe=FedSGDDPCRecipe(**_shared(settings, own, sizes), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
     )
 

@@ -1,55 +1,90 @@
-"""Models for 28 x 28 grey images with ten classes; none keeps a state that training changes (no BatchNorm)."""
+"""Models for images of 28 x 28 pixels and for rows of numbers; none keeps a state that training changes (no BatchNorm)."""
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from flower_dp.clients.losses import Loss, hinge
+
+_PIXELS = 28 * 28
 
 
-def make(name: str, *, bias: bool = True, seed: int) -> nn.Module:
+def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS, num_classes: int = 10) -> nn.Module:
     """Build a model on the CPU, with torch's default initialisation drawn from `seed`.
 
-    It takes float images [batch, 1, 28, 28] or [batch, 784] and returns logits [batch, 10]. Torch's global random
-    state is as it was before the call.
+    It takes float records [batch, ...] of `num_features` numbers and returns logits [batch, num_classes], "linear-svm" one number
+    a record [batch, 1]. Torch's global random state is as it was before the call.
 
     Args:
-        name: One of `MODELS`. "logistic": one linear layer, 7,850 parameters. "mlp": 784-256-10 with ReLU, 203,530.
-            "cnn": two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and 2 x 2 max-pooling, a dense layer
-            of 512 and the output, 1,663,370 (McMahan et al. 2017, section 3).
+        name: One of `MODELS`. "logistic": one linear layer, with a row of weights a class. "mlp": one hidden layer of 256, ReLU.
+            "cnn": two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and 2 x 2 max-pooling, a dense layer of 512 and
+            the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "linear-svm": one row of
+            weights, for labels -1 and +1.
         bias: Whether the layers have bias terms.
         seed: Seed of the initialisation, >= 0.
+        num_features: Numbers of a record.
+        num_classes: Classes of the labels.
 
     Raises:
-        ValueError: If the name is unknown or the seed negative.
+        ValueError: If the name is unknown, the seed negative, or the model does not fit the numbers.
     """
-    if name not in _BUILDERS:
-        raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}")
+    kind = _kind(name)
     if seed < 0:
         raise ValueError(f"seed={seed}: must be >= 0")
     # Layers draw from the CPU's default generator. torch.manual_seed would also reseed every GPU, which fork_rng
     # with no devices does not undo.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        return _BUILDERS[name](bias)
+        return kind.build(num_features, num_classes, bias)
 
 
-def _logistic(bias: bool) -> nn.Module:
-    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), output=nn.Linear(784, 10, bias=bias)))
+def loss_of(name: str) -> Loss:
+    """Return the loss that a model is trained and tested with: model outputs, labels -> mean loss.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    return _kind(name).loss
 
 
-def _mlp(bias: bool) -> nn.Module:
+def predictions(name: str, outputs: Tensor) -> Tensor:
+    """Return the labels [batch] that a model's outputs speak for.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    return _kind(name).predict(outputs)
+
+
+def _largest(outputs: Tensor) -> Tensor:
+    return outputs.argmax(1)
+
+
+def _sign(outputs: Tensor) -> Tensor:
+    return torch.where(outputs[:, 0] > 0, 1, -1)
+
+
+def _logistic(num_features: int, num_classes: int, bias: bool) -> nn.Module:
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), output=nn.Linear(num_features, num_classes, bias=bias)))
+
+
+def _mlp(num_features: int, num_classes: int, bias: bool) -> nn.Module:
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
-            hidden=nn.Linear(784, 256, bias=bias),
+            hidden=nn.Linear(num_features, 256, bias=bias),
             relu=nn.ReLU(),
-            output=nn.Linear(256, 10, bias=bias),
+            output=nn.Linear(256, num_classes, bias=bias),
         )
     )
 
 
-def _cnn(bias: bool) -> nn.Module:
+def _cnn(num_features: int, num_classes: int, bias: bool) -> nn.Module:
+    if num_features != _PIXELS:
+        raise ValueError(f"model='cnn': is for 28 x 28 pixels, not for {num_features} features")
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -63,11 +98,37 @@ def _cnn(bias: bool) -> nn.Module:
             features=nn.Flatten(),
             dense=nn.Linear(64 * 7 * 7, 512, bias=bias),
             relu3=nn.ReLU(),
-            output=nn.Linear(512, 10, bias=bias),
+            output=nn.Linear(512, num_classes, bias=bias),
         )
     )
 
 
-_BUILDERS: dict[str, Callable[[bool], nn.Module]] = {"logistic": _logistic, "mlp": _mlp, "cnn": _cnn}
+def _linear_svm(num_features: int, num_classes: int, bias: bool) -> nn.Module:
+    if num_classes != 2:
+        raise ValueError(f"model='linear-svm': is for two classes, not for {num_classes}")
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), output=nn.Linear(num_features, 1, bias=bias)))
 
-MODELS = tuple(_BUILDERS)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How a model is built for numbers of features and classes and a bias, its loss, and the labels of its outputs."""
+
+    build: Callable[[int, int, bool], nn.Module]
+    loss: Loss = nn.functional.cross_entropy
+    predict: Callable[[Tensor], Tensor] = _largest
+
+
+def _kind(name: str) -> _Kind:
+    if name not in _KINDS:
+        raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}")
+    return _KINDS[name]
+
+
+_KINDS = {
+    "logistic": _Kind(build=_logistic),
+    "mlp": _Kind(build=_mlp),
+    "cnn": _Kind(build=_cnn),
+    "linear-svm": _Kind(build=_linear_svm, loss=hinge, predict=_sign),
+}
+
+MODELS = tuple(_KINDS)

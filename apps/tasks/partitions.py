@@ -1,4 +1,4 @@
-"""How the training records are dealt to clients. Only indices are dealt: no image is touched or copied."""
+"""How the training records are dealt to clients. Only indices are dealt: no record is touched or copied."""
 
 import math
 import warnings
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "sample")
+PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "het-mnist", "sample", "natural")
 
 
 def partition(
@@ -18,18 +18,22 @@ def partition(
     dirichlet_alpha: float,
     classes_per_client: int,
     records_per_client: int,
+    groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Deal the records to clients; the result depends on the arguments only.
 
     Kinds: "iid", equal shares of a random order; "dirichlet", each class divided in proportions drawn from a symmetric
     Dirichlet distribution; "pathological", each client has records of `classes_per_client` classes; these three are
     flwr-datasets' partitioners. "label-shards", records sorted by label and cut into equal shards, of which each client
-    gets `classes_per_client` (McMahan et al. 2017, section 3); a shard can straddle two classes. "sample", each client
-    draws `records_per_client` records from the pool, so clients can have records in common.
+    gets `classes_per_client` (McMahan et al. 2017, section 3); a shard can straddle two classes. "het-mnist", each client has
+    equally many records of each of `classes_per_client` classes, and all clients have equally many (HET_MNIST of Mohammadi et
+    al., for any labels). "natural", each client is one of the devices that the data name. "sample", each client draws
+    `records_per_client` records from the pool, so clients can have records in common.
 
     No two clients share a record, except under "sample". "iid" and "dirichlet" deal every record;
     "pathological" every record of the classes that some client got (all of them from as many clients as classes on);
-    "label-shards" leaves out the few, chosen at random, that do not fill a shard.
+    "label-shards" leaves out the few, chosen at random, that do not fill a shard; "het-mnist" what is more in a class than in the
+    one that is scarcest for the clients that have it.
 
     Args:
         kind: One of `PARTITIONS`.
@@ -37,8 +41,9 @@ def partition(
         num_clients: How many clients.
         seed: Seed of the deal, >= 0.
         dirichlet_alpha: Concentration of the Dirichlet distribution, > 0: the smaller, the more clients differ.
-        classes_per_client: Classes (or shards) a client gets, under "pathological" and "label-shards".
+        classes_per_client: Classes (or shards) a client gets, under "pathological", "label-shards" and "het-mnist".
         records_per_client: If not 0, each client keeps that many of its records, chosen at random.
+        groups: The device of each record, [n], from 0 on without gaps; None where the data name none.
 
     Returns:
         One int64 array of indices into the training set for each client, none of them empty.
@@ -55,7 +60,11 @@ def partition(
             for client in range(num_clients)
         ]
     _check_heterogeneity(kind, labels, dirichlet_alpha=dirichlet_alpha, classes_per_client=classes_per_client)
-    if kind == "label-shards":
+    if kind == "natural":
+        clients = _natural(groups, num_clients)
+    elif kind == "het-mnist":
+        clients = _equal_classes(labels, num_clients, classes_per_client, np.random.default_rng(seed))
+    elif kind == "label-shards":
         clients = _label_shards(labels, num_clients, classes_per_client, np.random.default_rng(seed))
     else:
         clients = _through_flwr_datasets(
@@ -102,8 +111,33 @@ def _check_heterogeneity(kind: str, labels: np.ndarray, *, dirichlet_alpha: floa
     if kind == "dirichlet" and not (math.isfinite(dirichlet_alpha) and dirichlet_alpha > 0):
         raise ValueError(f"dirichlet-alpha={dirichlet_alpha}: must be a finite number > 0")
     num_classes = len(np.unique(labels))
-    if kind in {"pathological", "label-shards"} and not 1 <= classes_per_client <= num_classes:
+    if kind in {"pathological", "label-shards", "het-mnist"} and not 1 <= classes_per_client <= num_classes:
         raise ValueError(f"classes-per-client={classes_per_client}: must be 1 to {num_classes}, the number of classes")
+
+
+def _natural(groups: np.ndarray | None, num_clients: int) -> list[np.ndarray]:
+    if groups is None:
+        raise ValueError("partition='natural': the data of this task name no devices; use another partition")
+    counts = np.bincount(groups)
+    if num_clients != len(counts):
+        raise ValueError(f"num-clients={num_clients}: must be {len(counts)} with partition='natural', the devices in the data")
+    return np.split(np.argsort(groups, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def _equal_classes(labels: np.ndarray, num_clients: int, classes_per_client: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Deal shares of one size: those of a client are of different classes, and all classes have equally many or one more."""
+    _, numbers = np.unique(labels, return_inverse=True)
+    counts = np.bincount(numbers)
+    taken = np.zeros(len(counts), dtype=np.int64)
+    chosen = []
+    for _ in range(num_clients):
+        # Those with the fewest shares so far, in a random order where they are even.
+        classes = np.lexsort((rng.random(len(counts)), taken))[:classes_per_client]
+        taken[classes] += 1
+        chosen.append(classes)
+    size = int(min(counts[taken > 0] // taken[taken > 0]))
+    pools = [iter(rng.permutation(np.flatnonzero(numbers == number))) for number in range(len(counts))]
+    return [np.fromiter((next(pools[number]) for number in classes for _ in range(size)), dtype=np.int64) for classes in chosen]
 
 
 def _label_shards(labels: np.ndarray, num_clients: int, shards_per_client: int, rng: np.random.Generator) -> list[np.ndarray]:

@@ -7,10 +7,11 @@ add up. A file keeps one count for all of them: `flower_dp.privacy.ledger_file`.
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 
 from flower_dp.privacy.client_terms import Terms, value_of
 from flower_dp.privacy.ledger_file import LedgerFile
@@ -157,3 +158,16 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
             raise ValueError(f"ledger={path!r}: must be the path of a file; flower-dp ledger FILE --create NAME makes one")
         files[name] = LedgerFile(path)
     return files
+
+
+@contextmanager
+def kept_account(context: Context) -> Iterator[None]:
+    """Lend a node's context to an app that may do with its state what it likes; the account is in it again afterwards."""
+    record = dict(context.state.config_records[KEY]) if KEY in context.state.config_records else None
+    try:
+        yield
+    finally:
+        left = context.state.config_records.get(KEY)
+        if record is not None and (left is None or dict(left) != record):
+            log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
+            context.state[KEY] = ConfigRecord(record)

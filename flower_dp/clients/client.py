@@ -3,8 +3,7 @@
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,42 +14,19 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.client_level import LocalUpdates
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
-from flower_dp.clients.sending import Lossless
-from flower_dp.clients.pipeline import Job, Pipeline, Refusal, failure
+from flower_dp.clients.evaluation import Metrics, loss_and_accuracy, private_vector
+from flower_dp.clients.pipeline import Job, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clients.updates import LocalUpdates
+from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
-from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Answer, Instruction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What the clients of a node do in one round.
-
-    Attributes:
-        groups: pipelines and the clients that each is run for; all send their rows in one way.
-        refused: why other clients that were asked don't reply.
-    """
-
-    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
-    refused: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sum:
-    """What leaves the node."""
-
-    payload: Payload
-    payload_bytes: int
-    refused: dict[str, str]
-    losses: list[Tensor]
 
 
 class NodeClient(NumPyClient):
@@ -146,7 +122,7 @@ class NodeClient(NumPyClient):
         """
         try:
             instruction = wire.instruction_of(config)
-            if instruction.method not in self.methods:
+            if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
                 raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
             self.policy.check(instruction)
             layout = self.model.layout
@@ -156,7 +132,7 @@ class NodeClient(NumPyClient):
             work = self._work(vector, instruction)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
-        made = _add_up(vector, work)
+        made = add_up(vector, work)
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and made.losses:
             metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
@@ -168,6 +144,27 @@ class NodeClient(NumPyClient):
             metrics=metrics,
         )
         return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Return 0 in the place of a loss, 1 in that of an example count, and the answer to a private evaluation.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        frozen = wire.instruction_of(config).frozen
+        trained = [array for position, array in enumerate(parameters) if position not in frozen]
+        names = self.model.layout.names
+        if len(trained) != len(names):
+            raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
+        return 0.0, 1, self.evaluation(dict(zip(names, trained, strict=True)), config)
+
+    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation; only `DPClient` has one.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        raise ValueError(f"{wire.DECLINED}: this client does not evaluate")
 
     @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
@@ -190,6 +187,8 @@ class DPClient(NodeClient):
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
         engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.engines`.
+        metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
+            where targets are classes.
 
     Example:
         >>> import torch
@@ -202,7 +201,7 @@ class DPClient(NodeClient):
         ...     policy=ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8),
         ... )
         >>> client.methods
-        ('dp-fedavg', 'dp-fedsam', 'fed-smp')
+        ('dp-fedavg', 'dp-fedsam', 'fed-smp', 'private-evaluation')
     """
 
     def __init__(
@@ -216,15 +215,44 @@ class DPClient(NodeClient):
         seed: int = 0,
         noise_seed: int | None = None,
         engine: str = "one_by_one",
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
         self.training = training
         self.engine = checks.one_of("engine", engine, ENGINES)
+        self.metrics = metrics or loss_and_accuracy(training.loss)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods with one noised sum of clipped updates."""
-        return tuple(CLIENT_LEVEL)
+        """The methods with one noised sum of clipped updates, and private evaluation."""
+        return (*CLIENT_LEVEL, wire.EVALUATION)
+
+    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation: the sum of its clients' vectors."""
+        try:
+            instruction = wire.instruction_of(config)
+            if instruction.method != wire.EVALUATION:
+                raise ValueError(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+            order = wire.EvaluationOrder.of(instruction)
+            self.policy.check_evaluation(instruction, order)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        self.model.reset_buffers()
+        self.model.vector.copy_(torch.from_numpy(self.model.layout.flatten(trained)))
+        total, refused = np.zeros(order.dimension), {}
+        for name in instruction.clients:
+            if name not in self.clients:
+                refused[name] = "not hosted here"
+                continue
+            secret = partial(self.generator, instruction, f"evaluation of {name}")
+            try:
+                total += private_vector(
+                    self.model.module, self.clients[name], self.metrics, instruction=instruction, order=order, secret=secret
+                )
+            except Exception as error:
+                refused[name] = failure(name, error).reason
+        answer = wire.EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+        return {wire.KEY: answer.to_json(instruction.clients)}
 
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         train = LocalUpdates(
@@ -244,23 +272,3 @@ class DPClient(NodeClient):
             secret = partial(self.generator, instruction, name, on=vector)
             jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
         return Work(groups=[(pipeline, jobs)], refused=refused)
-
-
-def _add_up(vector: Tensor, work: Work) -> _Sum:
-    """Return the exact sum of the rows of all clients that reply."""
-    total, first = torch.zeros_like(vector, dtype=torch.float64), None
-    refused, losses, num_bytes = dict(work.refused), [], 0
-    for pipeline, jobs in work.groups:
-        if first is None:
-            first, total = pipeline, total[: pipeline.dimension(vector.numel())]
-        elif pipeline.encode != first.encode:
-            raise ValueError("pipelines of one node: must send their rows in one way")
-        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
-            if isinstance(reply, Refusal):
-                refused[job.name] = reply.reason
-                continue
-            total += reply.row if job.weight == 1 else job.weight * reply.row.to(torch.float64)
-            losses.append(reply.loss)
-            num_bytes += reply.num_bytes
-    payload = Lossless().encode(total) if first is None else first.payload(total)
-    return _Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

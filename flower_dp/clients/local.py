@@ -8,20 +8,19 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
-from flower_dp.clients.client import NodeClient, Work
+from flower_dp.clients.agreement import why_not
+from flower_dp.clients.client import NodeClient
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.pipeline import Job, Pipeline, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
+from flower_dp.clients.work import Work
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.wire import Instruction, LocalOrder
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
-
-# How far apart two machines may compute one noise multiplier from one budget.
-_TOLERANCE = 1e-6
 
 
 class LocalDPClient(NodeClient):
@@ -148,13 +147,8 @@ class LocalDPClient(NodeClient):
             except ValueError as error:
                 refused[name] = str(error)
                 continue
-            own = terms.release.mechanism.noise_multiplier
-            if instruction.clip_norm != terms.release.clip_norm:
-                refused[name] = f"clip_norm={instruction.clip_norm:g}: this client's own is {terms.release.clip_norm:g}"
-            elif kind != terms.kind:
-                refused[name] = f"the server's terms ({kind}) are not this client's own ({terms.kind})"
-            elif own < multiplier * (1 - _TOLERANCE):
-                refused[name] = f"noise_multiplier={multiplier:g}: by this client's own budget it is {own:g}"
+            if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=kind, noise_multiplier=multiplier):
+                refused[name] = reason
             else:
                 agreed[name] = (terms, records)
         return agreed, refused

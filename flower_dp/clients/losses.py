@@ -1,4 +1,4 @@
-"""Cross-entropy for labels that nobody has checked."""
+"""Losses for labels that nobody has checked: cross-entropy, and the hinge loss."""
 
 import math
 from collections.abc import Callable
@@ -36,6 +36,21 @@ def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     known = _known(outputs, targets)
     whole = known if known is None else (known | (targets == IGNORED)).all()
     return _mean_over(whole, outputs, targets, math.nan)
+
+
+def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean hinge loss max(0, 1 - y f) of a linear SVM; at 1 = y f its gradient is zero.
+
+    A target that is neither -1 nor +1 counts as a loss of 0 with a gradient of zero. The loss has no L2 term: that is `weight_decay`
+    of `LocalTraining`, which needs no record and so neither clip nor noise.
+
+    Args:
+        outputs: f, one number a record [batch, 1].
+        targets: y [batch], of any dtype.
+    """
+    known = (targets == 1) | (targets == -1)
+    losses = nn.functional.relu(1 - targets * outputs.reshape(targets.shape))
+    return losses.where(known, 0.0).mean()
 
 
 def class_losses(outputs: Tensor, classes: Tensor) -> Tensor:

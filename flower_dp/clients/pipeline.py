@@ -7,18 +7,21 @@ clip and noise; rounding to the lattice belongs to the clip. What chooses by val
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
-from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.parts import Clip, FullNoise, GaussianShare, Mask, Noise, NotPrivate, RecordClip, RowClip, Secret, ServerNoise
 from flower_dp.clients.sending import Encoder, Lossless, RandK, Selection, bytes_a_value
-from flower_dp.clients.records import Records
 from flower_dp.core.compression import Payload
+from flower_dp.core.vectors import Array
 from flower_dp.wire import FAILED
 
+if TYPE_CHECKING:  # it needs torch, and a device that trains in another framework has none
+    from flower_dp.clients.records import Records
+
 log = logging.getLogger("flwr")
+
+# A client's row [d] and its 0-d training loss, or why there is none; arrays of any library.
+Trained = tuple[Array, Array] | Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,7 @@ class Job:
     """
 
     name: str
-    records: Records
+    records: "Records"
     seed: int
     secret: Secret
     weight: float = 1.0
@@ -46,7 +49,7 @@ class Train(Protocol):
     Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names.
     """
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
 
 
@@ -60,8 +63,8 @@ class Reply:
         num_bytes: of the row, had the client sent it alone.
     """
 
-    row: Tensor
-    loss: Tensor
+    row: Array
+    loss: Array
     num_bytes: int
 
 
@@ -146,7 +149,7 @@ class Pipeline:
         """Return how many coordinates of a vector [length] are clipped, noised and added up."""
         return length if self.before_clip is None else len(self.before_clip.indices)
 
-    def replies(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
+    def replies(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
         """Yield what every client replies, or why it doesn't, in order.
 
         Args:
@@ -160,7 +163,7 @@ class Pipeline:
                 answer = failure(job.name, error)
             yield answer
 
-    def reply(self, vector: Tensor, job: Job) -> Reply:
+    def reply(self, vector: Array, job: Job) -> Reply:
         """Return one client's reply; raise what `replies` would make a refusal of."""
         (trained,) = self.train.rows(vector, [job])
         answer = self._reply(trained, job)
@@ -168,7 +171,7 @@ class Pipeline:
             raise ValueError(answer.reason)
         return answer
 
-    def payload(self, total: Tensor) -> Payload:
+    def payload(self, total: Array) -> Payload:
         """Return the payload of the sum [dimension] of rows."""
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))
 
@@ -184,7 +187,7 @@ class Pipeline:
         except ValueError as error:  # it names no value of the row
             return Refusal(reason=f"{FAILED}: {error}")
         noised = self.noise.add(clipped, self.clip.step, job.secret)
-        leaving: Tensor = noised if self.after_noise is None else self.after_noise(noised)
+        leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise))
         return Reply(row=leaving, loss=loss, num_bytes=num_bytes)
 

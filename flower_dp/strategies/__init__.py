@@ -5,6 +5,7 @@ from flower_dp.strategies.dp_fedsam import DPFedSAM
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.strategy import DPStrategy
 
-__all__ = ["DPFedAvg", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL"]
+__all__ = ["DPFedAvg", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL", "PrivateEvaluation"]

@@ -30,7 +30,7 @@ class NbAFLRules:
 
     name = "nbafl"
     title = "NbAFL"
-    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
     secret_cohort = False
 
     def __init__(

@@ -9,22 +9,30 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.strategies.held_errors import HeldErrors
 from flower_dp.strategies.replies import APP_RAISED
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
 log = logging.getLogger("flwr")
 
+# Node id -> the message that asks whom it hosts.
+_Question = Callable[[int], Message]
+
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 600.0
 _SETTLED_SECONDS = 3.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
+# What Flower says for a ClientApp that does not answer a question: one of the Message API, and one around a client_fn.
+_NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +73,16 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
     deadline = time.monotonic() + timeout
     hosted: dict[int, _Hosted] = {}
     dialect: Dialect | None = None
-    hosting = False
+    question: _Question | None = None
     seen, settled = -1, 0.0
     while True:
         new = sorted(set(grid.get_node_ids()) - set(hosted))
         if new and dialect is None:
-            log.info("Asking nodes whom they host; a stock client knows no such question, and Flower may log that as an error")
-            hosting, dialect = _kind(grid, new)
+            log.info("Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error")
+            question, dialect = _kind(grid, new)
         if new and dialect is not None:
             stock = {node: _Hosted(names=(f"node-{node}",), methods=frozenset()) for node in new}
-            hosted |= _ask(grid, new, dialect) if hosting else stock
+            hosted |= stock if question is None else _ask(grid, new, question)
         count = sum(len(node.names) for node in hosted.values())
         if count >= num_clients:
             break
@@ -98,9 +106,23 @@ def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
         names=names,
         nodes=tuple(node for _, node in pairs),
         dialect=dialect or MESSAGE_API,
-        hosting=hosting,
+        hosting=question is not None,
         methods=frozenset.intersection(*(told.methods for told in hosted.values())),
     )
+
+
+def _properties_query(node: int) -> Message:
+    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
+
+
+# In the order in which an app is asked them, and what it speaks if it answers. Only a `NumPyClient` has properties. Flower has no
+# way to answer a query for an app without a query function, but a mod sees what its train function is asked: a stock one finds no
+# model in that message and raises.
+_QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
+    (partial(wire.roll_call, message_type="query"), MESSAGE_API),
+    (_properties_query, NUMPY_CLIENT),
+    (partial(wire.roll_call, message_type="train"), MESSAGE_API),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,28 +133,41 @@ class _Hosted:
     methods: frozenset[str]
 
 
-def _kind(grid: Grid, nodes: list[int]) -> tuple[bool, Dialect | None]:
-    """Find out what the run's ClientApp speaks from the first node that answers at all."""
+def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | None]:
+    """Find out what the run's ClientApp speaks from the first node that answers at all, and the question that it answers."""
     for node in nodes:
-        for reply in _send(grid, [_hosts_query(node)]):
-            if not reply.has_error():
-                # A stock app may answer queries of its own.
-                return _told(reply) is not None, MESSAGE_API
-            if reply.error.code not in APP_RAISED:
-                log.warning("node %s: %s", node, reply.error.reason)
+        message_api = False
+        for question, dialect in _QUESTIONS:
+            if message_api and dialect is NUMPY_CLIENT:
                 continue
-            for properties in _send(grid, [_properties_query(node)]):
-                if properties.has_error():
-                    return False, MESSAGE_API
-                return _told(properties) is not None, NUMPY_CLIENT
-    return False, None
+            with HeldErrors() as held:
+                reply = next(iter(_send(grid, [question(node)])), None)
+                reason = reply.error.reason or "" if reply is not None and reply.has_error() else ""
+                if _NO_QUERIES in reason or _NO_SUCH_MESSAGE in reason or (reason and question is _QUESTIONS[-1][0]):
+                    held.drop()
+            if reply is None:
+                break
+            if not reply.has_error():
+                if _told(reply) is not None:
+                    return question, dialect
+                if dialect is NUMPY_CLIENT:
+                    return None, NUMPY_CLIENT
+                # A stock app may answer queries of its own; its train function may have a mod of ours.
+                message_api = True
+            elif reply.error.code not in APP_RAISED:
+                log.warning("node %s: %s", node, reason)
+                break
+            elif _NO_QUERIES in reason:
+                message_api = True
+        else:
+            return None, MESSAGE_API
+    return None, None
 
 
-def _ask(grid: Grid, nodes: list[int], dialect: Dialect) -> dict[int, _Hosted]:
+def _ask(grid: Grid, nodes: list[int], question: _Question) -> dict[int, _Hosted]:
     """Ask nodes whom they host; who does not answer now is asked again."""
-    query = _hosts_query if dialect is MESSAGE_API else _properties_query
     hosted = {}
-    for reply in _send(grid, [query(node) for node in nodes]):
+    for reply in _send(grid, [question(node) for node in nodes]):
         node = reply.metadata.src_node_id
         if reply.has_error():
             log.warning("node %s: %s", node, reply.error.reason)
@@ -146,14 +181,6 @@ def _ask(grid: Grid, nodes: list[int], dialect: Dialect) -> dict[int, _Hosted]:
 
 def _send(grid: Grid, messages: list[Message]) -> list[Message]:
     return list(grid.send_and_receive(messages, timeout=_ANSWER_SECONDS))
-
-
-def _hosts_query(node: int) -> Message:
-    return Message(RecordDict({wire.KEY: ConfigRecord({"protocol": wire.PROTOCOL})}), node, "query")
-
-
-def _properties_query(node: int) -> Message:
-    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
 
 
 def _told(reply: Message) -> _Hosted | None:

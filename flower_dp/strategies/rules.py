@@ -11,6 +11,7 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.replies import Bounds, Collected, Missing
 from flower_dp.wire import Model
 
@@ -24,6 +25,7 @@ class Options(TypedDict, total=False):
         noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
         frozen_arrays: names of the model's arrays that are sent and never trained, clipped or noised, such as the causal mask of
             a stock model's state_dict. A reply in which one differs is refused.
+        evaluation: a private evaluation on clients' own data, with methods of one noised sum: see `PrivateEvaluation`.
         server_optimizer: a Flower strategy that moves the model by the noised one, such as FedAdam: see `ServerOptimizer`.
     """
 
@@ -32,6 +34,7 @@ class Options(TypedDict, total=False):
     noise_seed: int | None
     frozen_arrays: Sequence[str]
     server_optimizer: Strategy | None
+    evaluation: PrivateEvaluation | None
 
 
 def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,16 +48,6 @@ def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[s
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known are {', '.join(names)}")
     own = {name: value for name, value in words.items() if name not in Options.__annotations__}
     return own, {name: value for name, value in words.items() if name in Options.__annotations__}
-
-
-def check_sampler(sampling: Sampler) -> None:
-    """Refuse what is no sampler.
-
-    Raises:
-        ValueError: naming the value.
-    """
-    if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
-        raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.core.sampling, such as PoissonSampling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

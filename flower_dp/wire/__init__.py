@@ -20,6 +20,8 @@ from flower_dp.wire.messages import (
     content_bytes,
     evaluate_message,
     instruction_of,
+    is_roll_call,
+    roll_call,
     train_message,
 )
 from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
@@ -50,8 +52,10 @@ __all__ = [
     "content_bytes",
     "evaluate_message",
     "instruction_of",
+    "is_roll_call",
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",
+    "roll_call",
     "train_message",
 ]

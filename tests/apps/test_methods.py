@@ -12,8 +12,10 @@ from apps.client_app import app as client_app
 from apps.methods import METHODS, Run, module_of
 from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
-from apps.tasks.models import make
+from apps.tasks import TASKS
+from apps.tasks import module_of as task_module
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.clients.losses import hinge
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder
@@ -46,14 +48,14 @@ def sizes_of(run, size=80):
     return lambda: dict.fromkeys(run.settings.client_names(), size)
 
 
-def data(size=80):
-    return TensorRecords(inputs=torch.zeros(size, 1, 28, 28), targets=torch.zeros(size, dtype=torch.int64))
+def data(size=80, num_features=784):
+    return TensorRecords(inputs=torch.zeros(size, num_features), targets=torch.zeros(size, dtype=torch.int64))
 
 
 def client(run, size=80):
     names = run.settings.client_names()[:2]
-    model = make(run.settings.model, bias=run.settings.model_bias, seed=0)
-    return run.client(model, {name: data(size) for name in names}, sizes_of(run, size))
+    num_features = task_module(run.settings.task).num_features(run.of_task)
+    return run.client(run.model(), {name: data(size, num_features) for name in names}, sizes_of(run, size))
 
 
 @pytest.mark.slow
@@ -140,6 +142,13 @@ def test_an_infinite_epsilon_is_no_noise():
         ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
         ({"min-reply-ratio": 0.5}, "min_reply_ratio=0.5: is read with"),
         ({**NBAFL, "delta": 0.0}, "delta=0.0"),
+        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist'; settings of that are under mnist"),
+        ({"task": "adult", "adult.features": "some"}, "adult.features='some': must be one of categorical, all"),
+        ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult', which has logistic, mlp"),
+        ({"model": "linear-svm"}, "model='linear-svm': does not fit task='mnist', which has logistic, mlp, cnn"),
+        ({"test-ratio": 1.0}, "test-ratio=1.0: must be"),
+        ({"validation-ratio": 0.5, "test-ratio": 0.5}, "validation-ratio=0.5: with test-ratio=0.5 leaves nothing to train on"),
+        ({"partition": "sample", "records-per-client": 9, "test-ratio": 0.1}, "partition='sample': clients share records"),
     ],
 )
 def test_nonsense_is_refused_naming_the_key(words, message):
@@ -197,6 +206,7 @@ def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
 
 def test_defaults_in_code_and_in_the_app_are_the_same():
     kinds = {"": Settings, **{f"{name}.": module_of(name).Own for name in METHODS}}
+    kinds |= {f"{name}.": task_module(name).Own for name in TASKS}
     found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}
     assert found == DEFAULTS
 
@@ -210,3 +220,11 @@ def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():
     assert "DELTA IS NO GUARANTEE: 0.5 is at least 1 / 3" in str(strategy_of(run, sizes_of(run)).statement)
     run = run_of({"num-clients": 3, "delta": 0.01, "sampling": "full"})
     assert "NO GUARANTEE" not in str(strategy_of(run, sizes_of(run)).statement)
+
+
+def test_the_models_loss_reaches_every_client():
+    assert client(run_of(PRESETS["vehicle-fedsgd-dpc"])).recipe.loss is hinge
+    assert client(run_of(LAPLACE)).recipe.loss is torch.nn.functional.cross_entropy
+    svm = {"task": "vehicle", "model": "linear-svm"}
+    assert client(run_of({**NBAFL, **svm})).recipe.training.loss is hinge
+    assert client(run_of(svm)).training.loss is hinge

@@ -2,6 +2,11 @@ import pytest
 import torch
 
 from apps.tasks import models
+from flower_dp.clients.losses import hinge
+
+
+def made(name: str, **words) -> torch.nn.Module:
+    return models.make(name, num_classes=2 if name == "linear-svm" else 10, **words)
 
 
 def count(model: torch.nn.Module) -> int:
@@ -19,27 +24,29 @@ def count(model: torch.nn.Module) -> int:
         ("cnn", True, (25 * 32 + 32) + (25 * 32 * 64 + 64) + (7 * 7 * 64 * 512 + 512) + (512 * 10 + 10)),
         ("cnn", True, 1_663_370),
         ("cnn", False, 1_663_370 - 32 - 64 - 512 - 10),
+        ("linear-svm", True, 785),
+        ("linear-svm", False, 784),
     ],
 )
 def test_parameter_count(name, bias, expected):
-    assert count(models.make(name, bias=bias, seed=0)) == expected
+    assert count(made(name, bias=bias, seed=0)) == expected
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_both_input_shapes_give_the_same_logits(name):
-    model = models.make(name, seed=3)
+    model = made(name, seed=3)
     images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     logits = model(images)
-    assert logits.shape == (5, 10)
+    assert logits.shape == (5, 1 if name == "linear-svm" else 10)
     torch.testing.assert_close(model(images.reshape(5, 784)), logits)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_the_seed_decides_and_nothing_else(name):
-    first = models.make(name, seed=7).state_dict()
+    first = made(name, seed=7).state_dict()
     torch.rand(3)  # whatever else draws from the global generator
-    again = models.make(name, seed=7).state_dict()
-    other = models.make(name, seed=8).state_dict()
+    again = made(name, seed=7).state_dict()
+    other = made(name, seed=8).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not any(torch.equal(first[key], other[key]) for key in first)
 
@@ -48,7 +55,7 @@ def test_the_seed_decides_and_nothing_else(name):
 def test_global_random_state_is_untouched(name):
     before = torch.random.get_rng_state()
     seed = torch.initial_seed()
-    models.make(name, seed=11)
+    made(name, seed=11)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.initial_seed() == seed
 
@@ -64,7 +71,7 @@ def test_default_initialisation_is_kept():
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_no_buffers(name):
-    assert list(models.make(name, seed=0).buffers()) == []
+    assert list(made(name, seed=0).buffers()) == []
 
 
 def test_bad_input():
@@ -72,3 +79,21 @@ def test_bad_input():
         models.make("resnet", seed=0)
     with pytest.raises(ValueError, match="seed=-1: must be >= 0"):
         models.make("mlp", seed=-1)
+    with pytest.raises(ValueError, match="model='cnn': is for 28 x 28 pixels, not for 30 features"):
+        models.make("cnn", seed=0, num_features=30)
+    with pytest.raises(ValueError, match="model='linear-svm': is for two classes, not for 10"):
+        models.make("linear-svm", seed=0)
+
+
+def test_rows_of_numbers():
+    assert count(models.make("logistic", seed=0, num_features=30, num_classes=2)) == 30 * 2 + 2
+    assert count(models.make("mlp", seed=0, num_features=30, num_classes=2)) == 31 * 256 + 257 * 2
+    assert count(models.make("linear-svm", seed=0, num_features=100, num_classes=2)) == 101
+
+
+def test_what_outputs_speak_for():
+    outputs = torch.tensor([[0.5, 2.0, 1.0], [3.0, -1.0, 0.0]])
+    assert models.predictions("logistic", outputs).tolist() == [1, 0]
+    assert models.predictions("linear-svm", torch.tensor([[0.2], [0.0], [-3.0]])).tolist() == [1, -1, -1]
+    assert models.loss_of("cnn") is torch.nn.functional.cross_entropy
+    assert models.loss_of("linear-svm") is hinge

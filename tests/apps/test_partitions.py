@@ -10,6 +10,7 @@ from apps.tasks.partitions import PARTITIONS, partition
 
 CLASSES = 10
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(CLASSES), 400))
+GROUPS = np.random.default_rng(1).permutation(np.arange(len(LABELS)) % 20)
 
 
 def deal(kind, *, labels=LABELS, **changes):
@@ -19,6 +20,7 @@ def deal(kind, *, labels=LABELS, **changes):
         "dirichlet_alpha": 0.3,
         "classes_per_client": 2,
         "records_per_client": 30 if kind == "sample" else 0,
+        "groups": GROUPS if kind == "natural" else None,
     }
     return partition(kind, labels, **(settings | changes))
 
@@ -50,7 +52,8 @@ def test_disjoint_and_covering(kind):
 def test_the_seed_decides(kind):
     first, again, other = deal(kind, seed=5), deal(kind, seed=5), deal(kind, seed=6)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    # Natural clients are what they are.
+    assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True)) == (kind == "natural")
 
 
 @pytest.mark.parametrize("kind", PARTITIONS)
@@ -160,7 +163,11 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("random", {}, "partition='random': must be one of iid, dirichlet, pathological, label-shards, sample"),
+        (
+            "random",
+            {},
+            "partition='random': must be one of iid, dirichlet, pathological, label-shards, het-mnist, sample, natural",
+        ),
         ("iid", {"num_clients": 0}, "num-clients=0: must be >= 1"),
         ("iid", {"num_clients": 4001}, "num-clients=4001: must be at most the number of training records, 4000"),
         ("iid", {"seed": -1}, "seed=-1: must be >= 0"),
@@ -181,3 +188,51 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
 def test_bad_input(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         deal(kind, **changes)
+
+
+# HET_MNIST
+
+
+@pytest.mark.parametrize("classes_per_client", range(1, 11))
+def test_het_mnist_clients_have_equally_many_of_each_of_their_classes(classes_per_client):
+    clients = deal("het-mnist", num_clients=100, classes_per_client=classes_per_client)
+    # 100 n shares among 10 classes of 400 records: 400 / (10 n), rounded down.
+    share = 400 // (10 * classes_per_client)
+    for records in clients:
+        assert sorted(np.bincount(LABELS[records])[np.bincount(LABELS[records]) > 0]) == [share] * classes_per_client
+    dealt = np.concatenate(clients)
+    assert len(set(dealt.tolist())) == len(dealt)
+    assert np.bincount(LABELS[dealt]).tolist() == [share * 10 * classes_per_client] * 10
+
+
+def test_het_mnist_draws_the_classes_of_a_client():
+    kinds = {tuple(sorted(classes)) for classes in classes_of(deal("het-mnist", num_clients=100))}
+    assert len(kinds) > 20  # of the 45 pairs; a cycle through the classes would give 5
+
+
+def test_het_mnist_of_labels_that_do_not_start_at_zero():
+    labels = np.repeat([-1, 1], [30, 51])
+    clients = deal("het-mnist", labels=labels, num_clients=3, classes_per_client=2)
+    assert [np.bincount(labels[records] + 1).tolist() for records in clients] == [[10, 0, 10]] * 3
+
+
+def test_het_mnist_leaves_nobody_without_records():
+    with pytest.raises(ValueError, match="num-clients=3000: client 0 gets only 0 of the 4000 records"):
+        deal("het-mnist", num_clients=3000)
+    with pytest.raises(ValueError, match="classes-per-client=11: must be 1 to 10"):
+        deal("het-mnist", classes_per_client=11)
+
+
+# Natural clients
+
+
+def test_natural_clients_are_the_devices_in_the_data():
+    clients = deal("natural")
+    assert all(set(GROUPS[records].tolist()) == {device} for device, records in enumerate(clients))
+
+
+def test_natural_clients_are_as_many_as_devices():
+    with pytest.raises(ValueError, match="num-clients=19: must be 20 with partition='natural'"):
+        deal("natural", num_clients=19)
+    with pytest.raises(ValueError, match="partition='natural': the data of this task name no devices"):
+        deal("natural", groups=None)

@@ -61,7 +61,7 @@ def by_hand():
         classes_per_client=2,
         records_per_client=25,
     )
-    pixels = (task.train_images.reshape(-1, 784) / 255 - 0.1307) / 0.3081
+    pixels = (task.train_inputs.reshape(-1, 784) / 255 - 0.1307) / 0.3081
     return estimate([(pixels[rows], task.train_labels[rows]) for rows in dealt], l2=0.1, num_classes=10)
 
 

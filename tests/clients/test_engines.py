@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from apps.tasks.models import make
 from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates
 from flower_dp.clients.draws import OwnDraws, batch_seed, draws_seed
 from flower_dp.clients.engines import ENGINES, batched
 from flower_dp.clients.engines.program import Program, _sliced_product
+from flower_dp.clients.losses import hinge
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 DEVICES = ["cpu", GPU]
@@ -165,6 +167,20 @@ def test_the_engines_agree_on_another_loss() -> None:
     training = replace(EVERYTHING, loss=loss)
     one, other = (rows_of(_net, [_classes(8, 1), _classes(5, 2)], training, engine=engine) for engine in ENGINES)
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_the_engines_agree_on_the_hinge_loss() -> None:
+    """Also with a label that is none: it counts as zero, and does not change the number that the mean divides by."""
+
+    def svm() -> nn.Module:
+        return make("linear-svm", seed=3, num_features=4, num_classes=2)
+
+    first, second = (replace(data, targets=data.targets.clamp(max=1) * 2 - 1) for data in (_classes(8, 1), _classes(5, 2)))
+    second.targets[3] = 0
+    training = replace(EVERYTHING, loss=hinge)
+    one, other = (rows_of(svm, [first, second], training, engine=engine) for engine in ENGINES)
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert min(row.abs().max() for row in one) > 1e-3
 
 
 def test_the_engines_agree_where_one_client_makes_no_sam_step() -> None:

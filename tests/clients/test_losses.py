@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.clients.losses import checked, cross_entropy, record_cross_entropy
+from flower_dp.clients.losses import checked, cross_entropy, hinge, record_cross_entropy
 
 
 def _value_and_gradient(loss, outputs, targets):
@@ -85,3 +85,31 @@ def test_only_torchs_own_is_replaced():
 
     assert checked(nn.functional.cross_entropy) is cross_entropy
     assert checked(own) is own
+
+
+# The hinge loss
+
+
+def test_hinge_by_hand():
+    outputs, targets = torch.tensor([[2.0], [0.25], [-0.5], [3.0]]), torch.tensor([1, 1, 1, -1])
+    value, gradient = _value_and_gradient(hinge, outputs, targets)
+    assert value == (0 + 0.75 + 1.5 + 4) / 4
+    assert gradient.flatten().tolist() == [0.0, -0.25, -0.25, 0.25]
+
+
+def test_hinge_has_gradient_zero_at_its_kink():
+    _, gradient = _value_and_gradient(hinge, torch.tensor([[1.0], [-1.0]]), torch.tensor([1, -1]))
+    assert gradient.flatten().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("label", [0, 2, -7, 2**40])
+def test_hinge_counts_a_target_that_is_no_label_as_zero(label):
+    outputs = torch.tensor([[0.5], [-0.5]])
+    value, gradient = _value_and_gradient(hinge, outputs, torch.tensor([1, label]))
+    assert value == 0.25
+    assert gradient.flatten().tolist() == [-0.5, 0.0]
+
+
+def test_hinge_is_for_one_output():
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        hinge(torch.zeros(3, 2), torch.ones(3))

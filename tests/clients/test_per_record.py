@@ -8,6 +8,7 @@ from torch import nn
 
 from apps.tasks.models import make
 from flower_dp.clients import FlatModel, TensorRecords, per_record, record_clipping
+from flower_dp.clients.losses import hinge
 from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.per_record import ENGINES, engine_of, record_gradients
 from flower_dp.core.clipping import clip_l2
@@ -150,6 +151,20 @@ def test_stacks_that_expanded_weights_take(name, count):
     for engine in ENGINES:
         rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
         torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_hinge_loss_by_hand(engine):
+    """The gradient of max(0, 1 - y (w x + b)) is -y (x, 1) where y (w x + b) < 1; a label that is none has gradient zero."""
+    flat = FlatModel(make("linear-svm", seed=0, num_features=6, num_classes=2))
+    inputs, targets = torch.randn(9, 6, generator=torch.Generator().manual_seed(5)), torch.tensor([1, -1, 1, -1, 1, -1, 1, -1, 0])
+    scores = flat.module(inputs)[:, 0].detach()
+    active = ((targets * scores < 1) & (targets != 0)).float()
+    expected = -(active * targets)[:, None] * torch.cat([inputs, torch.ones(9, 1)], dim=1)
+    rows, losses = record_gradients(flat, inputs, targets, loss=hinge, engine=engine)
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(losses, active * (1 - targets * scores))
+    assert 3 < active.sum() < 9
 
 
 def test_embeddings_and_their_weights_used_twice():

@@ -507,4 +507,4 @@ def test_a_strategy_can_start_again():
 def test_evaluation_asks_no_client():
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
     start(fedavg(2), grid, num_rounds=2)
-    assert {message.metadata.message_type for message in grid.sent} == {"query", "get_properties", "train"}
+    assert {message.metadata.message_type for message in grid.sent} == {"query", "train"}

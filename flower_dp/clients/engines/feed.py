@@ -1,36 +1,38 @@
 """A client's records, a batch a step."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flower_dp.clients.draws import OwnDraws, draws_seed
-from flower_dp.clients.records import Records
+from flower_dp.clients.records import Inputs, Records, num_rows
 from flower_dp.clients.training import LocalTraining
 
 # Inputs and targets of a step, [records, ...] each.
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Tensor]
 
 
 class Kind(NamedTuple):
-    """Shape and type of one record."""
+    """Shape and type of one record; without a type where its inputs are several tensors."""
 
     input_shape: tuple[int, ...]
-    input_type: torch.dtype
+    input_type: torch.dtype | None
     target_shape: tuple[int, ...]
     target_type: torch.dtype
 
     @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor) -> "Kind":
+    def of(cls, inputs: Inputs, targets: Tensor) -> "Kind":
         """Return the kind of the records in a batch.
 
         Raises:
             ValueError: if there are none, or not as many targets as inputs.
         """
-        if not 0 < inputs.shape[0] == targets.shape[0]:
-            raise ValueError(f"records: a batch of {len(inputs)} inputs and {len(targets)} targets")
+        if not 0 < num_rows(inputs) == targets.shape[0]:
+            raise ValueError(f"records: a batch of {num_rows(inputs)} inputs and {len(targets)} targets")
+        if not isinstance(inputs, Tensor):
+            return cls((), None, targets.shape[1:], targets.dtype)
         return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
 
 

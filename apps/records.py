@@ -1,0 +1,125 @@
+"""Who holds which records of a task: every client its own, and the server what is public."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from apps.methods import Run
+from apps.settings import Settings
+from apps.tasks import Task
+from apps.tasks.partitions import partition
+from flower_dp.clients import TensorRecords
+
+Config = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """All records of a run, the same on every node and on the server.
+
+    Attributes:
+        clients: what every client trains on, by name.
+        validation: what all clients together have held out for validation; taken as public. None without `validation-ratio`.
+        test: the same for tests, by `test-ratio`; None without that.
+    """
+
+    clients: dict[str, TensorRecords]
+    validation: TensorRecords | None
+    test: TensorRecords | None
+
+
+def config_of(run_config: Mapping[str, Any]) -> Config:
+    """Return a run-config as `deal` takes it, which remembers its answers."""
+    return tuple(sorted(run_config.items()))
+
+
+@lru_cache(maxsize=2)
+def deal(config: Config) -> Dealt:
+    """Deal the task's records to all clients, and split each client's records into those to train on and those held out.
+
+    Raises:
+        ValueError: if the records cannot be read or dealt so, naming the setting.
+    """
+    run = Run.of(dict(config))
+    settings, task = run.settings, run.task()
+    dealt = partition(
+        settings.partition,
+        task.train_labels,
+        num_clients=settings.num_clients,
+        seed=settings.seed,
+        dirichlet_alpha=settings.dirichlet_alpha,
+        classes_per_client=settings.classes_per_client,
+        records_per_client=settings.records_per_client,
+        groups=task.groups,
+    )
+    names = settings.client_names()
+    train, validation, test = dealt, dealt[:0], dealt[:0]
+    if settings.holds_out:
+        train, validation, test = split(dealt, settings)
+    held = partial(_held, task)
+    return Dealt(
+        clients={name: held(indices) for name, indices in zip(names, train, strict=True)},
+        validation=held(np.concatenate(validation)) if settings.validation_ratio else None,
+        test=held(np.concatenate(test)) if settings.test_ratio else None,
+    )
+
+
+def split(dealt: list[np.ndarray], settings: Settings) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Split every client's records at random into those to train on, for validation and for test.
+
+    The held-out numbers are the ratios of the client's, rounded half up; the other records are to train on.
+
+    Raises:
+        ValueError: if a client would have none to train on, or all clients together none for validation or test.
+    """
+    parts: tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]] = ([], [], [])
+    for client, indices in enumerate(dealt):
+        shuffled = np.random.default_rng((settings.seed, 2, client)).permutation(indices)  # another stream than the deal's
+        first, second = (int(ratio * len(indices) + 0.5) for ratio in (settings.validation_ratio, settings.test_ratio))
+        if first + second >= len(indices):
+            raise ValueError(
+                f"validation-ratio={settings.validation_ratio}: with test-ratio={settings.test_ratio} client {client}, who has "
+                f"{len(indices)} records, has none to train on"
+            )
+        pieces = shuffled[first + second :], shuffled[:first], shuffled[first : first + second]
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(np.sort(piece))
+    for key, ratio, part in (("validation", settings.validation_ratio, parts[1]), ("test", settings.test_ratio, parts[2])):
+        if ratio and not sum(map(len, part)):
+            raise ValueError(
+                f"{key}-ratio={ratio}: all clients together hold out no record; they have too few, or it is too small"
+            )
+    return parts
+
+
+def records_to_test_with(run: Run, config: Config) -> TensorRecords:
+    """Return what the server tests with: what the clients have held out for it, or else the task's own test set.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    held_out = deal(config).test if run.settings.test_ratio else None
+    if held_out is not None:
+        return held_out
+    task = run.task()
+    if not len(task.test_labels):
+        raise ValueError(
+            f"test-ratio=0.0: task={run.settings.task!r} has no test set of its own; set the part of their records that clients "
+            "hold out, such as 0.1"
+        )
+    return TensorRecords(
+        inputs=torch.from_numpy(task.test_inputs), targets=torch.from_numpy(task.test_labels), transform=task.prepare
+    )
+
+
+def _held(task: Task, indices: np.ndarray) -> TensorRecords:
+    return TensorRecords(
+        inputs=torch.from_numpy(task.train_inputs),
+        targets=torch.from_numpy(task.train_labels),
+        indices=torch.from_numpy(indices),
+        transform=task.prepare,
+    )

@@ -1,0 +1,44 @@
+"""Where a task's files are: in the folder of `data-dir`, or in a folder with the task's name there. Nothing is downloaded."""
+
+from pathlib import Path
+
+# What presets say whose data are no part of the package: they can't know where it is.
+NEEDED = "NEEDED"
+
+
+def is_missing(data_dir: str) -> bool:
+    """Tell whether `data-dir` names no folder: it is empty, or what presets have in its place."""
+    return not data_dir or Path(data_dir).name == NEEDED  # `flower-dp run` makes paths absolute
+
+
+def find(data_dir: str, *, task: str, name: str, advice: str) -> Path:
+    """Return the path of one of a task's files.
+
+    Args:
+        data_dir: The run-config key `data-dir`. A leading `~` is the home directory.
+        task: The task's name, which is also that of a folder where the file may be.
+        name: The file's name.
+        advice: Where to get the file.
+
+    Raises:
+        ValueError: If it isn't there, with the advice.
+    """
+    if is_missing(data_dir):
+        raise ValueError(f"data-dir: task={task!r} needs {name}: --set data-dir=FOLDER with that file; {advice}")
+    folder = Path(data_dir).expanduser()
+    for path in (folder / name, folder / task / name):
+        if path.is_file():
+            return path
+    raise ValueError(f"data-dir={data_dir!r}: {name} is neither in {folder.absolute()} nor in its {task}; {advice}")
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text.
+
+    Raises:
+        ValueError: If it can't be read or is no text, naming it.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error

@@ -1,0 +1,95 @@
+"""Who holds which records: what clients train on, and what they hold out, which nobody protects."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apps.methods import Run
+from apps.pilot import pilot
+from apps.records import config_of, deal, records_to_test_with, split
+from apps.settings import Settings
+from flower_dp.running.apps import flatten
+
+DEFAULTS = flatten(tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+CANCER = {"task": "breast-cancer", "num-clients": 12}
+
+
+def config(**changes):
+    return config_of({**DEFAULTS, **CANCER, **{key.replace("_", "-"): value for key, value in changes.items()}})
+
+
+def rows(records):
+    return records.indices.tolist()
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "pathological", "label-shards", "het-mnist"])
+def test_nobody_trains_on_a_record_that_anybody_holds_out(partition):
+    ratios = {"validation_ratio": 0.1, "test_ratio": 0.2}
+    whole, held = deal(config(partition=partition)), deal(config(partition=partition, **ratios))
+    trained_on = [row for records in held.clients.values() for row in rows(records)]
+    everything = [*trained_on, *rows(held.validation), *rows(held.test)]
+    assert len(set(everything)) == len(everything)
+    # Every client holds out its own records, and no record is lost.
+    assert sorted(everything) == sorted(row for records in whole.clients.values() for row in rows(records))
+    for name, records in held.clients.items():
+        size = len(whole.clients[name])
+        assert set(rows(records)) <= set(rows(whole.clients[name]))
+        assert len(records) == size - int(0.1 * size + 0.5) - int(0.2 * size + 0.5)
+
+
+def test_paper_split_of_every_device():
+    dealt = [np.arange(100), np.arange(100, 107), np.arange(107, 110)]
+    train, validation, test = split(dealt, Settings(validation_ratio=0.1, test_ratio=0.1))
+    assert [[len(part) for part in parts] for parts in (train, validation, test)] == [[80, 5, 3], [10, 1, 0], [10, 1, 0]]
+
+
+def test_the_seed_decides_who_is_held_out():
+    dealt = [np.arange(100)]
+    settings = Settings(test_ratio=0.1)
+    again, other = (split(dealt, replace(settings, seed=seed))[2][0] for seed in (0, 1))
+    assert np.array_equal(split(dealt, settings)[2][0], again)
+    assert not np.array_equal(again, other)
+    assert np.ptp(again) > 50  # not the first of the file, nor the last
+
+
+def test_without_ratios_nothing_is_held_out():
+    dealt = deal(config())
+    assert (dealt.validation, dealt.test) == (None, None)
+    assert sum(map(len, dealt.clients.values())) == 456
+    run = Run.of(dict(config()))
+    assert len(records_to_test_with(run, config())) == 113
+    assert len(records_to_test_with(Run.of(dict(config(test_ratio=0.5))), config(test_ratio=0.5))) == 228
+
+
+def test_nobody_is_left_without_records():
+    with pytest.raises(
+        ValueError, match=r"validation-ratio=0\.5: with test-ratio=0\.4 client 0, who has 1 records, has none to train on"
+    ):
+        split([np.arange(1)], Settings(validation_ratio=0.5, test_ratio=0.4))
+    with pytest.raises(ValueError, match=r"test-ratio=0\.1: all clients together hold out no record"):
+        split([np.arange(4)], Settings(test_ratio=0.1))
+
+
+def test_records_are_what_the_model_takes():
+    run = Run.of(dict(config()))
+    inputs, labels = next(iter(deal(config()).clients.values())).batch(torch.arange(5), torch.device("cpu"))
+    assert run.model()(inputs).shape == (5, 2)
+    assert set(labels.tolist()) <= {0, 1}
+
+
+# the pilot
+
+
+@pytest.mark.slow
+def test_the_pilot_of_a_task_with_two_classes():
+    own = {"method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4}
+    values = pilot("fedsgd-dpc", {**DEFAULTS, **CANCER, **own, "num-clients": 4, "fedsgd-dpc.epsilon": 2.0}).values
+    assert values["dimension"] == 62
+    assert values["num_records"] == 114
+    held_out = {"validation-ratio": 0.1, "test-ratio": 0.1}
+    values = pilot("fedsgd-dpc", {**DEFAULTS, **CANCER, **own, **held_out, "num-clients": 4}).values
+    assert values["num_records"] == 114 - 11 - 11
