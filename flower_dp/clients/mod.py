@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
-from flower_dp.clients.account import LEDGER_PATH, Payer, account_of
+from flower_dp.clients.account import LEDGER_PATH, account_of
 from flower_dp.clients.agreement import why_not
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
@@ -53,8 +53,7 @@ def privacy_mod(
     used. The mod makes the update, clips it, rounds it to the lattice of the noise, adds the client's share of the noise if the
     server asks for shares, compresses it after that, and answers under the strategies of this package as `DPClient` does. With
     `terms` every reply is private on its own instead, as `LocalDPClient`'s: noise follows from the client's own terms, and each
-    reply is charged to an account before the app is called: in the node's state, which lasts one run, or in the ledger file that
-    the device's owner names as `ledger-path` in the node's config.
+    reply is charged to an account in the node's state before the app is called.
 
     Metrics and example counts of the app do not leave; metrics do if server and policy both say so. Messages that are not of a
     round of training (`evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is
@@ -145,7 +144,7 @@ class _PrivacyMod:
             client.check(instruction)
             model = _model(wire.arrays_of(message.content), instruction)
             train = AppTraining(call=call_next, message=message, context=context, dialect=dialect, model=model)
-            work = client.work(instruction, train, context.state, context.node_config.get(LEDGER_PATH))
+            work = client.work(instruction, train, context)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
         made = add_up(model.vector, work)
@@ -182,21 +181,20 @@ class _Client:
         if self.terms is not None and self.policy.min_noise_std:
             raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
 
-    def work(self, instruction: Instruction, train: AppTraining, state: RecordDict, ledger: object) -> Work:
+    def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet."""
         refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
         if self.terms is not None:
-            account = account_of(ledger, [self.name], state)
-            return self._local_work(instruction, train, account, refused)
-        if ledger is not None:
-            raise ValueError(f"ledger-path={ledger!r}: a client without terms of its own keeps no account, and would send without counting")
+            return self._local_work(instruction, train, context, refused)
+        if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
+            raise ValueError(f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting")
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
         return Work(groups=[(pipeline, jobs)], refused=refused)
 
     def _local_work(
-        self, instruction: Instruction, train: AppTraining, account: Payer, refused: dict[str, str]
+        self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]
     ) -> Work:
         order = LocalOrder.of(instruction)
         if self.terms is None or self.name not in instruction.clients:
@@ -208,7 +206,10 @@ class _Client:
             return Work(groups=[], refused=refused | {self.name: str(error)})
         multiplier = order.noise_multipliers[place]
         reason = why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier)
-        refused |= {self.name: reason} if reason else account.charge({self.name: terms})
+        if reason:
+            return Work(groups=[], refused=refused | {self.name: reason})
+        account = account_of(context.node_config.get(LEDGER_PATH), [self.name], context.state)
+        refused |= account.charge({self.name: terms})
         if self.name in refused:
             return Work(groups=[], refused=refused)
         pipeline = self.terms.pipeline(terms.release, train=train, length=train.model.layout.size)

@@ -140,12 +140,11 @@ class LocalTraining:
         """Return how many steps a client with so many records takes."""
         return self.num_local_steps or self.num_local_epochs * -(-num_records // self.batch_size)
 
-    def fetched(self, records: Records, device: torch.device, rng: torch.Generator) -> Iterator[tuple[Inputs, Tensor]]:
-        """Yield inputs and targets of the shuffled records for all steps, some whole batches at a time.
+    def positions(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
+        """Yield the positions of the shuffled records for all steps, some whole batches at a time.
 
         Only an epoch's last batch may be smaller than `batch_size`.
         """
-        num_records = len(records)
         if num_records == 0:
             raise ValueError("records: a client without records can't train")
         records_left = self.num_steps(num_records) * self.batch_size
@@ -153,7 +152,7 @@ class LocalTraining:
         while records_left > 0:
             order = torch.randperm(num_records, generator=rng)[:records_left]
             for start in range(0, len(order), at_a_time):
-                yield records.batch(order[start : start + at_a_time], device)
+                yield order[start : start + at_a_time]
             records_left -= -(-num_records // self.batch_size) * self.batch_size
 
     def _train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
@@ -163,7 +162,8 @@ class LocalTraining:
         start = [weight.clone() for weight in weights] if self.proximal else []
         adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
         losses = []
-        for fetched in self.fetched(records, model.device, rng):
+        for positions in self.positions(len(records), rng):
+            fetched = records.batch(positions, model.device)
             for inputs, targets in zip(*(split(part, self.batch_size) for part in fetched), strict=True):
                 loss, gradients = self._gradients(model, inputs, targets)
                 if self.sam_radius:

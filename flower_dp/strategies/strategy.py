@@ -21,8 +21,8 @@ from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
-from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Roster, call_roll
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
