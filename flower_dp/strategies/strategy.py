@@ -25,7 +25,7 @@ from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -392,6 +392,7 @@ class DPStrategy(Strategy):
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
             secret_cohort=self.rules.secret_cohort,
+            cost_per_device=self.rules.cost_per_device if isinstance(self.rules, CountsResources) else None,
         )
         self.rounds.append(report)
         return report
