@@ -22,7 +22,7 @@ def _client(config: Config, part: int, parts: int) -> NodeClient:
     clients = deal(config).clients
     return run.client(
         run.model(),
-        {name: clients[name] for name in list(clients)[part::parts]},
+        clients.part(part, parts),
         lambda: {name: len(records) for name, records in clients.items()},
     )
 

@@ -1,8 +1,9 @@
 """Who holds which records of a task: every client its own, and the server what is public."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,41 @@ import torch
 from apps.methods import Run
 from apps.settings import Settings
 from apps.tasks import Task
-from apps.tasks.partitions import partition
+from apps.tasks.partitions import Sampled, partition
 from flower_dp.clients import TensorRecords
 
 Config = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients(Mapping[str, TensorRecords]):
+    """The records of some clients by name, made when they are asked for.
+
+    A worker that hosts a million clients keeps their names, and no tensor or other object for each: Python's garbage collector
+    would walk over all of them again and again.
+
+    Attributes:
+        task: whose records they are.
+        dealt: which records every client of the run has.
+        names: of these clients, each with its place in `dealt`.
+    """
+
+    task: Task
+    dealt: Sequence[np.ndarray] | Sampled
+    names: dict[str, int]
+
+    def __getitem__(self, name: str) -> TensorRecords:
+        return _held(self.task, self.dealt[self.names[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, part: int, parts: int) -> "Clients":
+        """Return every `parts`-th of these clients, from the one at `part` on."""
+        return replace(self, names=dict(islice(self.names.items(), part, None, parts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +59,7 @@ class Dealt:
         test: the same for tests, by `test-ratio`; None without that.
     """
 
-    clients: dict[str, TensorRecords]
+    clients: Clients
     validation: TensorRecords | None
     test: TensorRecords | None
 
@@ -56,19 +88,20 @@ def deal(config: Config) -> Dealt:
         records_per_client=settings.records_per_client,
         groups=task.groups,
     )
-    names = settings.client_names()
-    train, validation, test = dealt, dealt[:0], dealt[:0]
-    if settings.holds_out:
-        train, validation, test = split(dealt, settings)
-    held = partial(_held, task)
+    names = {name: place for place, name in enumerate(settings.client_names())}
+    if not settings.holds_out:
+        return Dealt(clients=Clients(task=task, dealt=dealt, names=names), validation=None, test=None)
+    train, validation, test = split(dealt, settings)
     return Dealt(
-        clients={name: held(indices) for name, indices in zip(names, train, strict=True)},
-        validation=held(np.concatenate(validation)) if settings.validation_ratio else None,
-        test=held(np.concatenate(test)) if settings.test_ratio else None,
+        clients=Clients(task=task, dealt=train, names=names),
+        validation=_held(task, np.concatenate(validation)) if settings.validation_ratio else None,
+        test=_held(task, np.concatenate(test)) if settings.test_ratio else None,
     )
 
 
-def split(dealt: list[np.ndarray], settings: Settings) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+def split(
+    dealt: Sequence[np.ndarray] | Sampled, settings: Settings
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Split every client's records at random into those to train on, for validation and for test.
 
     The held-out numbers are the ratios of the client's, rounded half up; the other records are to train on.
@@ -77,7 +110,8 @@ def split(dealt: list[np.ndarray], settings: Settings) -> tuple[list[np.ndarray]
         ValueError: if a client would have none to train on, or all clients together none for validation or test.
     """
     parts: tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]] = ([], [], [])
-    for client, indices in enumerate(dealt):
+    for client in range(len(dealt)):
+        indices = dealt[client]
         shuffled = np.random.default_rng((settings.seed, 2, client)).permutation(indices)  # another stream than the deal's
         first, second = (int(ratio * len(indices) + 0.5) for ratio in (settings.validation_ratio, settings.test_ratio))
         if first + second >= len(indices):

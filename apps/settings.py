@@ -18,7 +18,7 @@ T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 ENGINES = ("batched", "one-by-one")
 # Settings of local training: every method says which of them it reads.
-TRAINING = ("local_epochs", "batch_size", "momentum", "weight_decay", "proximal", "engine")
+TRAINING = ("local_epochs", "batch_size", "momentum", "weight_decay", "proximal", "optimizer", "engine")
 # Settings of some samplings alone.
 _SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
@@ -50,6 +50,7 @@ class Settings:
     momentum: float = 0.5
     weight_decay: float = 0.0
     proximal: float = 0.0
+    optimizer: str = "sgd"
     engine: str = "batched"
     report_client_metrics: bool = False
     evaluate_every: int = 1

@@ -1,10 +1,13 @@
 """Seconds a round: `flwr run` on the Ray engine against a plain PyTorch loop over the same clients, in the same run.
 
-    python benchmarks/rounds.py [mlp] [logistic-1000] [logistic-50000] [--rounds N] [--data-dir DIR] [--json FILE]
+    python benchmarks/rounds.py [mlp] [logistic-1000] [logistic-50000] [logistic-1000000] [--rounds N] [--data-dir DIR]
+        [--json FILE]
 
 Prints, for every job, the mean seconds a round of both (start-up apart), their ratio, and the memory of all processes of the
-Flower run. Flower's rounds take a whole number of tenths of a second, some one and some two: hence the mean. The plain loop runs
-before and after the Flower run, with one torch thread and with all; the fastest counts.
+Flower run, and the seconds from `flwr run` to its first round. Flower's rounds take a whole number of tenths of a second, some
+one and some two: hence the mean. The plain loop runs before and after the Flower run: in one process, with one torch thread and
+with all, and in two processes at once, with half of the clients and one thread each (the slower one counts). The fastest of each
+kind counts.
 """
 
 import argparse
@@ -15,7 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,7 @@ from apps.tasks.partitions import partition  # noqa: E402
 from flower_dp.running.launch import default_workers, launch  # noqa: E402
 
 WARM_UP = 3
+COHORT = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,7 @@ class Job:
             "partition": "sample",
             "records-per-client": self.records_per_client,
             "sampling": "fixed-size",
-            "cohort-size": 100,
+            "cohort-size": COHORT,
             "dp-fedavg.target-epsilon": 0.0,
             "num-rounds": num_rounds,
             "local-epochs": 1,
@@ -70,10 +76,11 @@ JOBS = (
     Job(name="mlp", model="mlp", num_clients=1000, records_per_client=60),
     Job(name="logistic-1000", model="logistic", num_clients=1000, records_per_client=20),
     Job(name="logistic-50000", model="logistic", num_clients=50_000, records_per_client=20),
+    Job(name="logistic-1000000", model="logistic", num_clients=1_000_000, records_per_client=20),
 )
 
 
-def plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
+def plain_loop(job: Job, num_rounds: int, data_dir: str, cohort: int = COHORT) -> float:
     """Return the mean seconds a round of DP-FedAvg as one writes it down in PyTorch."""
     task = load_task("mnist", data_dir)
     dealt = partition(
@@ -93,7 +100,7 @@ def plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
     for _ in range(num_rounds):
         started = time.perf_counter()
         total = torch.zeros_like(vector)
-        for client in rng.choice(job.num_clients, 100, replace=False):
+        for client in rng.choice(job.num_clients, cohort, replace=False):
             rows = torch.from_numpy(dealt[client])
             inputs, targets = task.prepare(images[rows]), labels[rows]
             nn.utils.vector_to_parameters(vector.clone(), model.parameters())
@@ -118,13 +125,23 @@ def fastest_plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
     return min(times)
 
 
+def two_processes(job: Job, num_rounds: int, data_dir: str) -> float:
+    """Return the mean seconds a round of two plain loops at once, each with half of the clients and one thread."""
+    with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        return max(pool.map(plain_loop, *zip(*[(job, num_rounds, data_dir, COHORT // 2)] * 2, strict=True)))
+
+
 def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
     """Run the job with `flwr run`; return seconds a round and the memory of its processes early and late."""
     elapsed: list[float] = []
+    begun: list[float] = []
+    started = time.monotonic()
     memory: list[tuple[float, float]] = []
 
     def progress(line: dict[str, Any]) -> None:
         elapsed.append(line["elapsed"])
+        if not begun:
+            begun.append(time.monotonic() - started)
         # Reading the memory of all processes takes some time from them: only twice.
         if line["round"] in (num_rounds // 4, num_rounds):
             memory.append(tree_memory())
@@ -142,6 +159,7 @@ def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
         raise SystemExit(f"{job.name}: the Flower run failed: {outcome.details}")
     rounds = [after - before for before, after in zip(elapsed[WARM_UP:], elapsed[WARM_UP + 1 :], strict=False)]
     return {
+        "start_up_seconds": begun[0],
         "flower_seconds": statistics.fmean(rounds),
         "flower_seconds_p10": sorted(rounds)[int(0.1 * len(rounds))],
         "flower_seconds_p90": sorted(rounds)[int(0.9 * len(rounds))],
@@ -179,16 +197,20 @@ def main() -> None:
     for job in JOBS:
         if options.jobs and job.name not in options.jobs:
             continue
-        before = fastest_plain_loop(job, 20, options.data_dir)
+        before = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
         result = flower_run(job, options.rounds, options.data_dir)
-        plain = min(before, fastest_plain_loop(job, 20, options.data_dir))
-        result = asdict(job) | {"plain_seconds": plain, "ratio": result["flower_seconds"] / plain} | result
+        after = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
+        plain, limit = map(min, before, after)
+        ratios = {"ratio": result["flower_seconds"] / plain, "ratio_to_two_processes": result["flower_seconds"] / limit}
+        result = asdict(job) | {"plain_seconds": plain, "two_process_seconds": limit} | ratios | result
         results.append(result)
         print(
             f"{job.name}: flwr run {result['flower_seconds']:.3f} s a round (p10 {result['flower_seconds_p10']:.3f}, "
-            f"p90 {result['flower_seconds_p90']:.3f}), "
-            f"plain loop {plain:.3f} s, ratio {result['ratio']:.2f}; memory {result['memory_gb_early']:.2f} GB after a quarter, "
-            f"{result['memory_gb_late']:.2f} GB at the end (summed RSS {result['memory_gb_summed_rss']:.2f} GB)"
+            f"p90 {result['flower_seconds_p90']:.3f}), start-up {result['start_up_seconds']:.1f} s; "
+            f"plain loop {plain:.3f} s, ratio {result['ratio']:.2f}; "
+            f"two processes {limit:.3f} s, ratio {result['ratio_to_two_processes']:.2f}; "
+            f"memory {result['memory_gb_early']:.2f} GB after a quarter, {result['memory_gb_late']:.2f} GB at the end "
+            f"(summed RSS {result['memory_gb_summed_rss']:.2f} GB)"
         )
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))

@@ -1,3 +1,26 @@
-"""Differential privacy for Flower: strategies and clients, and a truthful account of how private they were."""
+"""Differential privacy for Flower: strategies and clients, and a truthful account of how private they were.
+
+At the top, loaded when they are first used: `app(model_fn=..., data_fn=...)`, an app around one's own model and data; `RunFolder`
+and `record_run`, the folder of a run of one's own app.
+"""
+
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["RunFolder", "__version__", "app", "record_run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        from flower_dp.running.apps import own_module  # noqa: PLC0415
+
+        return own_module("own_model").app
+    if name == "RunFolder":
+        from flower_dp.running.run_folder import RunFolder  # noqa: PLC0415
+
+        return RunFolder
+    if name == "record_run":
+        from flower_dp.running.recorded import record_run  # noqa: PLC0415
+
+        return record_run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

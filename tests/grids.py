@@ -9,11 +9,21 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity  # noqa: TID251
 
+from flower_dp import wire
+
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
 
+def asks_to_train(message: Message) -> bool:
+    """Whether a message is of a round of training; a roll call may come as a train message too, without a model."""
+    return message.metadata.message_type == "train" and not wire.is_roll_call(message)
+
+
 class LocalGrid(Grid):
-    """Nodes 1 to n, each with its own context; `tamper` may change, drop or multiply a node's replies."""
+    """Nodes 1 to n, each with its own context; `tamper` may change, drop or multiply a node's replies.
+
+    `sent` has all messages but roll calls that come as train messages, `received` the replies of rounds of training.
+    """
 
     def __init__(
         self,
@@ -59,14 +69,15 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         replies = []
         for message in messages:
-            self.sent.append(message)
+            train = asks_to_train(message)
+            if train or message.metadata.message_type != "train":
+                self.sent.append(message)
             message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's own grids do
             node = message.metadata.dst_node_id
             try:
                 reply = self.app(message, self.contexts[node])
             except Exception as error:
                 reply = Message(Error(code=2, reason=str(error)), reply_to=message)
-            train = message.metadata.message_type == "train"
             out = list(self.tamper(node, reply)) if self.tamper and train else [reply]
             if train:
                 self.received.extend(out)

@@ -475,8 +475,7 @@ def test_round_robin_runs_its_rounds_in_order_or_not_at_all(asked):
     for server_round in asked:
         try:
             messages = strategy.configure_train(server_round, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
-        except ValueError as error:  # of the first round that is asked for
-            assert "it must be round 1" in str(error)
+        except ValueError:  # no round was run before
             continue
         if messages:
             strategy.aggregate_train(server_round, grid.send_and_receive(messages))

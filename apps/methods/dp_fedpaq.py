@@ -11,7 +11,7 @@ from apps.settings import Settings
 from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, DPFedPAQRecipe, LocalDPClient, Records
 from flower_dp.core import checks
-from flower_dp.privacy.dp_fedpaq import LocalSteps, expected_replies
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 from flower_dp.strategies import DPFedPAQ
 
 READS: tuple[str, ...] = ("batch_size",)
@@ -82,9 +82,9 @@ def shared(settings: Settings, own: Any) -> dict[str, Any]:
     }
 
 
-def steps_of(settings: Settings, own: Any) -> LocalSteps:
+def steps_of(settings: Settings, own: Any) -> FedPAQSteps:
     """Return what a client does between two messages; 0 means not set."""
-    return LocalSteps(
+    return FedPAQSteps(
         learning_rate=settings.learning_rate,
         num_local_steps=own.num_local_steps,
         batch_size=settings.batch_size,

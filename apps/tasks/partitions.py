@@ -2,11 +2,38 @@
 
 import math
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "het-mnist", "sample", "natural")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What each client of the "sample" partition has, drawn when it is asked for: a million clients take no time and no room.
+
+    Attributes:
+        num_records: In the pool.
+        records_per_client: How many a client draws, without replacement.
+        num_clients: How many clients.
+        seed: Of the deal.
+    """
+
+    num_records: int
+    records_per_client: int
+    num_clients: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __getitem__(self, client: int) -> np.ndarray:
+        if not 0 <= client < self.num_clients:
+            raise IndexError(f"client {client}: there are {self.num_clients}")
+        return np.random.default_rng((self.seed, client)).choice(self.num_records, self.records_per_client, replace=False)
 
 
 def partition(
@@ -19,7 +46,7 @@ def partition(
     classes_per_client: int,
     records_per_client: int,
     groups: np.ndarray | None = None,
-) -> list[np.ndarray]:
+) -> Sequence[np.ndarray] | Sampled:
     """Deal the records to clients; the result depends on the arguments only.
 
     Kinds: "iid", equal shares of a random order; "dirichlet", each class divided in proportions drawn from a symmetric
@@ -55,10 +82,7 @@ def partition(
     labels = np.asarray(labels)
     _check_population(kind, labels, num_clients=num_clients, records_per_client=records_per_client, seed=seed)
     if kind == "sample":
-        return [
-            np.random.default_rng((seed, client)).choice(len(labels), records_per_client, replace=False)
-            for client in range(num_clients)
-        ]
+        return Sampled(num_records=len(labels), records_per_client=records_per_client, num_clients=num_clients, seed=seed)
     _check_heterogeneity(kind, labels, dirichlet_alpha=dirichlet_alpha, classes_per_client=classes_per_client)
     if kind == "natural":
         clients = _natural(groups, num_clients)

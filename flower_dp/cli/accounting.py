@@ -9,17 +9,17 @@ import typer
 from flower_dp.cli.errors import refuse
 
 MECHANISMS = ("gaussian", "laplace")
-SAMPLINGS = ("none", "poisson", "fixed-size")
+SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
 RELATIONS = ("add-or-remove-one", "replace-one")
 
 Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="What noise a release gets.")]
 Sampling = Annotated[
     str,
-    typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are drawn; none: all take part."),
+    typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are drawn; full: all take part."),
 ]
 SamplingRate = Annotated[float | None, typer.Option(help="poisson: each client's chance to be in a round.", show_default=False)]
-CohortSize = Annotated[int | None, typer.Option(help="fixed-size: clients in a round.", show_default=False)]
-NumClients = Annotated[int | None, typer.Option(help="fixed-size: clients in all.", show_default=False)]
+CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in a round.", show_default=False)]
+NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in all.", show_default=False)]
 NumRounds = Annotated[int, typer.Option(help="Releases in all, one a round.")]
 Delta = Annotated[
     float | None, typer.Option(help="Delta of the guarantee; 0 (laplace only) for pure epsilon.", show_default=False)
@@ -42,7 +42,7 @@ def epsilon(
         typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.", show_default=False),
     ] = None,
     mechanism: Mechanism = "gaussian",
-    sampling: Sampling = "none",
+    sampling: Sampling = "full",
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,
@@ -78,7 +78,7 @@ def calibrate(
     *,
     epsilon: Annotated[float | None, typer.Option(help="The largest epsilon allowed.", show_default=False)] = None,
     mechanism: Mechanism = "gaussian",
-    sampling: Sampling = "none",
+    sampling: Sampling = "full",
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,

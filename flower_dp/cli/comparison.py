@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-import click
 import typer
 
 from flower_dp.cli.errors import refuse
@@ -12,7 +11,7 @@ def compare(
     folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
     output: Annotated[str, typer.Option(metavar="FILE.png", help="The picture; written over.")] = "comparison.png",
     metric: Annotated[
-        str, typer.Option(click_type=click.Choice(("accuracy", "loss")), help="What to compare, on the public test set.")
+        str, typer.Option(metavar="NAME", help="What to compare: any number that the runs' metrics.jsonl have.")
     ] = "accuracy",
     allow_unfinished: Annotated[
         bool, typer.Option("--allow-unfinished", help="Use what there is of runs without an end.")

@@ -1,12 +1,8 @@
 """The best configuration under a paper's bound: flower-dp plan."""
 
-import contextlib
-import importlib
 import io
 import json
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,25 +96,14 @@ def _estimates(
 
 def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float | None) -> "Inputs":
     """Call the pilot that the app's pyproject.toml names: a plug-in, of which this package knows the signature alone."""
-    module, _, name = target.app.pilot.partition(":")
-    with _importable(target.app.folder):
-        try:
-            pilot = getattr(importlib.import_module(module), name)
-        except (ModuleNotFoundError, AttributeError, ValueError) as error:
-            needed = "it needs what pip install 'flower-dp[app]' brings"
-            raise ValueError(f"--estimate-from: {target.app.pilot}: {error}; {needed}") from None
-        found: Inputs = pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
-        return found
+    from flower_dp.running import plugins
 
-
-@contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Let an app's modules be imported from its folder."""
-    sys.path.insert(0, str(folder))
     try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+        with plugins.loaded(target.app, target.app.pilot) as pilot:
+            found: Inputs = pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
+            return found
+    except plugins.PluginError as error:
+        raise ValueError(f"--estimate-from: {error}") from None
 
 
 def _with_origin(answer: str, origin: Mapping[str, Any] | None, as_json: bool) -> str:

@@ -1,10 +1,16 @@
 """Running an app: flower-dp run | presets."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flower_dp.cli.errors import complain, refuse
+
+if TYPE_CHECKING:
+    from flower_dp.running.progress import Display
 
 
 def run(
@@ -42,35 +48,44 @@ def run(
 
     Exit status: 0 the app ran to its end, 1 it failed, 2 bad options, 130 interrupted.
     """
-    from flower_dp.running import apps, launch, progress, run_folder, superlink
+    from flower_dp.running import apps, launch, plugins, progress, run_folder, superlink, workplace
 
     try:
         what = apps.resolve(target, setting or [])
         overrides = dict(what.overrides)
-        from_settings = overrides.pop("output-dir", "")
+        from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # of any other app it is the app's own affair
         if output_dir is not None and from_settings:
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
-        folder = run_folder.new_folder(output_dir or str(from_settings) or None, what.name)
+        if what.app.check and overrides:  # the defaults are known to be good
+            with plugins.loaded(what.app, what.app.check) as check:
+                check({**what.app.defaults, **overrides})
+        wanted = output_dir or str(from_settings)
+        is_new = not (wanted and Path(wanted).expanduser().exists())
+        folder = run_folder.new_folder(wanted or None, what.name)
     except (ValueError, OSError) as error:
         refuse(str(error))
-    tells = "output-dir" in what.app.defaults  # an app that writes metrics.jsonl; of any other we show the log
-    if tells:
-        overrides["output-dir"] = str(folder)
     try:
-        with apps.unpacked(what.app) as app_dir, progress.display() as display:
+        with ExitStack() as stack:
+            if is_new:
+                stack.callback(_remove_if_empty, folder)
+            if not what.app.own:
+                stack.enter_context(workplace.furnished(folder, what.app.folder))
+            screen = _Screen(stack.enter_context(progress.display()), quiet=what.app.own)
             outcome = launch.launch(
-                app_dir,
+                stack.enter_context(apps.unpacked(what.app)),
                 overrides=overrides,
                 output_dir=folder,
+                working_dir=None if what.app.own else folder,
                 num_workers=workers or launch.default_workers(),
                 num_supernodes=supernodes,
                 gpus_per_worker=gpus_per_worker,
-                on_progress=display.show,
-                on_log=None if tells else typer.echo,
+                on_progress=screen.show,
+                on_log=screen.tell,
             )
     except launch.Interrupted as signal:
-        complain(f"{signal}; nothing is left running; its folder is {folder}", 128 + signal.signum)
-    except superlink.LaunchError as error:
+        where = f"; its folder is {folder}" if folder.exists() else ""
+        complain(f"{signal}; nothing is left running{where}", 128 + signal.signum)
+    except (superlink.LaunchError, OSError) as error:
         complain(str(error), 1)
     statement = folder / run_folder.STATEMENT_TEXT
     if not outcome.completed:
@@ -79,6 +94,28 @@ def run(
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"results: {folder}")
+
+
+class _Screen:
+    """Shows a run: its metrics, and until the first of them come the app's log."""
+
+    def __init__(self, display: "Display", *, quiet: bool) -> None:
+        self._display = display
+        self._quiet = quiet
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        self._quiet = True
+        self._display.show(metrics)
+
+    def tell(self, line: str) -> None:
+        if not self._quiet:
+            typer.echo(line)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a run that never began."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def presets() -> None:

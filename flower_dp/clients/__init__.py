@@ -1,30 +1,85 @@
-"""Flower clients: local training, clipping, noise on the device."""
+"""Flower clients: local training, clipping, noise on the device.
 
-from flower_dp.clients.app import client_app
-from flower_dp.clients.client import DPClient
-from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
-from flower_dp.clients.engines import local_updates
-from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
-from flower_dp.clients.local import LocalDPClient
-from flower_dp.clients.nbafl import NbAFLRecipe
+What needs torch is imported when it is first used: `privacy_mod`, policy and terms work on a device without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flower_dp.clients.mod import privacy_mod
+from flower_dp.clients.nbafl_weights import NbAFLTerms
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.records import Records, TensorRecords
-from flower_dp.clients.scaffold import ScaffoldRecipe
-from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
+
+if TYPE_CHECKING:
+    from flower_dp.clients.app import client_app
+    from flower_dp.clients.client import DPClient
+    from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
+    from flower_dp.clients.dp_pasgd import DPPASGDRecipe
+    from flower_dp.clients.engines import local_updates
+    from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
+    from flower_dp.clients.fixes import fix_batchnorm
+    from flower_dp.clients.local import LocalDPClient
+    from flower_dp.clients.nbafl import NbAFLRecipe
+    from flower_dp.clients.records import DatasetRecords, Records, TensorRecords, as_records
+    from flower_dp.clients.scaffold import ScaffoldRecipe
+    from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
 
 __all__ = [
     "ClientPolicy",
+    "DatasetRecords",
     "DPClient",
     "DPFedPAQRecipe",
+    "DPPASGDRecipe",
     "FedSGDDPCRecipe",
     "FlatModel",
     "LocalDPClient",
     "LocalTraining",
     "NbAFLRecipe",
+    "NbAFLTerms",
     "Records",
     "ScaffoldRecipe",
     "TensorRecords",
+    "as_records",
     "client_app",
+    "fix_batchnorm",
     "local_updates",
     "model_arrays",
+    "privacy_mod",
 ]
+
+# What needs torch, by its module here.
+_WITH_TORCH = {
+    "DatasetRecords": "records",
+    "as_records": "records",
+    "fix_batchnorm": "fixes",
+    "DPClient": "client",
+    "DPFedPAQRecipe": "dp_fedpaq",
+    "DPPASGDRecipe": "dp_pasgd",
+    "FedSGDDPCRecipe": "fedsgd_dpc",
+    "FlatModel": "training",
+    "LocalDPClient": "local",
+    "LocalTraining": "training",
+    "NbAFLRecipe": "nbafl",
+    "Records": "records",
+    "ScaffoldRecipe": "scaffold",
+    "TensorRecords": "records",
+    "client_app": "app",
+    "local_updates": "engines",
+    "model_arrays": "training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch."""
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"{name} needs torch: pip install 'flower-dp[torch]'; privacy_mod works without it") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

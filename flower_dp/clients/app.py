@@ -3,11 +3,14 @@
 import json
 import logging
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
+from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.client import NodeClient
 
 log = logging.getLogger("flwr")
@@ -17,11 +20,12 @@ _LARGEST_ARRAY = 2**40
 
 
 def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
-    """Return a ClientApp that answers two messages: which clients live here, and train.
+    """Return a ClientApp that answers three messages: which clients live here, train, and evaluate.
 
     Args:
         client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
-            node's state is attached to the client before it trains, so that an account outlives client and process.
+            node's state is attached to the client before it trains, so that an account outlives client and process; so is the file
+            that the device's owner names as `ledger-path` in the node's config, so that it outlives the run.
     """
     app = ClientApp()
 
@@ -39,17 +43,32 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             client = client_fn(context)
         except Exception as error:
             raise RuntimeError(_failure(error)) from None
-        client.attach(context.state)
-        named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
-        config = dict(message.content.config_records[wire.MESSAGE_API.config])
-        frozen = wire.instruction_of(config).frozen
-        trained = {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}
+        client.attach(context.state, context.node_config.get(LEDGER_PATH))
+        trained, config = _trained(message)
         beside = trained.pop(wire.BESIDE, None)
         arrays, answer = client.answer(trained, config, beside)
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        try:
+            client = client_fn(context)
+        except Exception as error:
+            raise RuntimeError(_failure(error)) from None
+        client.attach(context.state, context.node_config.get(LEDGER_PATH))
+        answer = client.evaluation(*_trained(message))
+        return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
+
     return app
+
+
+def _trained(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a message that are trained, and its configuration."""
+    named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
+    config = dict(message.content.config_records[wire.MESSAGE_API.config])
+    frozen = wire.instruction_of(config).frozen
+    return {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}, config
 
 
 def _failure(error: Exception) -> str:

@@ -3,8 +3,7 @@
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,44 +14,19 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.client_level import LocalUpdates
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
-from flower_dp.clients.sending import Lossless
-from flower_dp.clients.pipeline import Job, Pipeline, Refusal, failure
+from flower_dp.clients.evaluation import Metrics, loss_and_accuracy, private_vector
+from flower_dp.clients.pipeline import Job, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clients.updates import LocalUpdates
+from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
-from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Answer, Instruction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What the clients of a node do in one round.
-
-    Attributes:
-        groups: pipelines and the clients that each is run for; all send their rows in one way.
-        refused: why other clients that were asked don't reply.
-        restarted: clients that had kept nothing from an earlier round, in methods in which they keep something.
-    """
-
-    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
-    refused: dict[str, str]
-    restarted: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sum:
-    """What leaves the node."""
-
-    payload: Payload
-    payload_bytes: int
-    refused: dict[str, str]
-    losses: list[Tensor]
 
 
 class NodeClient(NumPyClient):
@@ -103,8 +77,16 @@ class NodeClient(NumPyClient):
         """
         return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
 
-    def attach(self, state: RecordDict) -> None:
-        """Take the node's Flower state, for clients that keep an account there; called before `fit`."""
+    def attach(self, state: RecordDict, ledger_path: object = None) -> None:
+        """Take the node's Flower state and its config's `ledger-path`, for clients that keep an account; called before `fit`.
+
+        Raises:
+            ValueError: for a ledger, if this client keeps no account: what it sends would not be counted there.
+        """
+        if ledger_path is not None:
+            raise ValueError(
+                f"ledger-path={ledger_path!r}: {type(self).__name__} keeps no account, and would send without counting"
+            )
         self.state = state
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +128,7 @@ class NodeClient(NumPyClient):
         """
         try:
             instruction = wire.instruction_of(config)
-            if instruction.method not in self.methods:
+            if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
                 raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
             self.policy.check(instruction)
             layout = self.model.layout
@@ -156,7 +138,7 @@ class NodeClient(NumPyClient):
             work = self._work(vector, instruction, _beside(beside, vector))
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
-        made = _add_up(vector, work)
+        made = add_up(vector, work)
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and made.losses:
             metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
@@ -169,6 +151,27 @@ class NodeClient(NumPyClient):
             restarted=tuple(name for name in work.restarted if name not in made.refused),
         )
         return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Return 0 in the place of a loss, 1 in that of an example count, and the answer to a private evaluation.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        frozen = wire.instruction_of(config).frozen
+        trained = [array for position, array in enumerate(parameters) if position not in frozen]
+        names = self.model.layout.names
+        if len(trained) != len(names):
+            raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
+        return 0.0, 1, self.evaluation(dict(zip(names, trained, strict=True)), config)
+
+    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation; only `DPClient` has one.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        raise ValueError(f"{wire.DECLINED}: this client does not evaluate")
 
     @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
@@ -194,6 +197,8 @@ class DPClient(NodeClient):
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
         engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.engines`.
+        metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
+            where targets are classes.
 
     Example:
         >>> import torch
@@ -206,7 +211,7 @@ class DPClient(NodeClient):
         ...     policy=ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8),
         ... )
         >>> client.methods
-        ('dp-fedavg', 'dp-fedsam', 'fed-smp')
+        ('dp-fedavg', 'dp-fedsam', 'fed-smp', 'private-evaluation')
     """
 
     def __init__(
@@ -220,22 +225,49 @@ class DPClient(NodeClient):
         seed: int = 0,
         noise_seed: int | None = None,
         engine: str = "one_by_one",
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
         self.training = training
         self.engine = checks.one_of("engine", engine, ENGINES)
+        self.metrics = metrics or loss_and_accuracy(training.loss)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods with one noised sum of clipped updates."""
-        return tuple(CLIENT_LEVEL)
+        """The methods with one noised sum of clipped updates, and private evaluation."""
+        return (*CLIENT_LEVEL, wire.EVALUATION)
+
+    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation: the sum of its clients' vectors."""
+        try:
+            instruction = wire.instruction_of(config)
+            if instruction.method != wire.EVALUATION:
+                raise ValueError(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+            order = wire.EvaluationOrder.of(instruction)
+            self.policy.check_evaluation(instruction, order)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        self.model.reset_buffers()
+        self.model.vector.copy_(torch.from_numpy(self.model.layout.flatten(trained)))
+        total, refused = np.zeros(order.dimension), {}
+        for name in instruction.clients:
+            if name not in self.clients:
+                refused[name] = "not hosted here"
+                continue
+            secret = partial(self.generator, instruction, f"evaluation of {name}")
+            try:
+                total += private_vector(
+                    self.model.module, self.clients[name], self.metrics, instruction=instruction, order=order, secret=secret
+                )
+            except Exception as error:
+                refused[name] = failure(name, error).reason
+        answer = wire.EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+        return {wire.KEY: answer.to_json(instruction.clients)}
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         if beside is not None:
             raise ValueError(f"method={instruction.method!r}: reads the model alone, and another vector came beside it")
-        train = LocalUpdates(
-            training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine
-        )
+        train = LocalUpdates(training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine)
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
         self.policy.check_noise(pipeline.noise)
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
@@ -265,26 +297,3 @@ def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
             f"what came beside the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape {tuple(vector.shape)}"
         )
     return torch.from_numpy(np.array(array)).to(vector.device)
-
-
-def _add_up(vector: Tensor, work: Work) -> _Sum:
-    """Return the exact sum of the rows of all clients that reply."""
-    total, first = torch.zeros_like(vector, dtype=torch.float64), None
-    refused, losses, num_bytes = dict(work.refused), [], 0
-    alone: list[Payload | None] = []
-    for pipeline, jobs in work.groups:
-        if first is None:
-            first, total = pipeline, total[: pipeline.dimension(vector.numel())]
-        elif pipeline.encode != first.encode:
-            raise ValueError("pipelines of one node: must send their rows in one way")
-        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
-            if isinstance(reply, Refusal):
-                refused[job.name] = reply.reason
-                continue
-            total += reply.row
-            alone.append(reply.alone)
-            losses.append(reply.loss)
-            num_bytes += reply.num_bytes
-    only = alone[0] if len(alone) == 1 else None
-    payload = only or (Lossless().encode(total) if first is None else first.payload(total))
-    return _Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

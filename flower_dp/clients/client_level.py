@@ -1,16 +1,9 @@
-"""What client pipelines of methods with one noised sum of clipped updates share: training, clip and noise."""
+"""What client pipelines of methods with one noised sum of clipped updates share: clip and noise."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-from flower_dp.clients.engines import local_updates
-from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.parts import GaussianShare, Noise, NotPrivate, RowClip, ServerNoise
-from flower_dp.clients.pipeline import Job, Pipeline, Train
-from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clients.pipeline import Pipeline, Train
 from flower_dp.core.noise import lattice_step
 from flower_dp.wire import Instruction
 
@@ -29,39 +22,6 @@ class ClientLevelMethod(Protocol):
         Raises:
             ValueError: if the table has other keys, or values that make no sense.
         """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalUpdates:
-    """Local training by an engine: a row is the trained model minus the global model.
-
-    Attributes:
-        training: the recipe.
-        model: where to train.
-        server_round: 1, 2, ...
-        engine: `one_by_one` or `batched`.
-    """
-
-    training: LocalTraining
-    model: FlatModel
-    server_round: int
-    engine: str
-
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
-        """Yield every client's update and training loss, or its error, in order."""
-        losses: list[Tensor] = []
-        rows = local_updates(
-            vector,
-            [job.records for job in jobs],
-            self.training,
-            model=self.model,
-            server_round=self.server_round,
-            seeds=[job.seed for job in jobs],
-            losses=losses,
-            engine=self.engine,
-        )
-        for row in rows:
-            yield row if isinstance(row, Exception) else (row, losses[-1])
 
 
 def clip_and_noise(instruction: Instruction, noise_std: float, dimension: int) -> tuple[RowClip, Noise]:

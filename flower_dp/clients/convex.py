@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.losses import Loss
+from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel
-from flower_dp.privacy.dp_fedpaq import LocalSteps
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 _WIRING = (nn.Flatten, nn.Identity, nn.Sequential)
 # The largest second derivative of the loss in the score, and how many outputs make the score.
@@ -44,7 +45,7 @@ class ConvexModel:
     largest_input: float
 
     @classmethod
-    def of(cls, model: FlatModel, loss: Loss, steps: LocalSteps) -> "ConvexModel":
+    def of(cls, model: FlatModel, loss: Loss, steps: FedPAQSteps) -> "ConvexModel":
         """Return the model as one of these.
 
         Raises:
@@ -65,10 +66,12 @@ class ConvexModel:
                 f"model: {needs} {outputs} outputs with {loss.__name__}, has {linear.out_features}; for more classes use "
                 "'per-step' or 'clip-update': norm-clipped steps of a softmax may drive models apart"
             )
-        assert steps.smoothness is not None  # noqa: S101 (LocalSteps has checked it)
+        assert steps.smoothness is not None  # noqa: S101 (FedPAQSteps has checked it)
         square = steps.smoothness / (curvature * outputs) - (linear.bias is not None)
         if not square > 0:
-            raise ValueError(f"smoothness={steps.smoothness:g}: the bias alone is less smooth; must be above {curvature * outputs:g}")
+            raise ValueError(
+                f"smoothness={steps.smoothness:g}: the bias alone is less smooth; must be above {curvature * outputs:g}"
+            )
         return cls(model=model, linear=linear, loss=loss, clip_norm=steps.clip_norm, largest_input=square**0.5)
 
     def clipped_sum(self, weights: Tensor, records: Records, positions: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -105,12 +108,16 @@ class ConvexModel:
         """Return features [n, f] and targets [n] of the records that can be read, in float64."""
         try:
             inputs, targets = records.batch(positions, self.model.device)
+            if not isinstance(inputs, Tensor):
+                raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(inputs).__name__}")
             inputs = inputs.to(torch.float64).reshape(len(positions), self.linear.in_features)
             classes = targets.reshape(len(positions))
             targets = classes.to(torch.float64)
             if self.linear.out_features == 2:
                 targets = targets.where((classes == 0) | (classes == 1), torch.nan)
             return [(inputs, targets)]
+        except UnfitModelError:
+            raise
         except Exception:
             if len(positions) == 1:
                 return []

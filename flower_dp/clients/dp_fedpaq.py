@@ -15,7 +15,7 @@ from flower_dp.clients.sending import QSGD, SinglePrecision
 from flower_dp.clients.training import FlatModel
 from flower_dp.core import checks, compression
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
-from flower_dp.privacy.dp_fedpaq import LocalSteps, update_terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.release import Release
 
 # A sum that is not clipped as a whole may be longer than its bound by rounding; it is not to be clipped for that.
@@ -61,14 +61,14 @@ class DPFedPAQRecipe:
 
     Example:
         >>> from flower_dp.clients import DPFedPAQRecipe
-        >>> from flower_dp.privacy.dp_fedpaq import LocalSteps
-        >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
         >>> recipe = DPFedPAQRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=3, quantization_levels=1)
         >>> recipe.terms("device-17", range(8)).num_replies
         3
     """
 
-    steps: LocalSteps
+    steps: FedPAQSteps
     epsilon: float | Mapping[str, float]
     delta: float
     num_replies: int | Mapping[str, int]
@@ -102,13 +102,11 @@ class DPFedPAQRecipe:
         )
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
-        return update_terms(
-            steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records
-        )
+        return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
 
 
 def steps_pipeline(
-    steps: LocalSteps,
+    steps: FedPAQSteps,
     release: Release,
     loss: Callable[[Tensor, Tensor], Tensor],
     quantization_levels: int | None,

@@ -13,7 +13,7 @@ class OwnDraws:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         # Of every kind of device that has such generators; the processor's are used beside a GPU's.
-        others = getattr(torch.get_device_module(device), "default_generators", None)
+        others = None if device.type == "cpu" else getattr(torch.get_device_module(device), "default_generators", None)
         self._lent: list[torch.Generator] = [torch.default_generator, *([others[device.index]] if others else [])]
         self._seed = seed
         self._kept: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.pipeline import Job
 from flower_dp.clients.record_clipping import clipped_sum
 from flower_dp.clients.training import FlatModel
-from flower_dp.privacy.dp_fedpaq import LocalSteps
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ClippedSteps:
     """
 
     model: FlatModel
-    steps: LocalSteps
+    steps: FedPAQSteps
     record_clip: RecordClip
     step_size: float
     loss: Callable[[Tensor, Tensor], Tensor]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.parts import FullNoise, RowClip
-from flower_dp.clients.sending import SinglePrecision
+from flower_dp.clients.nbafl_weights import weights_pipeline
 from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.pipeline import Job, Pipeline
-from flower_dp.clients.records import Records
+from flower_dp.clients.records import Records, each, outputs_of
 from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
@@ -21,8 +20,6 @@ from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.privacy.release import Release
 
 log = logging.getLogger("flwr")
-
-_FINER = 2.0**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,7 @@ class TrainedWeights:
             return
         model.vector.copy_(vector)
         try:
-            outputs = model.module(torch.zeros_like(inputs))
+            outputs = outputs_of(model.module, each(inputs, torch.zeros_like))
             torch.autograd.grad(self.training.loss(outputs, torch.zeros_like(targets)), model.parameters, allow_unused=True)
         except Exception:
             raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error
@@ -138,14 +135,8 @@ class NbAFLRecipe:
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return how one client makes its reply, with the clip and the noise of its own release."""
-        # Finer than needed here: averages are rounded to a lattice on which this one must not show.
-        step = release.lattice_step(model.layout.size) / _FINER
-        return Pipeline(
-            train=TrainedWeights(training=self.training, model=model, server_round=server_round),
-            clip=RowClip(clip_norm=release.clip_norm, step=step),
-            noise=FullNoise(release=release),
-            encode=SinglePrecision(),
-        )
+        train = TrainedWeights(training=self.training, model=model, server_round=server_round)
+        return weights_pipeline(release, train=train, length=model.layout.size)
 
     def reply(
         self,

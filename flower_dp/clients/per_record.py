@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flower_dp.core import checks
 from flower_dp.clients.losses import record_cross_entropy
+from flower_dp.clients.records import Inputs, each, outputs_of, split
 from flower_dp.clients.training import FlatModel
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -55,7 +57,7 @@ class UnfitModelError(RuntimeError):
 
 
 def record_gradients(
-    model: FlatModel, inputs: Tensor, targets: Tensor, *, loss: Loss, chunk: int | None = None, engine: str | None = None
+    model: FlatModel, inputs: Inputs, targets: Tensor, *, loss: Loss, chunk: int | None = None, engine: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights.
 
@@ -64,7 +66,7 @@ def record_gradients(
 
     Args:
         model: at its weights; trainable arrays stand in a row in the order of its layout.
-        inputs: one row a record, n of them.
+        inputs: one row a record, n of them; a tensor, or tensors by the names of the model's arguments.
         targets: one row a record.
         loss: model outputs, targets -> loss, for batches of one record.
         chunk: how many records are computed together, always: a last chunk of fewer is filled up with copies of its first record.
@@ -77,11 +79,11 @@ def record_gradients(
     name = engine_of(model) if engine is None else engine
     gradients = ENGINES[checks.one_of("engine", name, tuple(ENGINES))]
     checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
-    size = len(inputs) if chunk is None else checks.integer("chunk", chunk, at_least=1)
+    size = len(targets) if chunk is None else checks.integer("chunk", chunk, at_least=1)
     rows, losses = [], []
-    for x, y in zip(torch.split(inputs, size), torch.split(targets, size), strict=True):
-        count = len(x)
-        made, values = gradients(model, _filled(x, size), _filled(y, size), checked)
+    for x, y in zip(split(inputs, size), torch.split(targets, size), strict=True):
+        count = len(y)
+        made, values = gradients(model, each(x, lambda tensor: _filled(tensor, size)), _filled(y, size), checked)
         rows.append(torch.cat([made[array].flatten(start_dim=1) for array in model.layout.names], dim=1)[:count].detach())
         losses.append(values[:count].detach())
     return (rows[0], losses[0]) if len(rows) == 1 else (torch.cat(rows), torch.cat(losses))
@@ -130,18 +132,20 @@ def _filled(batch: Tensor, size: int) -> Tensor:
     return torch.cat([batch, batch[:1].expand(size - len(batch), *batch.shape[1:])])
 
 
-def _by_vmap(model: FlatModel, inputs: Tensor, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
+def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
     """Differentiate the model for one record, vectorised over records (`torch.func`)."""
     weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
     places = _places(model)
 
-    def one(weights: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
+    def one(weights: dict[str, Tensor], inputs: Inputs, target: Tensor) -> Tensor:
         placed = {place: weights[name] for place, name in places.items()}
-        outputs = torch.func.functional_call(model.module, placed, (inputs.unsqueeze(0),), tie_weights=False)
+        batch = each(inputs, lambda tensor: tensor.unsqueeze(0))
+        words = {} if isinstance(batch, Tensor) else dict(batch)
+        outputs = torch.func.functional_call(model.module, placed, () if words else (batch,), words, tie_weights=False)
         return loss(outputs, target.unsqueeze(0))
 
-    each = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
-    gradients, values = each(weights, inputs, targets)
+    vectorised = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
+    gradients, values = vectorised(weights, inputs, targets)
     return gradients, values
 
 
@@ -159,19 +163,19 @@ def _places(model: FlatModel) -> dict[str, str]:
     }
 
 
-def _by_expanded_weights(model: FlatModel, inputs: Tensor, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
+def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
     """Run the batch through the model once; every layer's backward pass keeps the records apart (opacus)."""
     from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
 
     wrapped = GradSampleModuleExpandedWeights(model.module, loss_reduction="sum")
     try:
         with torch.enable_grad():
-            outputs = wrapped(inputs)
+            outputs: Any = outputs_of(wrapped, inputs)
             ends = outputs.detach().requires_grad_()
             values = torch.func.vmap(loss, randomness="same")(ends.unsqueeze(1), targets.unsqueeze(1))
         outputs.backward(*torch.autograd.grad(values.sum(), ends))
         gradients = {
-            name: inputs.new_zeros(len(inputs), *parameter.shape, dtype=parameter.dtype) if made is None else made
+            name: parameter.new_zeros(len(targets), *parameter.shape) if made is None else made
             for name, parameter in zip(model.layout.names, model.parameters, strict=True)
             for made in [vars(parameter).get("grad_sample")]
         }
@@ -182,7 +186,7 @@ def _by_expanded_weights(model: FlatModel, inputs: Tensor, targets: Tensor, loss
 
 
 
-ENGINES: dict[str, Callable[[FlatModel, Tensor, Tensor, Loss], tuple[dict[str, Tensor], Tensor]]] = {
+ENGINES: dict[str, Callable[[FlatModel, Inputs, Tensor, Loss], tuple[dict[str, Tensor], Tensor]]] = {
     "torch.func": _by_vmap,
     "expanded-weights": _by_expanded_weights,
 }

@@ -7,20 +7,37 @@ clip and noise; rounding to the lattice belongs to the clip. What chooses by val
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from array_api_compat import array_namespace
 
-from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.parts import Clip, FullNoise, GaussianShare, Mask, Noise, NotPrivate, RecordClip, RowClip, Secret, ServerNoise
+from flower_dp.clients.parts import (
+    Clip,
+    FullNoise,
+    GaussianShare,
+    Mask,
+    Noise,
+    NotPrivate,
+    RecordClip,
+    RowClip,
+    Secret,
+    ServerNoise,
+    StepNoise,
+)
 from flower_dp.clients.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
-from flower_dp.clients.records import Records
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
+from flower_dp.core.vectors import Array
 from flower_dp.wire import FAILED
 
+if TYPE_CHECKING:  # it needs torch, and a device that trains in another framework has none
+    from flower_dp.clients.records import Records
+
 log = logging.getLogger("flwr")
+
+_NOISES = (NotPrivate, ServerNoise, GaussianShare, FullNoise, StepNoise)
+# A client's row [d] and its 0-d training loss, or why there is none; arrays of any library.
+Trained = tuple[Array, Array] | Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +54,21 @@ class Job:
     """
 
     name: str
-    records: Records
+    records: "Records"
     seed: int
     secret: Secret
     weight: float = 1.0
-    left: Callable[[Tensor], None] | None = None
+    left: Callable[[Array], None] | None = None
 
 
 class Train(Protocol):
     """Local training of some clients.
 
-    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names.
+    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names. Where
+    it adds the noise of every step, it has an attribute `step_noise`, the very `StepNoise` that the pipeline names.
     """
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
 
 
@@ -65,8 +83,8 @@ class Reply:
         alone: what the client sends if it is the only one in the node's sum, where that is not the sum's payload.
     """
 
-    row: Tensor
-    loss: Tensor
+    row: Array
+    loss: Array
     num_bytes: int
     alone: Payload | None = None
 
@@ -87,7 +105,7 @@ class Pipeline:
         before_clip: the coordinates that everyone keeps, which no data chose; None for all. Clip, lattice and noise are those of
             the kept coordinates alone.
         clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
-        noise: what this client adds to the clipped row.
+        noise: what this client adds to the clipped row, or in training to the clipped sum of every step.
         after_noise: any function of the noised row, for example a selection of its largest entries.
         encode: how the sum of a node's rows is sent; quantisation stands here, and changes every row before that.
 
@@ -128,10 +146,9 @@ class Pipeline:
             raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
         if type(self.clip) not in (RowClip, RecordClip):
             raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip or RecordClip")
-        if type(self.noise) not in (NotPrivate, ServerNoise, GaussianShare, FullNoise):
-            raise ValueError(
-                f"noise: {_kind(self.noise)} may not stand here; must be NotPrivate, ServerNoise, GaussianShare or FullNoise"
-            )
+        if type(self.noise) not in _NOISES:
+            names = ", ".join(one.__name__ for one in _NOISES)
+            raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
         if self.after_noise is not None and getattr(self.after_noise, "slot", None) != "after_noise":
             raise ValueError(f"after_noise: {_kind(self.after_noise)} may not stand here; its slot must be 'after_noise'")
         if getattr(self.encode, "slot", None) != "encode":
@@ -142,6 +159,10 @@ class Pipeline:
             raise ValueError(f"clip: {_kind(self.train)} does not clip its records by {self.clip}")
         if isinstance(self.clip, RecordClip) and self.before_clip is not None:
             raise ValueError("before_clip: a mask can't stand here with RecordClip, which is applied in training")
+        if isinstance(self.noise, StepNoise) and getattr(self.train, "step_noise", None) is not self.noise:
+            raise ValueError(f"noise: {_kind(self.train)} does not add this {_kind(self.noise)} in every step")
+        if isinstance(self.noise, StepNoise) and not isinstance(self.clip, RecordClip):
+            raise ValueError(f"clip: {_kind(self.clip)} would clip what is noised already; StepNoise goes with RecordClip")
         told = self.encode.mask if isinstance(self.encode, RandK) else None
         if told != self.before_clip:
             raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")
@@ -152,7 +173,7 @@ class Pipeline:
         """Return how many coordinates of a vector [length] are clipped, noised and added up."""
         return length if self.before_clip is None else len(self.before_clip.indices)
 
-    def replies(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
+    def replies(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
         """Yield what every client replies, or why it doesn't, in order.
 
         Args:
@@ -166,7 +187,7 @@ class Pipeline:
                 answer = failure(job.name, error)
             yield answer
 
-    def reply(self, vector: Tensor, job: Job) -> Reply:
+    def reply(self, vector: Array, job: Job) -> Reply:
         """Return one client's reply; raise what `replies` would make a refusal of."""
         (trained,) = self.train.rows(vector, [job])
         answer = self._reply(trained, job)
@@ -174,7 +195,7 @@ class Pipeline:
             raise ValueError(answer.reason)
         return answer
 
-    def payload(self, total: Tensor) -> Payload:
+    def payload(self, total: Array) -> Payload:
         """Return the payload of the sum [dimension] of rows."""
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))
 
@@ -191,10 +212,11 @@ class Pipeline:
             return Refusal(reason=f"{FAILED}: {error}")
         secret = _Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
-        leaving: Tensor = noised if self.after_noise is None else self.after_noise(noised)
+        leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
         if job.weight != 1:  # of a row with all its noise
-            leaving = job.weight * leaving.to(torch.float64)
+            xp = array_namespace(leaving)
+            leaving = job.weight * xp.astype(leaving, xp.float64)
         if isinstance(self.encode, QSGD):
             leaving, alone = self.encode.quantize(leaving, secret())
             num_bytes = alone.num_bytes

@@ -24,6 +24,7 @@ class ClientPolicy:
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
         min_noise_std: smallest std of the noise that this client itself adds; > 0 insists on noise on the device.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
+        min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation.
 
     Example:
         >>> from flower_dp.clients import ClientPolicy
@@ -39,12 +40,14 @@ class ClientPolicy:
     min_noise_multiplier: float = 0.0
     min_noise_std: float = 0.0
     allow_metrics: bool = False
+    min_evaluation_noise_multiplier: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_clip_norm is not None:
             checks.number("max_clip_norm", self.max_clip_norm, above=0)
         checks.number("min_noise_multiplier", self.min_noise_multiplier, at_least=0)
         checks.number("min_noise_std", self.min_noise_std, at_least=0)
+        checks.number("min_evaluation_noise_multiplier", self.min_evaluation_noise_multiplier, at_least=0)
 
     def check(self, instruction: Instruction) -> None:
         """Refuse an instruction that this policy does not allow.
@@ -58,6 +61,20 @@ class ClientPolicy:
             raise ValueError(
                 f"noise_multiplier={instruction.noise_multiplier:g}: this client's policy asks for {self.min_noise_multiplier:g}"
             )
+
+    def check_evaluation(self, instruction: Instruction, noise: ClientNoise) -> None:
+        """Refuse a private evaluation with less noise than this policy asks for; a policy with noise on the device asks for it here too.
+
+        Raises:
+            ValueError: naming the limit and the value asked for.
+        """
+        if instruction.noise_multiplier < self.min_evaluation_noise_multiplier:
+            raise ValueError(
+                f"noise_multiplier={instruction.noise_multiplier:g} of an evaluation: this client's policy asks for "
+                f"{self.min_evaluation_noise_multiplier:g}"
+            )
+        if self.min_noise_std and not noise.noise_std:
+            raise ValueError("noise_std=0 of an evaluation: this client's policy asks for noise on the device")
 
     def check_noise(self, noise: ClientNoise) -> None:
         """Refuse noise by which this client would add less noise itself than this policy asks for.

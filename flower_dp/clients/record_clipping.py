@@ -10,7 +10,7 @@ from torch import Tensor
 from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.per_record import UnfitModelError, record_gradients
-from flower_dp.clients.records import Records, TensorRecords
+from flower_dp.clients.records import Inputs, Records, TensorRecords, each, num_rows
 from flower_dp.clients.training import FlatModel
 
 log = logging.getLogger("flwr")
@@ -77,8 +77,8 @@ def _gradients(
     try:
         with reading:
             inputs, targets = records.batch(positions, model.device)
-        if not len(inputs) == len(targets) == len(positions):
-            raise ValueError(f"{len(positions)} records came with {len(inputs)} inputs and {len(targets)} targets")
+        if not num_rows(inputs) == len(targets) == len(positions):
+            raise ValueError(f"{len(positions)} records came with {num_rows(inputs)} inputs and {len(targets)} targets")
         try:
             with OwnDraws(model.vector.device, seed):
                 gradients = record_gradients(model, inputs, targets, loss=loss, chunk=_chunk(model))
@@ -98,10 +98,10 @@ def _gradients(
     yield gradients
 
 
-def _check_model(model: FlatModel, inputs: Tensor, targets: Tensor, loss: Loss, error: Exception) -> None:
+def _check_model(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss, error: Exception) -> None:
     """Raise if the model has no gradient even for a record of zeros: then no record is to blame, and noise would hide a fault."""
     try:
-        zeros = torch.zeros_like(inputs[:1]), torch.zeros_like(targets[:1])
+        zeros = each(inputs, lambda tensor: torch.zeros_like(tensor[:1])), torch.zeros_like(targets[:1])
         record_gradients(model, *zeros, loss=loss, chunk=_chunk(model))
     except Exception:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error

@@ -10,7 +10,7 @@ from flower_dp.clients.pipeline import Pipeline
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.dp_fedpaq import LocalSteps
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.release import Release
 
 
@@ -36,13 +36,13 @@ class ScaffoldRecipe:
 
     Example:
         >>> from flower_dp.clients import ScaffoldRecipe
-        >>> from flower_dp.privacy.dp_fedpaq import LocalSteps
-        >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
         >>> ScaffoldRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=3).method
         'scaffold'
     """
 
-    steps: LocalSteps
+    steps: FedPAQSteps
     epsilon: float | Mapping[str, float]
     delta: float
     num_replies: int | Mapping[str, int]

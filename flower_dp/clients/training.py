@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from flower_dp.core import checks
 from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.losses import Loss, checked
-from flower_dp.clients.records import Records
+from flower_dp.clients.records import Inputs, Records, outputs_of, split
 from flower_dp.core.vectors import Layout
 
 # Records that are fetched from a client's data set at a time.
 _FETCHED_RECORDS = 512
 _FLOAT32 = torch.finfo(torch.float32)
+OPTIMIZERS = ("sgd", "adam")
 
 
 class FlatModel:
@@ -73,7 +74,7 @@ class FlatModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTraining:
-    """The recipe of local training: minibatch SGD or SAM, fresh momentum every round.
+    """The recipe of local training: minibatch SGD, SAM or Adam, with a fresh state every round.
 
     Attributes:
         learning_rate: step size of round 1 (paper: eta).
@@ -86,6 +87,7 @@ class LocalTraining:
         sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
             a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
         proximal: coefficient of (proximal / 2) ||w - w_global||^2 in every client's objective (NbAFL, FedProx; paper: mu).
+        optimizer: `sgd`; or `adam` (torch.optim.Adam with its own defaults, fresh every round), which takes no momentum.
         loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are no
             class (`flower_dp.clients.losses`).
 
@@ -104,6 +106,7 @@ class LocalTraining:
     learning_rate_decay: float = 0.0
     sam_radius: float = 0.0
     proximal: float = 0.0
+    optimizer: str = "sgd"
     loss: Loss = nn.functional.cross_entropy
 
     def __post_init__(self) -> None:
@@ -117,6 +120,9 @@ class LocalTraining:
         checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
         checks.number("sam_radius", self.sam_radius, at_least=0)
         checks.number("proximal", self.proximal, at_least=0)
+        checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum={self.momentum}: is not read with optimizer={self.optimizer!r}")
 
     def step_size(self, server_round: int) -> float:
         """Return the step size of round 1, 2, ..."""
@@ -134,12 +140,11 @@ class LocalTraining:
         """Return how many steps a client with so many records takes."""
         return self.num_local_steps or self.num_local_epochs * -(-num_records // self.batch_size)
 
-    def fetched(self, records: Records, device: torch.device, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of the shuffled records for all steps, some whole batches at a time.
+    def positions(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
+        """Yield the positions of the shuffled records for all steps, some whole batches at a time.
 
         Only an epoch's last batch may be smaller than `batch_size`.
         """
-        num_records = len(records)
         if num_records == 0:
             raise ValueError("records: a client without records can't train")
         records_left = self.num_steps(num_records) * self.batch_size
@@ -147,7 +152,7 @@ class LocalTraining:
         while records_left > 0:
             order = torch.randperm(num_records, generator=rng)[:records_left]
             for start in range(0, len(order), at_a_time):
-                yield records.batch(order[start : start + at_a_time], device)
+                yield order[start : start + at_a_time]
             records_left -= -(-num_records // self.batch_size) * self.batch_size
 
     def _train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
@@ -155,14 +160,21 @@ class LocalTraining:
         weights = [parameter.detach() for parameter in model.parameters]
         velocity = [torch.zeros_like(weight) for weight in weights] if self.momentum else []
         start = [weight.clone() for weight in weights] if self.proximal else []
+        adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
         losses = []
-        for fetched in self.fetched(records, model.device, rng):
-            for inputs, targets in zip(*(torch.split(part, self.batch_size) for part in fetched), strict=True):
+        for positions in self.positions(len(records), rng):
+            fetched = records.batch(positions, model.device)
+            for inputs, targets in zip(*(split(part, self.batch_size) for part in fetched), strict=True):
                 loss, gradients = self._gradients(model, inputs, targets)
                 if self.sam_radius:
                     gradients = self._sam_gradients(model, inputs, targets, gradients)
                 losses.append(loss)
-                self.descend(weights, gradients, velocity, start, step_size)
+                if adam is None:
+                    self.descend(weights, gradients, velocity, start, step_size)
+                else:
+                    for weight, gradient in zip(weights, self._pulled(gradients, weights, start), strict=True):
+                        weight.grad = gradient
+                    adam.step()
         return torch.stack(losses).mean()
 
     @torch.no_grad()
@@ -183,22 +195,27 @@ class LocalTraining:
             start: the global model, in the shapes of one client's weights; empty without the proximal term.
             step_size: how far to go.
         """
+        gradients = self._pulled(gradients, weights, start)
+        if self.momentum:
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, gradients)
+        torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
+
+    def _pulled(self, gradients: list[Tensor], weights: list[Tensor], start: list[Tensor]) -> list[Tensor]:
+        """Return the gradients with those of weight decay and of the proximal term."""
         # Not in place: autograd may return one tensor for two parameters, or an expanded one.
         pull = self.weight_decay + self.proximal
         if pull:
             gradients = list(torch._foreach_add(gradients, weights, alpha=pull))
         if self.proximal:
             gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
-        if self.momentum:
-            torch._foreach_mul_(velocity, self.momentum)
-            torch._foreach_add_(velocity, gradients)
-        torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
+        return gradients
 
-    def _gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        loss = checked(self.loss)(model.module(inputs), targets)
+    def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
-    def _sam_gradients(self, model: FlatModel, inputs: Tensor, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+    def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
         """Return the gradients at the point `sam_radius` uphill; at a zero gradient there is no uphill, and no step."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
         if norm < _FLOAT32.tiny or self.sam_radius >= norm * _FLOAT32.max:
@@ -222,5 +239,6 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         if getattr(layer, "running_mean", None) is not None or isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
                 f"layer {name!r} ({type(layer).__name__}) mixes and keeps statistics of private records: use GroupNorm instead, "
-                f"e.g. torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')})"
+                f"e.g. torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')}), or "
+                "flower_dp.clients.fix_batchnorm(model)"
             )

@@ -215,6 +215,16 @@ class RoundRobinSampling:
         return -(-num_rounds * _cohort(self.cohort_size, num_clients) // num_clients)
 
 
+def check_sampler(sampling: Sampler) -> None:
+    """Refuse what is no sampler.
+
+    Raises:
+        ValueError: naming the value.
+    """
+    if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
+        raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.core.sampling, such as PoissonSampling")
+
+
 def _cohort(cohort_size: int, num_clients: int) -> int:
     return checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
 

@@ -259,12 +259,18 @@ def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library from warning of Renyi orders that it leaves out: leaving one out never lowers a bound."""
-    logger = logging.getLogger("absl")
+    """Keep the library from warning of Renyi orders that it leaves out: leaving one out never lowers a bound.
+
+    A warning, even one that is not shown, makes absl configure the root logger where that has no handler; every line of other
+    loggers would come twice from then on. So it has a handler meanwhile.
+    """
+    logger, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
     level = logger.level
     logger.setLevel(logging.ERROR)
+    root.addHandler(silent)
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
+        root.removeHandler(silent)
         logger.setLevel(level)

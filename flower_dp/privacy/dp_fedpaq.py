@@ -34,7 +34,7 @@ _LARGEST_AMPLIFIED = 1.256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSteps:
+class FedPAQSteps:
     """What a client does between two messages: public numbers that both sides know.
 
     Attributes:
@@ -57,8 +57,8 @@ class LocalSteps:
         ValueError: for a value that makes no sense, naming field and value.
 
     Example:
-        >>> from flower_dp.privacy.dp_fedpaq import LocalSteps
-        >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=10, batch_size=12, clip_norm=1.0, sensitivity="per-step")
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=10, batch_size=12, clip_norm=1.0, sensitivity="per-step")
         >>> round(steps.update_sensitivity(1), 4), round(steps.update_sensitivity(11), 4)
         (1.8167, 0.9083)
     """
@@ -149,7 +149,7 @@ class LocalSteps:
 
 
 @lru_cache(maxsize=4096)
-def update_terms(*, steps: LocalSteps, epsilon: float, delta: float, num_replies: int, num_records: int) -> Terms:
+def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int) -> Terms:
     """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantised after that.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
@@ -169,8 +169,8 @@ def update_terms(*, steps: LocalSteps, epsilon: float, delta: float, num_replies
         ValueError: for a value out of range, naming it; if the client has fewer than E b records.
 
     Example:
-        >>> from flower_dp.privacy.dp_fedpaq import LocalSteps, update_terms
-        >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
         >>> terms = update_terms(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, num_records=8)
         >>> round(terms.release.mechanism.noise_multiplier, 2)  # no amplification: the classical 2 x 3.73
         7.46

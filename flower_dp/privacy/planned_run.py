@@ -7,6 +7,7 @@ from typing import Any
 import dp_accounting as dp
 
 from flower_dp.core import checks
+from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 
@@ -15,7 +16,7 @@ from flower_dp.privacy.events import Relation
 class PlannedRun:
     """A run of equal releases, all but its noise.
 
-    `sampling_rate` is set for Poisson sampling, `cohort_size` and `num_clients` for a cohort of fixed size.
+    `sampling_rate` is set for Poisson sampling, `cohort_size` and `num_clients` for fixed-size and round-robin sampling.
 
     Example:
         >>> from flower_dp.privacy.planned_run import PlannedRun
@@ -52,6 +53,9 @@ class PlannedRun:
             release = dp.PoissonSampledDpEvent(self.sampling_rate, release)
         elif self.sampling == "fixed-size":
             release = dp.SampledWithoutReplacementDpEvent(self.num_clients, self.cohort_size, release)
+        elif self.sampling == "round-robin" and self.cohort_size is not None and self.num_clients is not None:
+            order = RoundRobinSampling(cohort_size=self.cohort_size)
+            return dp.SelfComposedDpEvent(release, order.participations(self.num_rounds, self.num_clients))
         return dp.SelfComposedDpEvent(release, self.num_rounds)
 
     def calibrate(self, epsilon: float) -> float:
@@ -102,23 +106,25 @@ def from_options(
     Raises:
         ValueError: naming the option that is missing, out of range or out of place.
     """
+    of_size = ("fixed-size", "round-robin")
     belongs = {
-        "--sampling-rate": ("poisson", sampling_rate),
-        "--cohort-size": ("fixed-size", cohort_size),
-        "--num-clients": ("fixed-size", num_clients),
+        "--sampling-rate": (("poisson",), sampling_rate),
+        "--cohort-size": (of_size, cohort_size),
+        "--num-clients": (of_size, num_clients),
     }
-    for name, (owner, value) in belongs.items():
-        if value is not None and sampling != owner:
-            raise ValueError(f"{name}={value}: belongs to --sampling {owner}, not to --sampling {sampling}")
-        if value is None and sampling == owner:
+    for name, (owners, value) in belongs.items():
+        if value is not None and sampling not in owners:
+            words = " or ".join(f"--sampling {owner}" for owner in owners)
+            raise ValueError(f"{name}={value}: belongs to {words}, not to --sampling {sampling}")
+        if value is None and sampling in owners:
             raise ValueError(f"{name} is missing; --sampling {sampling} needs it")
     if sampling == "poisson":
         checks.number("--sampling-rate", sampling_rate, above=0, at_most=1)
-    if sampling == "fixed-size":
+    if sampling in of_size:
         size = checks.integer("--num-clients", num_clients, at_least=1)
         checks.integer("--cohort-size", cohort_size, at_least=1, at_most=size)
-        if relation == "add-or-remove-one":
-            raise ValueError("--relation=add-or-remove-one: with --sampling fixed-size it must be replace-one")
+    if sampling == "fixed-size" and relation == "add-or-remove-one":
+        raise ValueError("--relation=add-or-remove-one: with --sampling fixed-size it must be replace-one")
     if delta is None:
         raise ValueError("--delta is missing")
     if mechanism == "laplace":

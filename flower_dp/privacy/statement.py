@@ -5,7 +5,8 @@ flag that says whether its assumptions held.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
@@ -78,6 +79,7 @@ class PrivacyStatement:
         not_covered: what left the clients or the server outside the guarantee.
         incidents: dropouts, refused replies and early stops, in words.
         adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest not trusted.
+        parts: where several kinds of releases were charged, what each kind alone would have cost at most.
         clients: where every client has a ledger of its own, the epsilons of all of them; `epsilon` is the worst client's.
 
     Example:
@@ -109,6 +111,7 @@ class PrivacyStatement:
     not_covered: tuple[str, ...]
     incidents: tuple[str, ...]
     adversaries: tuple[Adversary, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
     clients: ClientCosts | None = None
 
     @property
@@ -138,6 +141,9 @@ class PrivacyStatement:
         lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
         if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
             lines.append(_told(self.paper))
+        if self.parts:
+            alone = ", ".join(f"{name} {_shown(value)}" for name, value in self.parts.items())
+            lines.append(f"Each part alone: {alone}; together {_shown(self.epsilon)}")
         for adversary in self.adversaries:
             lines.append(
                 f"Against {adversary.name}{' (trusted)' if adversary.trusted else ''}: {adversary.sees}: tight epsilon "

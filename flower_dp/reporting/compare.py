@@ -90,7 +90,10 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         raise ValueError(f"{folder}: can't be read: {error}") from None
     values = {int(row["round"]): _number(row[metric], math.nan) for row in rows if "round" in row and metric in row}
     if not values:
-        raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}")
+        there = (
+            ", ".join(dict.fromkeys(key for row in rows for key, value in row.items() if _is_metric(key, value))) or "no metric"
+        )
+        raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
     if not finished and not allow_unfinished:
         raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); --allow-unfinished takes it")
     spent = {int(row["round"]): _number(row["epsilon"], math.inf) for row in rows if "round" in row and "epsilon" in row}
@@ -212,6 +215,10 @@ def _final(mean: float, std: float, count: int) -> str:
     if not math.isfinite(mean):
         return "not finite"
     return f"{mean:.4g}" if count == 1 else f"{mean:.4g} +- {std:.2g}"
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    return key not in ("round", "num-rounds") and isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _number(value: Any, otherwise: float) -> float:

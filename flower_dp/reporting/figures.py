@@ -53,7 +53,8 @@ def figure(curves: Sequence[Curve], metric: str) -> Figure:
             _plot(every[-1], curve.spent, curve, place, len(curves))
     every[0].set_xlabel("round")
     every[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    every[0].set_ylabel("test accuracy (%)" if metric == "accuracy" else f"test {metric}")
+    shown = f"test {metric}" if metric in ("accuracy", "loss") else metric
+    every[0].set_ylabel("test accuracy (%)" if metric == "accuracy" else shown)
     if panels > 1:
         _spending(every[-1], curves)
     if metric == "accuracy":
@@ -61,9 +62,9 @@ def figure(curves: Sequence[Curve], metric: str) -> Figure:
     for axes in every:
         axes.grid(alpha=0.3)
     if any(len(curve.runs) > 1 for curve in curves):
-        result.suptitle(f"Test {metric}: mean of n runs with different seeds; bars: their standard deviation")
+        result.suptitle(f"{shown[0].upper()}{shown[1:]}: mean of n runs with different seeds; bars: their standard deviation")
     else:
-        result.suptitle(f"Test {metric}: one run a curve, so its spread over seeds is not known")
+        result.suptitle(f"{shown[0].upper()}{shown[1:]}: one run a curve, so its spread over seeds is not known")
     handles, names = every[0].get_legend_handles_labels()
     result.legend(handles, names, loc="outside lower center", ncols=panels, frameon=False)
     return result

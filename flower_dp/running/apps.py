@@ -2,13 +2,16 @@
 
 import contextlib
 import difflib
+import importlib.util
 import re
 import shutil
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import flower_dp
@@ -25,14 +28,21 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 class App:
     """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
 
-    `pilot` is what the app's pyproject.toml names under [tool.flower-dp], as "module:function": what `flower-dp plan
-    --estimate-from` calls for the keys of a planning problem. Empty where the app has none.
+    `pilot` and `check` are what the app's pyproject.toml names under [tool.flower-dp], as "module:function": what `flower-dp plan
+    --estimate-from` calls for the keys of a planning problem, and what `flower-dp run` calls with the run-config before it starts
+    Flower, to raise ValueError for settings that make no sense. Empty where the app has none.
     """
 
     folder: Path
     name: str
     defaults: Mapping[str, Value]
     pilot: str = ""
+    check: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is flower-dp's own app."""
+        return self.name == "flower-dp"
 
     def presets(self) -> dict[str, Path]:
         """Return the app's presets by name."""
@@ -86,9 +96,45 @@ def own_app() -> App:
     """
     here = Path.cwd()
     for folder in [here, *here.parents, _PACKAGE.parent, _INSTALLED]:
-        if (app := read_app(folder)) is not None and app.name == "flower-dp":
+        if (app := read_app(folder)) is not None and app.own:
             return app
     raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
+
+
+def own_module(name: str) -> ModuleType:
+    """Return a module of the package `apps`, which lies beside this package in a checkout, else inside it; never on the path.
+
+    Raises:
+        ImportError: there is none, or another package is called `apps`.
+    """
+    folder = next((place / "apps" for place in (_PACKAGE.parent, _INSTALLED) if (place / "apps" / "methods").is_dir()), None)
+    if folder is None:
+        raise ImportError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again")
+    if "apps" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("apps", folder / "__init__.py", submodule_search_locations=[str(folder)])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{folder}: can't be imported")
+        sys.modules["apps"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["apps"])
+    if Path(str(sys.modules["apps"].__file__)).resolve().parent != folder.resolve():
+        raise ImportError(f"{sys.modules['apps'].__file__}: another package is called apps, as flower-dp's own; rename it")
+    return importlib.import_module(f"apps.{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFunction:
+    """A function of the package `apps`, with its first arguments; found where it is called.
+
+    Flower pickles a simulation's ClientApp for Ray's workers, which can't import `apps` by its name.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, *more: Any) -> Any:
+        """Return what the function returns."""
+        return getattr(own_module(self.module), self.name)(*self.arguments, *more)
 
 
 @contextlib.contextmanager
@@ -122,8 +168,14 @@ def read_app(folder: Path) -> App | None:
     if not isinstance(app, dict):
         return None
     name = str(content.get("project", {}).get("name", folder.resolve().name))
-    pilot = str(content.get("tool", {}).get("flower-dp", {}).get("pilot", ""))
-    return App(folder=folder.resolve(), name=name, defaults=flatten(app.get("config", {})), pilot=pilot)
+    plugins = content.get("tool", {}).get("flower-dp", {})
+    return App(
+        folder=folder.resolve(),
+        name=name,
+        defaults=flatten(app.get("config", {})),
+        pilot=str(plugins.get("pilot", "")),
+        check=str(plugins.get("check", "")),
+    )
 
 
 def description(preset: Path) -> str:

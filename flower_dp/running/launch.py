@@ -2,7 +2,7 @@
 
 `flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports, installs the app's
 dependencies at run time and lets Ray's workers import whatever lies in the working directory. Here the SuperLink is
-ours: on a free loopback port, with its own FLWR_HOME, an in-memory state and an empty working directory.
+ours: on a free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
 """
 
 import importlib.util
@@ -64,6 +64,7 @@ def launch(
     *,
     overrides: Mapping[str, bool | int | float | str],
     output_dir: Path,
+    working_dir: Path | None = None,
     num_workers: int,
     num_supernodes: int | None = None,
     gpus_per_worker: float,
@@ -77,7 +78,8 @@ def launch(
     Args:
         app_dir: The folder of the app's pyproject.toml.
         overrides: Run-config values by flat key (`a.b` for a nested one); the app must have every key.
-        output_dir: The run's folder. Flower's output goes to `flower.log` there.
+        output_dir: The run's folder. Flower's output goes to `flower.log` there; `RunFolder.create` takes it in the app.
+        working_dir: Where the app runs; None for an empty folder, which is gone afterwards.
         num_workers: Number of Ray workers, one CPU core each.
         num_supernodes: Number of SuperNodes that the workers play; None for one each. Stock clients are SuperNodes.
         gpus_per_worker: The fraction of a GPU that Ray hands each worker; 0 keeps them on the CPU.
@@ -105,7 +107,9 @@ def launch(
         signals = stack.enter_context(_Signals())
         room = Path(stack.enter_context(_temporary_folder()))
         stack.callback(_without_colours, log)
-        superlink = stack.enter_context(SuperLink(room, signals.check))
+        superlink = stack.enter_context(
+            SuperLink(room, signals.check, run_folder=output_dir, working_dir=working_dir and working_dir.absolute())
+        )
         config = room / "overrides.toml"
         config.write_text(tomli_w.dumps(dict(overrides)), encoding="utf-8")
         readers = [_Tail(output_dir / METRICS, _rows_to(on_progress))]

@@ -23,6 +23,10 @@ STATEMENT_TEXT = "statement.txt"
 MODEL = "model.safetensors"
 PLOT = "progress.png"
 LOG = "flower.log"
+# What only a run writes. A configuration may be an app's own file of that name.
+RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, PLOT, LOG)
+# Where `flower-dp run` tells an app's ServerApp the run's folder.
+VARIABLE = "FLOWER_DP_RUN_FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +52,16 @@ class RunFolder:
         """Make the folder and write the resolved configuration to `config.toml`.
 
         Args:
-            path: The folder, or None for a new one under `~/.flower-dp/runs` (see `new_folder`).
+            path: The folder, or None for that of `flower-dp run`; for a new one under `~/.flower-dp/runs` where that does not run
+                the app (see `new_folder`).
             config: The run's settings; values are what TOML can hold.
             name: What the run is called; used in the default folder's name.
 
         Raises:
             ValueError: The folder holds a run already, or `path` is a file.
         """
-        folder = cls(path=new_folder(path, name))
+        launched = os.environ.get(VARIABLE) if path is None else None
+        folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
         write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
         return folder
 
@@ -90,6 +96,14 @@ class RunFolder:
         write_whole(self.path / MODEL, _safetensors(arrays))
         if importlib.util.find_spec("matplotlib") is not None:
             plot_progress(read_metrics(self.path), self.path / PLOT)
+
+
+def _launched_folder(folder: Path) -> Path:
+    """Return the folder that `flower-dp run` has made, and may have filled with links, if it holds no run yet."""
+    names = [name for name in (CONFIG, *RESULTS) if name != LOG and (folder / name).exists()]
+    if held := [name for name in names if not (folder / name).is_symlink()]:
+        raise ValueError(f"{folder}: already holds {held[0]}; an app can have one run's folder")
+    return folder
 
 
 def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:

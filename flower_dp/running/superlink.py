@@ -18,6 +18,7 @@ from typing import Any, Self
 import tomli_w
 
 from flower_dp.running.processes import ProcessTree
+from flower_dp.running.run_folder import VARIABLE
 
 CONNECTION = "flower-dp"
 _START_SECONDS = 120.0
@@ -37,17 +38,24 @@ class SuperLink:
         LaunchError: on entering, if it is not installed or does not start.
     """
 
-    def __init__(self, room: Path, check: Callable[[], None]) -> None:
-        """Prepare it in an empty folder of its own; `check` is called while waiting, and raises to give up."""
+    def __init__(self, room: Path, check: Callable[[], None], *, run_folder: Path, working_dir: Path | None = None) -> None:
+        """Prepare it.
+
+        Args:
+            room: an empty folder of its own.
+            check: called while waiting, and raises to give up.
+            run_folder: what `RunFolder.create` takes in the app.
+            working_dir: of all programs; None for an empty one, where no import finds anything.
+        """
         self._check = check
         self._home = room / "home"
-        self._desk = room / "desk"  # the working directory: empty, so that no import finds anything there
+        self._desk = working_dir or room / "desk"
         self._log = room / "superlink.log"
         self._tree = ProcessTree(("FLWR_HOME", str(self._home)))
-        self._environment = _environment(room, self._home)
+        self._environment = _environment(room, self._home) | {VARIABLE: str(run_folder)}
         self._started: list[subprocess.Popen[bytes]] = []
         self._home.mkdir()
-        self._desk.mkdir()
+        self._desk.mkdir(exist_ok=True)
 
     def __enter__(self) -> Self:
         try:

@@ -6,21 +6,21 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol, Required
 
 import numpy as np
-from dp_accounting import ComposedDpEvent
+from dp_accounting import ComposedDpEvent, DpEvent
 
 from flower_dp import wire
 from flower_dp.core import checks, compression, noise
 from flower_dp.core.noise import Generator, gaussian_share
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler, check_sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.client_level_statement import ClientLevelFacts, state
+from flower_dp.strategies.client_level_statement import ClientLevelFacts, EvaluationFacts, state
 from flower_dp.strategies.replies import Bounds, Collected
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts, check_sampler
+from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -154,6 +154,7 @@ class ClientLevelRules:
             sampler=sampling,
             num_clients=checks.integer("num_clients", num_clients, at_least=1),
         )
+        self._evaluation: tuple[ClientLevelRules, int] | None = None
         self.begin()
         if self.target_epsilon is not None and noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
@@ -177,22 +178,72 @@ class ClientLevelRules:
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
         if self.mask is not None:
-            return "stock clients know no mask; use flower_dp.clients.DPClient"
+            return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
         if self.placement == "central":
             return None
-        return "placement='distributed': stock clients add no noise; use flower_dp.clients, or placement='central'"
+        return (
+            "placement='distributed': stock clients add no noise; use DPClient or privacy_mod of flower_dp.clients, or "
+            "placement='central'"
+        )
 
     def begin(self) -> None:
         """Forget the last run."""
         # Against any single client; against those who are no clients.
         self.ledger = Ledger(owner="every client", relation=self._relation)
         self.outside_ledger = Ledger(owner="every client, against outsiders", relation=self._relation)
+        self.num_rounds = 0
         self.least_noise_multiplier = math.inf
         self._affordable = 0
         self._all_affordable = True
         self._asked: tuple[object, ...] = ()
         self._pays = False
         self._curve = np.zeros(1)
+        if self._evaluation is not None:
+            self._evaluation[0].ledger, self._evaluation[0].outside_ledger = self.ledger, self.outside_ledger
+            self._evaluation[0].num_rounds = 0
+
+    def evaluating(self, noise_multiplier: float, sampling: Sampler, every: int) -> "ClientLevelRules":
+        """Return the rules of private evaluations: a release of its own, with the placement of this one and its ledgers.
+
+        From now on this run's plan and its target count an evaluation after every `every`-th round.
+
+        Args:
+            noise_multiplier: std of the noise on the sum of clients' vectors, whose norm is at most 1.
+            sampling: who evaluates.
+            every: rounds from one evaluation to the next.
+        """
+        rules = ClientLevelRules(
+            name=wire.EVALUATION,
+            title=f"{self.title}, private evaluation",
+            clip_norm=1.0,
+            noise_multiplier=noise_multiplier,
+            sampling=sampling,
+            num_clients=self.num_clients,
+            delta=self.delta,
+            relation=self._relation,
+            placement=self.placement,
+            trusted_server=self.trusted_server,
+            min_reply_ratio=None if self.trusted_server else self.min_reply_ratio,
+        )
+        self._evaluation = (rules, every)
+        self.begin()
+        return rules
+
+    def _events(self, num_rounds: int) -> DpEvent:
+        """Return what rounds 1 to `num_rounds` cost at most, their evaluations with them."""
+        events = self.charged.events(num_rounds)
+        if self._evaluation is None:
+            return events
+        rules, every = self._evaluation
+        return ComposedDpEvent([events, *(rules.charged.event(number) for number in range(every, num_rounds + 1, every))])
+
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norm that the noise on the mean has about, and the largest norm of the mean without noise.
+
+        Args:
+            dimension: of the model's vector.
+        """
+        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(self._num_kept(dimension)), self.clip_norm
 
     # Noise
 
@@ -215,6 +266,15 @@ class ClientLevelRules:
         return self.release.sampler.secret_size and not self.cohort_shows
 
     @property
+    def open_population(self) -> bool:
+        """Whether clients that come later may take part.
+
+        Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
+        round robin would another number change whose turn it is.
+        """
+        return not isinstance(self.release.sampler, RoundRobinSampling)
+
+    @property
     def outside(self) -> Release:
         """The release as those who are no clients see it: with all its noise."""
         release = self.release
@@ -223,7 +283,7 @@ class ClientLevelRules:
             release = replace(release, sampler=FullSampling())
         if self.lossy_messages:
             # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
-            release = replace(release, mechanism=Gaussian(noise_multiplier=self._share(0) / release.clip_norm))
+            release = replace(release, mechanism=Gaussian(noise_multiplier=self.share(0) / release.clip_norm))
         return release
 
     def _charged(self, shares: int) -> Release:
@@ -264,8 +324,8 @@ class ClientLevelRules:
         """Return how many shares make up the noise of a round."""
         return self._most_shares() if self.trusted_server else self._fewest(cohort_size)
 
-    def _share(self, cohort_size: int) -> float:
-        """Std of the noise that each of a cohort's clients adds to its own update."""
+    def share(self, cohort_size: int) -> float:
+        """Return the std of the noise that each of a cohort's clients adds to its own update."""
         if self.placement == "central":
             return 0.0
         if self.lossy_messages:
@@ -275,11 +335,11 @@ class ClientLevelRules:
     @property
     def smallest_share(self) -> float:
         """Std of the least noise that a client is ever asked to add itself: 0 where the server adds it."""
-        return self._share(self._most_shares())
+        return self.share(self._most_shares())
 
     def _step(self, layout_size: int, cohort_size: int) -> float:
         """Return the step of the lattice on which the clients of a cohort, and the server, work."""
-        scale = self.release.noise_scale if self.placement == "central" else self._share(cohort_size)
+        scale = self.release.noise_scale if self.placement == "central" else self.share(cohort_size)
         return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._num_kept(layout_size))
 
     def _num_kept(self, layout_size: int) -> int:
@@ -293,7 +353,7 @@ class ClientLevelRules:
         if self.cohort_shows:
             return 0.0
         shares = self._most_shares()
-        return self.release.noise_scale * math.sqrt((shares - heard) / shares)
+        return self.release.noise_scale * math.sqrt(max(0, shares - heard) / shares)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.
@@ -327,7 +387,7 @@ class ClientLevelRules:
 
     def bounds(self, now: Round) -> Bounds:
         """Return clip norm, lattice and the longest honest sum."""
-        share, clip_norm = self._share(now.cohort_size), self.release.clip_norm
+        share, clip_norm = self.share(now.cohort_size), self.release.clip_norm
         num_kept = self._num_kept(now.layout.size)
 
         def honest_norm(names: Sequence[str]) -> float:
@@ -353,10 +413,10 @@ class ClientLevelRules:
     def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
         """Return placement, share of the noise and sparsity."""
         if self.mask is not None:
-            return self.mask.order(self.placement, self._share(cohort_size))
+            return self.mask.order(self.placement, self.share(cohort_size))
         order = wire.ClientLevelOrder(
             placement=self.placement,
-            noise_std=self._share(cohort_size),
+            noise_std=self.share(cohort_size),
             keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
             quantization_levels=self.quantization_levels or 0,
         )
@@ -376,25 +436,25 @@ class ClientLevelRules:
 
     def plan(self, num_rounds: int) -> None:
         """Compute the cost of every round, and how many the target pays for."""
-        self._curve = accounting.curve(self.charged.events, num_rounds=num_rounds, delta=self.delta, relation=self._relation)
+        self._curve = accounting.curve(self._events, num_rounds=num_rounds, delta=self.delta, relation=self._relation)
         if self.target_epsilon is not None:
             self._look_ahead(num_rounds, self.target_epsilon)
 
     def _look_ahead(self, num_rounds: int, target: float) -> None:
         """Find out how many rounds in order the target pays for, up to a number."""
         self._affordable = accounting.affordable(
-            self.charged.events, epsilon=target, delta=self.delta, relation=self._relation, limit=num_rounds
+            self._events, epsilon=target, delta=self.delta, relation=self._relation, limit=num_rounds
         )
         self._all_affordable = self._affordable == num_rounds
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that the target would be passed, or that a round is out of turn, if so."""
-        if isinstance(self.sampling, RoundRobinSampling) and server_round != self.ledger.num_charges + 1:
+        if isinstance(self.sampling, RoundRobinSampling) and server_round != self.num_rounds + 1:
             # Its charge follows from the round's number, as if every round before had been run once.
-            return f"with round-robin sampling it must be round {self.ledger.num_charges + 1}"
+            return f"with round-robin sampling it must be round {self.num_rounds + 1}"
         if self.target_epsilon is None or (cohort_size is None) == self._shares_vary:
             return None
-        if self.ledger.num_charges == server_round - 1:
+        if self.num_rounds == server_round - 1:
             # Rounds in order, each charged at most as planned, cost at most what is planned.
             if server_round > self._affordable and self._all_affordable:
                 self._look_ahead(max(2 * self._affordable, _FIRST_LOOK), self.target_epsilon)
@@ -403,6 +463,8 @@ class ClientLevelRules:
         # All others are composed anew: what was charged, and this round.
         charged = self.charged if cohort_size is None else self._charged(self._shares(cohort_size))
         event = charged.event(server_round)
+        if self._evaluation is not None and server_round % self._evaluation[1] == 0:
+            event = ComposedDpEvent((event, self._evaluation[0].charged.event(server_round)))
         key = (*self.ledger.lines(), event)
         if key != self._asked:  # a run that can't pay is often asked again
             ahead = ComposedDpEvent([self.ledger.event, event])
@@ -416,19 +478,20 @@ class ClientLevelRules:
             self.mask.draw()
         charged = self._charged(self._shares(len(names)))
         self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
+        self.num_rounds += 1
         self.ledger.charge(charged.event(server_round))
         self.outside_ledger.charge(self.outside.event(server_round))
 
     @property
     def charges(self) -> object:
         """The ledger's lines."""
-        return (self.ledger.num_charges, *self.ledger.lines())
+        return (self.num_rounds, self.ledger.num_charges, *self.ledger.lines())
 
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute."""
-        if not self._shares_vary and self.ledger.num_charges < len(self._curve):
-            return float(self._curve[self.ledger.num_charges])
+        if not self._shares_vary and self.num_rounds < len(self._curve):
+            return float(self._curve[self.num_rounds])
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
@@ -440,7 +503,8 @@ class ClientLevelRules:
                 outside=self.outside,
                 costs=(self.ledger.cost(self.delta), self.outside_ledger.cost(self.delta)),
                 delta=self.delta,
-                num_rounds=self.ledger.num_charges,
+                num_rounds=self.num_rounds,
+                evaluation=None if self._evaluation is None else self._evaluated(),
                 events=tuple(self.ledger.lines()),
                 paper_formula=self.paper_formula,
                 placement=self.placement,
@@ -454,4 +518,23 @@ class ClientLevelRules:
                 least_noise_multiplier=min(self.least_noise_multiplier, self.outside.mechanism.noise_multiplier),
                 run=facts,
             )
+        )
+
+    def _evaluated(self) -> EvaluationFacts:
+        """Return what the statement tells of private evaluations."""
+        if self._evaluation is None:
+            raise RuntimeError("there is no evaluation")
+        rules = self._evaluation[0]
+        events = {
+            "training": self.charged.events(self.num_rounds),
+            "evaluation": rules.charged.events(rules.num_rounds),
+        }
+        return EvaluationFacts(
+            num_evaluations=rules.num_rounds,
+            noise_multiplier=rules.release.mechanism.noise_multiplier,
+            sampling=str(rules.sampling),
+            parts={
+                name: accounting.epsilon(event, delta=self.delta, relation=self._relation).epsilon
+                for name, event in events.items()
+            },
         )

@@ -1,6 +1,7 @@
 """The privacy statement of a method with one client-level release a round."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling
@@ -10,6 +11,23 @@ from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_in_words
 from flower_dp.strategies.rules import RunFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFacts:
+    """What a statement tells of private evaluations.
+
+    Attributes:
+        num_evaluations: how many were charged.
+        noise_multiplier: std of the noise on the sum of clients' vectors, each of norm at most 1.
+        sampling: who evaluated.
+        parts: what training alone, and evaluation alone, would have cost at most.
+    """
+
+    num_evaluations: int
+    noise_multiplier: float
+    sampling: str
+    parts: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +53,7 @@ class ClientLevelFacts:
         smallest_share: std of the least noise that a client adds itself.
         least_noise_multiplier: of the noise that was left against any participant.
         run: facts of the run.
+        evaluation: facts of private evaluations, which the costs hold; None without them.
     """
 
     title: str
@@ -55,6 +74,7 @@ class ClientLevelFacts:
     smallest_share: float
     least_noise_multiplier: float
     run: RunFacts
+    evaluation: EvaluationFacts | None = None
 
 
 def state(facts: ClientLevelFacts) -> PrivacyStatement:
@@ -77,11 +97,13 @@ def state(facts: ClientLevelFacts) -> PrivacyStatement:
             "noise_multiplier": release.mechanism.noise_multiplier,
             "noise_std_of_the_sum": release.noise_scale,
             "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
+            **({"evaluation_noise_multiplier": facts.evaluation.noise_multiplier} if facts.evaluation else {}),
         },
         sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
         events=facts.events,
         assumptions=tuple(_assumptions(facts)),
         not_covered=tuple(_not_covered(facts)),
+        parts=dict(facts.evaluation.parts) if facts.evaluation is not None and private else {},
         incidents=tuple(_incidents(facts)),
         adversaries=_adversaries(facts) if private else (),
     )
@@ -135,6 +157,8 @@ def _paper(facts: ClientLevelFacts) -> PaperEpsilon | None:
         return None
     held = "its assumptions hold" + (", against outsiders" if facts.placement == "distributed" else "")
     faults = []
+    if facts.evaluation is not None and facts.evaluation.num_evaluations:
+        faults.append("it is that of training alone, and metrics of private evaluations were released as well")
     if not isinstance(release.sampler, PoissonSampling) and sampling_rate < 1:
         faults.append("it assumes Poisson sampling, and cohorts were drawn otherwise")
     if release.relation != "add-or-remove-one":
@@ -154,7 +178,9 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
     if facts.placement == "central":
         lines.append("the server is trusted: it sees single updates and adds the noise")
     elif facts.lossy_messages:
-        lines.append(f"epsilon rests on each client's own share of noise: what it sends is {_made(facts)} of its own noised update")
+        lines.append(
+            f"epsilon rests on each client's own share of noise: what it sends is {_made(facts)} of its own noised update"
+        )
     else:
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
         if facts.trusted_server:
@@ -186,6 +212,11 @@ def _not_covered(facts: ClientLevelFacts) -> list[str]:
     lines = ["everything else that is computed from client data: choice of settings, timing, logs on devices and on the server"]
     if facts.run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
+    if facts.evaluation is not None:
+        lines.append(
+            f"which metrics are evaluated, and their bounds, are taken as public: {facts.evaluation.num_evaluations} private "
+            f"evaluations, {facts.evaluation.sampling}, are covered"
+        )
     if facts.run.own_evaluation:
         lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return lines

@@ -10,7 +10,7 @@ from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
-from flower_dp.privacy.dp_fedpaq import LocalSteps, expected_replies, paper_epsilon, paper_faults, update_terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, paper_faults, update_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts, state
@@ -54,11 +54,12 @@ class DPFedPAQRules:
 
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,
         *,
-        steps: LocalSteps,
+        steps: FedPAQSteps,
         sampling: Sampler,
         num_clients: int,
         num_records: int | Sequence[int] | Mapping[str, int],
@@ -71,17 +72,15 @@ class DPFedPAQRules:
         control: Control | None = None,
     ) -> None:
         self.name, self.title, self.control = name, title, control
-        if not isinstance(steps, LocalSteps):
-            raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.LocalSteps")
+        if not isinstance(steps, FedPAQSteps):
+            raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
         self.steps = steps
         if not isinstance(sampling, _SAMPLERS):
             words = ", ".join(kind.__name__ for kind in _SAMPLERS)
             raise ValueError(f"sampling={sampling!r}: must be one of {words}; every message is seen, so none amplifies anything")
         self.sampling = sampling
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
-        population = Population(
-            num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform"
-        )
+        population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform")
         self.books = ClientBooks(population, relation="replace-one", delta=checks.number("delta", delta, above=0, below=1))
         self.cohort_size = sampling.largest_cohort(num_clients)
         self._epsilon = epsilon
@@ -127,9 +126,7 @@ class DPFedPAQRules:
         self.books.open(names, most, lambda name, size, replies: self._terms(budgets[name], size, replies))
 
     def _terms(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
-        return update_terms(
-            steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records
-        )
+        return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that every budget is spent, if so."""
@@ -271,7 +268,7 @@ class DPFedPAQRules:
 class DPFedPAQArguments(Options, total=False):
     """What `DPFedPAQ` takes; see there and `Options`."""
 
-    steps: Required[LocalSteps]
+    steps: Required[FedPAQSteps]
     sampling: Required[Sampler]
     num_clients: Required[int]
     num_records: Required[int | Sequence[int] | Mapping[str, int]]
@@ -289,7 +286,7 @@ class DPFedPAQ(DPStrategy):
     (QSGD), and send that. The model moves by the mean of the messages that came.
 
     All replies of a client together are (epsilon_i, delta)-differentially private for each of its records under replace-one,
-    against everyone who sees them. `LocalSteps.sensitivity` names how it is proved how far one record moves an update. The
+    against everyone who sees them. `FedPAQSteps.sensitivity` names how it is proved how far one record moves an update. The
     client's own choice of records amplifies; the choice of clients does not, since the server sees it.
 
     Args:
@@ -309,9 +306,9 @@ class DPFedPAQ(DPStrategy):
 
     Example:
         >>> from flower_dp.core.sampling import FixedSizeSampling
-        >>> from flower_dp.privacy.dp_fedpaq import LocalSteps
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
         >>> from flower_dp.strategies import DPFedPAQ
-        >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, update_clip_norm=0.1)
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, update_clip_norm=0.1)
         >>> strategy = DPFedPAQ(
         ...     steps=steps, sampling=FixedSizeSampling(cohort_size=10), num_clients=100, num_records=80, epsilon=4.0, delta=1e-5
         ... )

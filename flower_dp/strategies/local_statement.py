@@ -161,7 +161,8 @@ def _assumptions(facts: LocalFacts) -> list[str]:
 
 def _not_covered(facts: LocalFacts) -> list[str]:
     lines = [
-        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up",
+        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up, unless its device keeps "
+        "a ledger file (docs/deployment.md), which this statement can't know",
         "everything else that is computed from client data: choice of settings, timing, logs on devices",
     ]
     if facts.run.report_client_metrics:
@@ -174,7 +175,9 @@ def _not_covered(facts: LocalFacts) -> list[str]:
 def _incidents(facts: LocalFacts) -> list[str]:
     lines = list(facts.run.incidents)
     if facts.run.missing.total:
-        lines.append(f"{facts.run.missing.total} replies that were asked for did not count: {facts.run.missing}; they are charged")
+        lines.append(
+            f"{facts.run.missing.total} replies that were asked for did not count: {facts.run.missing}; they are charged"
+        )
     if facts.num_unasked:
         lines.append(f"{facts.num_unasked} times a client whose budget was spent was not asked")
     return lines

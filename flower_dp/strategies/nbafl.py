@@ -30,8 +30,9 @@ class NbAFLRules:
 
     name = "nbafl"
     title = "NbAFL"
-    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,

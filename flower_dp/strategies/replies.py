@@ -4,7 +4,7 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +80,19 @@ class Collected:
     seeded_noise: bool = False
     restarted: list[str] = field(default_factory=list)
 
+    def leave_out(self, node: int, names: tuple[str, ...], reason: str, missing: Missing) -> None:
+        """Write down why a node's clients do not count."""
+        reason = reason[:_MOST_REASON]
+        log.warning("node %s: %s", node, reason)
+        self.refused |= dict.fromkeys(names, reason)
+        self.missing += missing
+
+    def add_refused(self, refused: Mapping[str, str]) -> None:
+        """Write down the clients that a node itself has left out."""
+        self.refused |= refused
+        failed = sum(reason.startswith(wire.FAILED) for reason in refused.values())
+        self.missing += Missing(failed=failed, declined=len(refused) - failed)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -104,7 +117,7 @@ def collect(
     replies: Iterable[Message],
     *,
     asked: Mapping[int, tuple[str, ...]],
-    sent: Mapping[str, int],
+    sent: Sequence[Message],
     model: Model,
     bounds: Bounds,
     stock: bool,
@@ -114,58 +127,68 @@ def collect(
     Args:
         replies: as they came, errors among them.
         asked: the clients that were asked, by node.
-        sent: the node of every message, by the message's id.
+        sent: the messages, with the ids that Flower gave them.
         model: the global model that was sent.
         bounds: what the server enforces.
         stock: whether the nodes are stock clients; else a reply without an answer is refused: it says of itself that nothing of
             what was ordered, noise among it, was done.
     """
     collected = Collected(total=np.zeros(model.layout.size, np.float64))
+    for node, names, reply in answering_nodes(collected, replies, asked, sent):
+        try:
+            _add(collected, reply, names, model, bounds, stock)
+        except Exception as error:  # whatever a forged reply may raise, it must not end the run
+            collected.leave_out(node, names, f"reply refused: {error}", Missing(rejected=len(names)))
+    return collected
+
+
+def answering_nodes(
+    collected: Collected, replies: Iterable[Message], asked: Mapping[int, tuple[str, ...]], sent: Sequence[Message]
+) -> Iterator[tuple[int, tuple[str, ...], Message]]:
+    """Yield every node that replies without an error, its clients and its reply; write down the others."""
+    nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
     open_nodes = dict(asked)
     for reply in replies:
         node = reply.metadata.src_node_id
         if reply.has_error() and node not in asked:
             # The SuperLink speaks for a node that is gone.
-            node = sent.get(reply.metadata.reply_to_message_id, node)
+            node = nodes.get(reply.metadata.reply_to_message_id, node)
         names = open_nodes.pop(node, None)
         if names is None:
             log.warning("node %s: reply refused: it was not asked this round, or has replied already", node)
-            continue
-        try:
-            if reply.has_error():
-                _leave_out(collected, node, names, reply.error.code, _last_words(reply.error.reason))
-            else:
-                _add(collected, reply, names, model, bounds, stock)
-        except Exception as error:  # whatever a forged reply may raise, it must not end the run
-            reason = str(error)[:_MOST_REASON]
-            log.warning("node %s: reply refused: %s", node, reason)
-            collected.refused |= dict.fromkeys(names, reason)
-            collected.missing += Missing(rejected=len(names))
+        elif reply.has_error():
+            _leave_out_error(collected, node, names, reply)
+        else:
+            yield node, names, reply
     for node, names in open_nodes.items():
-        log.warning("node %s: no reply", node)
-        collected.refused |= dict.fromkeys(names, "no reply")
-        collected.missing += Missing(silent=len(names))
-    return collected
+        collected.leave_out(node, names, "no reply", Missing(silent=len(names)))
 
 
-def _leave_out(collected: Collected, node: int, names: tuple[str, ...], code: int, words: str) -> None:
-    """Write down why a node with an error reply does not count."""
-    count = len(names)
-    if code not in APP_RAISED:
-        missing, what = Missing(silent=count), "no reply"
+def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], reply: Message) -> None:
+    words = _last_words(reply.error.reason)
+    if reply.error.code not in APP_RAISED:
+        collected.leave_out(node, names, f"no reply: {words}", Missing(silent=len(names)))
     elif f"{wire.DECLINED}: " in words:
-        missing, what = Missing(declined=count), "error reply"
+        collected.leave_out(node, names, f"error reply: {words}", Missing(declined=len(names)))
     else:
-        missing, what = Missing(failed=count), "error reply"
-    collected.missing += missing
-    reason = f"{what}: {words}"[:_MOST_REASON]
-    log.warning("node %s: %s", node, reason)
-    collected.refused |= dict.fromkeys(names, reason)
+        collected.leave_out(node, names, f"error reply: {words}", Missing(failed=len(names)))
 
 
-def _add(
-    collected: Collected, reply: Message, names: tuple[str, ...], model: Model, bounds: Bounds, stock: bool
-) -> None:
+def accepted(update: np.ndarray, clients: Sequence[str], bounds: Bounds) -> np.ndarray:
+    """Return what counts of the sum of some clients' updates.
+
+    Raises:
+        ValueError: if it is longer than that of honest clients.
+    """
+    if bounds.clip_norm is not None:
+        # Clients are not trusted to have clipped. A node's sum of n clipped updates is at most n clip norms long.
+        return np.asarray(noise.toward_zero(_clipped(update, len(clients) * bounds.clip_norm), bounds.step))
+    if (norm := float(l2_norms(update))) > _HONEST_NORMS * bounds.honest_norm(clients):
+        raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
+    return update
+
+
+def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Model, bounds: Bounds, stock: bool) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
     layout = model.layout
     # Twice the model in float64, and what an array's name and header take.
@@ -187,20 +210,13 @@ def _add(
         raise ValueError("update has NaN or infinite entries")
     if answer is None and len(clients) != 1:
         raise ValueError("a stock client's reply can stand for one client only")
-    if clients and bounds.clip_norm is not None:
-        # Clients are not trusted to have clipped. A node's sum of n clipped updates is at most n clip norms long.
-        update = noise.toward_zero(_clipped(update, len(clients) * bounds.clip_norm), bounds.step)
-    elif clients and (norm := float(l2_norms(update))) > _HONEST_NORMS * bounds.honest_norm(clients):
-        raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
     if clients:
-        collected.total += update
+        collected.total += accepted(update, clients, bounds)
     collected.num_bytes += num_bytes
     collected.payload_bytes += update.nbytes if answer is None else answer.payload_bytes
     collected.clients.extend(clients)
     if answer is not None:
-        collected.refused |= answer.refused
-        failed = sum(reason.startswith(wire.FAILED) for reason in answer.refused.values())
-        collected.missing += Missing(failed=failed, declined=len(answer.refused) - failed)
+        collected.add_refused(answer.refused)
         collected.seeded_noise |= answer.seeded_noise
         collected.restarted.extend(name for name in answer.restarted if name not in answer.refused)
         for name, value in answer.metrics.items():

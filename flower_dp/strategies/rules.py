@@ -11,6 +11,7 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.replies import Bounds, Collected, Missing
 from flower_dp.wire import Model
 
@@ -24,6 +25,7 @@ class Options(TypedDict, total=False):
         noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
         frozen_arrays: names of the model's arrays that are sent and never trained, clipped or noised, such as the causal mask of
             a stock model's state_dict. A reply in which one differs is refused.
+        evaluation: a private evaluation on clients' own data, with methods of one noised sum: see `PrivateEvaluation`.
         server_optimizer: a Flower strategy that moves the model by the noised one, such as FedAdam: see `ServerOptimizer`.
     """
 
@@ -32,6 +34,7 @@ class Options(TypedDict, total=False):
     noise_seed: int | None
     frozen_arrays: Sequence[str]
     server_optimizer: Strategy | None
+    evaluation: PrivateEvaluation | None
 
 
 def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,16 +48,6 @@ def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[s
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known are {', '.join(names)}")
     own = {name: value for name, value in words.items() if name not in Options.__annotations__}
     return own, {name: value for name, value in words.items() if name in Options.__annotations__}
-
-
-def check_sampler(sampling: Sampler) -> None:
-    """Refuse what is no sampler.
-
-    Raises:
-        ValueError: naming the value.
-    """
-    if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
-        raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.core.sampling, such as PoissonSampling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +67,7 @@ class RoundReport:
         seconds: from request to model.
         epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
         secret_cohort: whether the size of the cohort is secret.
+        cost_per_device: resources that the device that spent most has spent so far; None where the method counts none.
     """
 
     server_round: int
@@ -85,12 +79,14 @@ class RoundReport:
     seconds: float
     epsilon: float
     secret_cohort: bool
+    cost_per_device: float | None = None
 
     def public(self) -> dict[str, int | float]:
         """Return the numbers that may be published, by run-config style names."""
         hidden = ("cohort_size", "replies", "bytes_down", "bytes_up") if self.secret_cohort else ()
         left_out = ("server_round", "secret_cohort", *hidden)
-        return {key.replace("_", "-"): value for key, value in asdict(self).items() if key not in left_out}
+        told = {key: value for key, value in asdict(self).items() if key not in left_out and value is not None}
+        return {key.replace("_", "-"): value for key, value in told.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +163,7 @@ class Rules(Protocol):
         delta: the delta at which epsilon is stated.
         clip_norm: norm bound of what every client sends.
         secret_cohort: whether the epsilon counts on nobody knowing how many clients take part in a round.
+        open_population: whether clients beyond those of the first roll call may take part.
     """
 
     @property
@@ -185,6 +182,8 @@ class Rules(Protocol):
     def clip_norm(self) -> float: ...  # noqa: D102
     @property
     def secret_cohort(self) -> bool: ...  # noqa: D102
+    @property
+    def open_population(self) -> bool: ...  # noqa: D102
 
     # The run
 
@@ -239,3 +238,12 @@ class Rules(Protocol):
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement of all that was charged."""
+
+
+@runtime_checkable
+class CountsResources(Protocol):
+    """Rules with a resource ledger."""
+
+    @property
+    def cost_per_device(self) -> float | None:
+        """Resources that the device that spent most has spent so far; None where nothing has a price."""

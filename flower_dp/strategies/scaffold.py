@@ -82,7 +82,9 @@ class ControlVariate:
         names = list(self._restarts)
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         times = sum(self._restarts.values())
-        return (f"{times} times a client came back without its control variate and started at zero ({', '.join(names[:_LISTED])}{more})",)
+        return (
+            f"{times} times a client came back without its control variate and started at zero ({', '.join(names[:_LISTED])}{more})",
+        )
 
 
 class Scaffold(DPStrategy):
@@ -106,9 +108,9 @@ class Scaffold(DPStrategy):
     Example:
         >>> import math
         >>> from flower_dp.core.sampling import FixedSizeSampling
-        >>> from flower_dp.privacy.dp_fedpaq import LocalSteps
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
         >>> from flower_dp.strategies import Scaffold
-        >>> steps = LocalSteps(learning_rate=0.1, num_local_steps=5, batch_size=10, clip_norm=1e4, sensitivity="per-step")
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=5, batch_size=10, clip_norm=1e4, sensitivity="per-step")
         >>> sampling = FixedSizeSampling(cohort_size=10)
         >>> strategy = Scaffold(
         ...     steps=steps, sampling=sampling, num_clients=100, num_records=600, epsilon=math.inf, delta=1e-5, num_replies=50

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -19,9 +19,13 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.evaluation import Evaluator
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
-from flower_dp.strategies.roster import Roster, call_roll
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
+from flower_dp.strategies.roster import Register, Roster
+from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -74,6 +78,8 @@ class DPStrategy(Strategy):
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
+        plan = options.get("evaluation")
+        self._evaluator = None if plan is None else self._make_evaluator(plan)
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
@@ -87,7 +93,7 @@ class DPStrategy(Strategy):
         self.missing = Missing()
         self.seeded_noise = self.noise_seed is not None
         self._refusal = "no reply"
-        self._roster: Roster | None = None
+        self._register: Register | None = None
         self._round: Round | None = None
         self._sent: list[Message] = []
         self._looked = False
@@ -130,11 +136,11 @@ class DPStrategy(Strategy):
             missing=self.missing,
             incidents=tuple(self.incidents),
             report_client_metrics=self.report_client_metrics,
-            own_evaluation=self._evaluates,
+            own_evaluation=self._evaluates_itself,
         )
 
     @property
-    def _evaluates(self) -> bool:
+    def _evaluates_itself(self) -> bool:
         """Whether a subclass asks clients to evaluate, in its own `configure_evaluate`."""
         return type(self).configure_evaluate is not DPStrategy.configure_evaluate
 
@@ -169,10 +175,10 @@ class DPStrategy(Strategy):
             RuntimeError: if no client answers usefully in the first rounds, or in all of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        if evaluate_config and not self._evaluates:
+        if evaluate_config and not (self._evaluates_itself or self._evaluator):
             raise ValueError(
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
-                "give evaluate_fn with public data, or override configure_evaluate"
+                "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
             )
         self._begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
@@ -183,6 +189,7 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
+        self._log_outlook(layout.size)
         self._evaluate(evaluate_fn, 0, result)
         try:
             configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
@@ -217,7 +224,7 @@ class DPStrategy(Strategy):
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
-            if self._evaluates:
+            if self._evaluates_itself or self._evaluator:
                 messages = self.configure_evaluate(server_round, result.arrays, configs[1], grid)
                 metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
                 if metrics is not None:
@@ -245,7 +252,9 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, sent, config, self._instruction(server_round, names, len(cohort), model.frozen_positions))
+            wire.train_message(
+                node, roster.dialect, sent, config, self._instruction(server_round, names, len(cohort), model.frozen_positions)
+            )
             for node, names in asked.items()
         ]
         self._round = Round(
@@ -269,8 +278,7 @@ class DPStrategy(Strategy):
             return None, None
         if now is None or now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
-        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        self._round, self._sent = None, []
+        sent, self._round, self._sent = self._sent, None, []
         collected = collect(
             replies,
             asked=now.asked,
@@ -291,15 +299,31 @@ class DPStrategy(Strategy):
         return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Ask no client: metrics on private data would leave without protection. Use `evaluate_fn` with public data.
+        """Ask the cohort of a private evaluation that is due, which is charged first; without one ask no client.
 
         A subclass may override this and `aggregate_evaluate`; the statement then says that such metrics are not covered.
         """
-        return []
+        evaluator = self._evaluator
+        if evaluator is None or server_round in self._unpaid or not evaluator.due(server_round):
+            return []
+        roster = self._call_roll(grid)
+        rng = self._generator("evaluating cohort", server_round)
+        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, len(roster.names), rng))
+        evaluator.rules.charge(server_round, tuple(name for names in asked.values() for name in names))
+        return evaluator.messages(server_round, roster, arrays, config, asked)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return None: no client was asked."""
-        return None
+        """Return value and standard error of every metric of a private evaluation; None where there is none."""
+        evaluator = self._evaluator
+        if evaluator is None or not evaluator.asked(server_round):
+            return None
+        collected = evaluator.collect(replies)
+        self.seeded_noise |= collected.seeded_noise
+        try:
+            return MetricRecord({**evaluator.result(collected, self._generator("evaluation", server_round))})
+        except RoundLeftOut as why:
+            log.warning("the evaluation of round %s was left out: %s", server_round, why)
+            return None
 
     def summary(self) -> None:
         """Log what the run will do."""
@@ -309,17 +333,56 @@ class DPStrategy(Strategy):
         if self._optimizer is not None:
             log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
 
+    def initialize_parameters(self, client_manager: Any) -> NoReturn:
+        """Raise `LegacyAppError`: Flower's old server API calls this first, and nothing of it is here."""
+        raise LegacyAppError(type(self).__name__)
+
     # Small things
 
+    def _log_outlook(self, dimension: int) -> None:
+        """Say before the first round how the noise compares with the updates."""
+        if not isinstance(self.rules, ClientLevelRules):
+            return
+        noise, signal = self.rules.outlook(dimension)
+        log.info("norm of the noise on the mean %.3g, of the mean of updates at most %.3g (the clip norm)", noise, signal)
+        if noise > signal:
+            log.warning(
+                "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a round, "
+                "less noise or a smaller model help, and so do more rounds if they are paid for",
+                noise / signal,
+            )
+
+    def _make_evaluator(self, plan: PrivateEvaluation) -> Evaluator:
+        """Return what runs private evaluations.
+
+        Raises:
+            ValueError: if the method's own messages are private one by one, under ledgers of single clients.
+        """
+        if not isinstance(self.rules, ClientLevelRules):
+            raise ValueError(
+                f"evaluation: {self.rules.title} protects single records by every client's own budget, which pays for no "
+                "evaluation; use evaluate_fn with public data"
+            )
+        return Evaluator(plan, self.rules)
+
     def _call_roll(self, grid: Grid) -> Roster:
-        """Return the roster, made once a run."""
-        if self._roster is None:
-            roster = call_roll(grid, self.num_clients, timeout=self.registration_timeout)
+        """Return the roster of now: nodes may have joined, left or come back since the last round."""
+        first = self._register is None
+        if self._register is None:
+            rules = self.rules
+            self._register = Register(
+                rules.num_clients,
+                timeout=self.registration_timeout,
+                newcomers=rules.open_population,
+                unfit=lambda methods: self._unfit(methods),
+            )
+        roster = self._register.roster(grid)
+        if first:
             if reason := self._fits(roster):
+                self._register = None
                 raise ValueError(reason)
             self.rules.open(roster.names)
-            self._roster = roster
-        return self._roster
+        return roster
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
         self.missing += collected.missing
@@ -333,6 +396,7 @@ class DPStrategy(Strategy):
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
             secret_cohort=self.rules.secret_cohort,
+            cost_per_device=self.rules.cost_per_device if isinstance(self.rules, CountsResources) else None,
         )
         self.rounds.append(report)
         return report
@@ -387,15 +451,21 @@ class DPStrategy(Strategy):
         rules = self.rules
         if not roster.hosting:
             return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
-        if rules.name not in roster.methods:
-            runs = ", ".join(sorted(roster.methods)) or "no common method"
-            return f"{rules.title}: clients must run {rules.name!r}; these run {runs}"
+        return self._unfit(roster.methods)
+
+    def _unfit(self, methods: frozenset[str]) -> str | None:
+        """Return why clients that run these methods can't take part, None if they can."""
+        if self.rules.name not in methods:
+            runs = ", ".join(sorted(methods)) or "no common method"
+            return f"{self.rules.title}: clients must run {self.rules.name!r}; these run {runs}"
+        if self._evaluator is not None and wire.EVALUATION not in methods:
+            return f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient"
         return None
 
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
         """Return the indices of the clients that are asked in a round."""
         rng = self._generator("cohort", server_round)
-        return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
+        return self.rules.able(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
 
     def _instruction(
         self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()

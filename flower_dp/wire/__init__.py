@@ -20,6 +20,8 @@ from flower_dp.wire.messages import (
     content_bytes,
     evaluate_message,
     instruction_of,
+    is_roll_call,
+    roll_call,
     train_message,
 )
 from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
@@ -51,9 +53,11 @@ __all__ = [
     "content_bytes",
     "evaluate_message",
     "instruction_of",
+    "is_roll_call",
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",
+    "roll_call",
     "train_message",
     "with_beside",
 ]

@@ -1,4 +1,4 @@
-"""Private evaluation on the wire: which metrics a client reports, as one vector of bounded norm, and the sum of a node's vectors."""
+"""Private evaluation on the wire: the metrics that a client reports, as one vector of bounded norm, and a node's sum."""
 
 import json
 import math

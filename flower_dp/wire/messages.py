@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from flower_dp.wire.answer import Answer
 from flower_dp.wire.instruction import Instruction
-from flower_dp.wire.text import KEY
+from flower_dp.wire.text import KEY, PROTOCOL
 
 # Records in a message: an honest one has fewer.
 _MOST_RECORDS = 8
@@ -39,6 +39,16 @@ NUMPY_CLIENT = Dialect(
     evaluated_arrays="evaluateins.parameters",
     evaluated_config="evaluateins.config",
 )
+
+
+def roll_call(node_id: int, message_type: str) -> Message:
+    """Return the question whom a node hosts: a `query`, or a `train` message without a model for an app that answers none."""
+    return Message(RecordDict({KEY: ConfigRecord({"protocol": PROTOCOL})}), node_id, message_type)
+
+
+def is_roll_call(message: Message) -> bool:
+    """Tell whether a message asks whom this node hosts."""
+    return KEY in message.content.config_records and not message.content.array_records
 
 
 def train_message(

@@ -12,6 +12,7 @@ from apps.methods import Run
 from apps.pilot import pilot
 from apps.records import config_of, deal, records_to_test_with, split
 from apps.settings import Settings
+from apps.tasks.partitions import Sampled
 from flower_dp.running.apps import flatten
 
 DEFAULTS = flatten(tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
@@ -93,3 +94,26 @@ def test_the_pilot_of_a_task_with_two_classes():
     held_out = {"validation-ratio": 0.1, "test-ratio": 0.1}
     values = pilot("fedsgd-dpc", {**DEFAULTS, **CANCER, **own, **held_out, "num-clients": 4}).values
     assert values["num_records"] == 114 - 11 - 11
+
+
+def test_a_million_clients_are_dealt_without_drawing_for_each(monkeypatch):
+    """Their records are drawn when they are asked for, and are the same on the node that hosts them as in the whole run."""
+    settings = {"partition": "sample", "records_per_client": 3}
+    drawn = []
+    draw = Sampled.__getitem__
+    monkeypatch.setattr(Sampled, "__getitem__", lambda self, client: drawn.append(client) or draw(self, client))
+    clients = deal(config(num_clients=1_000_000, **settings)).clients
+    hosted = clients.part(1, 3)
+    assert (len(clients), len(hosted), next(iter(hosted))) == (1_000_000, 333_333, "client-000001")
+    assert not drawn
+    assert rows(hosted["client-000004"]) == rows(clients["client-000004"]) != rows(clients["client-000007"])
+    assert drawn == [4, 4, 7]
+    with pytest.raises(KeyError):
+        hosted["client-000005"]
+
+
+def test_every_client_lives_on_one_node():
+    whole = deal(config(num_clients=7, seed=3)).clients
+    parts = [whole.part(part, 3) for part in range(3)]
+    assert sorted(name for part in parts for name in part) == sorted(whole)
+    assert all(rows(part[name]) == rows(whole[name]) for part in parts for name in part)

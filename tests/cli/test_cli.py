@@ -97,6 +97,21 @@ def test_a_cohort_of_everybody_is_no_sampling(answer):
     assert answer("epsilon", "--noise-multiplier", "1", "--delta", "1e-5", *fixed, "5")["epsilon"] < 9.99
 
 
+def test_round_robin_costs_as_many_releases_as_the_client_asked_most_often_takes_part_in(answer):
+    one_round = ["--noise-multiplier", "2", "--delta", "1e-5"]
+    turns = ["--sampling", "round-robin", "--num-clients", "50", "--cohort-size", "20", "--num-rounds", "6"]
+    got = answer("epsilon", *one_round, *turns)  # 6 x 20 / 50 = 2.4: some clients three times
+    assert got["epsilon"] == answer("epsilon", *one_round, "--sampling", "full", "--num-rounds", "3")["epsilon"]
+    assert (got["sampling"], got["relation"]) == ("round-robin", "add-or-remove-one")
+
+
+def test_samplings_are_called_as_in_the_settings():
+    from apps.settings import SAMPLINGS
+    from flower_dp.cli import accounting
+
+    assert sorted(accounting.SAMPLINGS) == sorted(SAMPLINGS)
+
+
 def test_no_noise_is_not_private_and_still_json(answer, call):
     got = answer("epsilon", "--noise-multiplier", "0", "--delta", "1e-5")
     assert got["epsilon"] is None
@@ -172,7 +187,6 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["run", "--gpus-per-worker", "-1"], "--gpus-per-worker"),
         (["compare"], "RUN"),
         (["compare", "nowhere"], "nowhere: is not the folder of a run"),
-        (["compare", "nowhere", "--metric", "speed"], "--metric"),
         (["plan"], "METHOD"),
         (["plan", "nbafll", "--problem", "p.toml"], "method='nbafll': has no planner; did you mean nbafl?"),
         (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),
@@ -372,6 +386,127 @@ def test_presets_are_listed_with_their_first_comment(checkout, call):
     assert out.splitlines()[0] == "broken"
 
 
+# what a run gets, and what it leaves
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Put a function in the place of a real launch; it gets the launch's arguments and may do what an app does."""
+    from flower_dp.running import launch
+
+    def replace(act):
+        def fake(app_dir, **words):
+            before = Path.cwd()
+            os.chdir(words["working_dir"] or before)
+            try:
+                act(**words)
+            finally:
+                os.chdir(before)
+            return launch.Outcome(status="completed", details="", seconds=1.0)
+
+        monkeypatch.setattr(launch, "launch", fake)
+
+    return replace
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Somebody's app, with a key of its own that is called output-dir, and data beside it."""
+    app = tmp_path / "foreign"
+    app.mkdir()
+    text = '[project]\nname = "foreign"\n[tool.flwr.app.config]\noutput-dir = "mine"\nrounds = 3\n'
+    (app / "pyproject.toml").write_text(text)
+    (app / "iris.csv").write_text("5.1")
+    return app
+
+
+def test_a_foreign_app_works_in_the_runs_folder_and_keeps_its_own_settings(foreign, tmp_path, call, launched):
+    got = {}
+
+    def act(**words):
+        got.update(words)
+        Path("final_model.pt").write_text(Path("iris.csv").read_text())
+        words["on_log"]("INFO: the app's own line")
+
+    launched(act)
+    status, out, err = call("run", str(foreign), "--output-dir", str(tmp_path / "run"))
+    assert (status, err) == (0, "")
+    assert out == f"INFO: the app's own line\nresults: {tmp_path / 'run'}\n"
+    assert got["overrides"] == {}  # neither its output-dir nor anything else
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["final_model.pt"]
+    assert (tmp_path / "run" / "final_model.pt").read_text() == "5.1"
+    assert sorted(path.name for path in foreign.iterdir()) == ["iris.csv", "pyproject.toml"]
+    call("run", str(foreign), "--set", "output-dir=/there", "--output-dir", str(tmp_path / "second"))
+    assert got["overrides"] == {"output-dir": "/there"}
+
+
+def test_the_log_is_shown_until_metrics_come(foreign, tmp_path, call, launched):
+    def act(*, on_log, on_progress, **words):
+        on_log("INFO: before")
+        on_progress({"round": 1, "num-rounds": 2, "epsilon": 0.5})
+        on_log("INFO: after")
+
+    launched(act)
+    _, out, _ = call("run", str(foreign), "--output-dir", str(tmp_path / "run"))
+    assert out.splitlines()[:-1] == ["INFO: before", "round 1/2  epsilon 0.500"]
+
+
+def test_flower_dps_own_app_shows_no_log_and_gets_no_links(checkout, tmp_path, call, launched):
+    got = {}
+
+    def act(**words):
+        got.update(words)
+        words["on_log"]("INFO: a line")
+
+    launched(act)
+    status, out, _ = call("run", "--set", "output-dir=x")
+    folder = checkout / "deep" / "er" / "x"
+    assert (status, out) == (0, f"results: {folder}\n")
+    assert (got["overrides"], got["working_dir"], got["output_dir"]) == ({}, None, folder)
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_refused_launch_leaves_no_folder(foreign, tmp_path, call, launched, existed):
+    from flower_dp.running.superlink import LaunchError
+
+    def act(**words):
+        raise LaunchError("Flower's SuperLink did not start")
+
+    launched(act)
+    folder = tmp_path / "run"
+    if existed:
+        folder.mkdir()
+    status, _, err = call("run", str(foreign), "--output-dir", str(folder))
+    assert (status, err) == (1, "error: Flower's SuperLink did not start\n")
+    assert folder.exists() == existed  # a folder of somebody's own stays
+    assert not existed or list(folder.iterdir()) == []
+
+
+def test_bad_settings_are_found_before_the_launch(tmp_path, call, launched, monkeypatch):
+    def act(**words):
+        raise AssertionError("launched")
+
+    launched(act)
+    app = tmp_path / "app"
+    app.mkdir()
+    text = '[project]\nname = "mine"\n[tool.flwr.app.config]\nrounds = 3\n[tool.flower-dp]\ncheck = "checked_app:check"\n'
+    (app / "pyproject.toml").write_text(text)
+    (app / "checked_app.py").write_text(
+        "def check(config):\n    if config['rounds'] < 0:\n        raise ValueError(f'rounds={config[\"rounds\"]}: must be >= 0')\n"
+    )
+    status, out, err = call("run", str(app), "--set", "rounds=-1", "--output-dir", str(tmp_path / "run"))
+    assert (status, out, err) == (2, "", "error: rounds=-1: must be >= 0\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_apps_own_settings_are_checked_before_the_launch(call, launched, monkeypatch):
+    monkeypatch.chdir(Path(flower_dp.__file__).parents[1])
+    for setting, named in (("dp-fedsam.clip-norm=-1", "clip_norm=-1.0"), ("data-dir=/nowhere", "data-dir='/nowhere'")):
+        status, _, err = call("run", "--set", setting)
+        assert (status, err.count("\n")) == (2, 1)
+        assert named in err
+
+
 # progress
 
 
@@ -457,7 +592,9 @@ def test_a_run(tmp_path):
     assert (status, err) == (0, "")
     (folder,) = (tmp_path / "home" / ".flower-dp" / "runs").iterdir()
     lines = out.splitlines()
-    assert [line.split("  ")[0] for line in lines[:3]] == ["round 1/3", "round 2/3", "round 3/3"]
+    rounds = [at for at, line in enumerate(lines) if line.startswith("round ")]
+    assert [lines[at].split("  ")[0] for at in rounds] == ["round 1/3", "round 2/3", "round 3/3"]
+    assert rounds[2] - rounds[0] == 2  # Flower's log before them, nothing between
     assert "Nothing private happened here." in lines
     assert lines[-1] == f"results: {folder}"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

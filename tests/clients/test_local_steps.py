@@ -19,7 +19,7 @@ from flower_dp.clients.dp_fedpaq import Update, steps_pipeline
 from flower_dp.clients.local_steps import ClippedSteps
 from flower_dp.clients.parts import RecordClip, RowClip
 from flower_dp.clients.pipeline import Job
-from flower_dp.privacy.dp_fedpaq import LocalSteps, update_terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 
@@ -27,19 +27,19 @@ BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 2, "batch_size"
 BINARY = nn.functional.binary_cross_entropy_with_logits
 
 
-def steps_of(sensitivity: str, **words: Any) -> LocalSteps:
-    return LocalSteps(**BASE | {"sensitivity": sensitivity} | words)
+def steps_of(sensitivity: str, **words: Any) -> FedPAQSteps:
+    return FedPAQSteps(**BASE | {"sensitivity": sensitivity} | words)
 
 
 @lru_cache
-def release_of(steps: LocalSteps, size: int, noise_multiplier: float) -> Release:
+def release_of(steps: FedPAQSteps, size: int, noise_multiplier: float) -> Release:
     """The release of a client, with some noise: its lattice rounds what leaves."""
     release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=size).release
     return replace(release, mechanism=Gaussian(noise_multiplier=noise_multiplier))
 
 
 def update_of(
-    model: FlatModel, steps: LocalSteps, data: TensorRecords, loss: Any, *, seed: int, noise_multiplier: float = 1.0
+    model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: Any, *, seed: int, noise_multiplier: float = 1.0
 ) -> Tensor:
     """The update of one client without its noise, by the clip and the after-noise part of the real pipeline."""
     release = release_of(steps, len(data), noise_multiplier)
@@ -60,8 +60,10 @@ def first_of(size: int, seed: int) -> int:
     return int(np.random.default_rng(seed).permutation(size)[0])
 
 
-def distance(model: FlatModel, steps: LocalSteps, one: TensorRecords, other: TensorRecords, loss: Any, seed: int) -> float:
-    return float(torch.linalg.vector_norm(update_of(model, steps, one, loss, seed=seed) - update_of(model, steps, other, loss, seed=seed)))
+def distance(model: FlatModel, steps: FedPAQSteps, one: TensorRecords, other: TensorRecords, loss: Any, seed: int) -> float:
+    return float(
+        torch.linalg.vector_norm(update_of(model, steps, one, loss, seed=seed) - update_of(model, steps, other, loss, seed=seed))
+    )
 
 
 def neighbours(rng: torch.Generator, size: int, shape: tuple[int, ...], classes: int) -> tuple[TensorRecords, TensorRecords]:
@@ -129,7 +131,7 @@ def saddle_records(size: int, batch: int, seed: int, sign: float) -> TensorRecor
     """The first of the first mini-batch decides; the others of that one push against each other, and all later ones outwards."""
     targets = torch.full((size,), -1.0)
     order = np.random.default_rng(seed).permutation(size)
-    targets[order[1 : batch : 2]] = 1.0
+    targets[order[1:batch:2]] = 1.0
     targets[order[0]] = sign
     return TensorRecords(inputs=torch.full((size, 1), 1e8), targets=targets)
 
@@ -159,7 +161,7 @@ def logistic(features: int = 3, bias: bool = False, seed: int | None = None) -> 
     return FlatModel(nn.Sequential(nn.Flatten(), layer))
 
 
-def convex(**words: Any) -> LocalSteps:
+def convex(**words: Any) -> FedPAQSteps:
     return steps_of("convex-glm", **{"smoothness": 4.0, "clip_norm": 0.25} | words)
 
 
@@ -219,9 +221,7 @@ def test_features_beyond_the_smoothness_do_not_drive_models_apart(scale):
 def test_steep_features_would_break_the_bound_if_nothing_scaled_them_down():
     steps = convex()
     model = logistic()
-    unscaled = ConvexModel(
-        model=model, linear=model.module[1], loss=BINARY, clip_norm=steps.clip_norm, largest_input=math.inf
-    )
+    unscaled = ConvexModel(model=model, linear=model.module[1], loss=BINARY, clip_norm=steps.clip_norm, largest_input=math.inf)
     ends = []
     for data in steep(1e8):
         here = torch.zeros(3, dtype=torch.float64)
@@ -402,7 +402,7 @@ def test_drift_is_added_to_every_step_and_to_the_update():
 
 
 def test_the_clip_of_a_sensitivity_is_in_its_slot():
-    def clip_of(steps: LocalSteps) -> Any:
+    def clip_of(steps: FedPAQSteps) -> Any:
         release = update_terms(steps=steps, epsilon=1.0, delta=1e-3, num_replies=1, num_records=2).release
         model = logistic() if steps.sensitivity == "convex-glm" else mlp(0)
         return steps_pipeline(steps, release, BINARY, 1, model=model, server_round=1, drift=None).clip

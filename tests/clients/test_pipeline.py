@@ -322,9 +322,7 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
 def test_what_a_client_keeps_is_the_row_that_leaves():
     kept = []
     clip = RowClip(clip_norm=1.0, step=2.0**-14)
-    pipeline = Pipeline(
-        train=Rows(torch.ones(50)), clip=clip, noise=GaussianShare(noise_std=1.0), encode=QSGD(levels=3)
-    )
+    pipeline = Pipeline(train=Rows(torch.ones(50)), clip=clip, noise=GaussianShare(noise_std=1.0), encode=QSGD(levels=3))
     job = Job(name="a", records=[], seed=0, secret=np.random.default_rng, left=kept.append)
     reply = pipeline.reply(torch.zeros(50), job)
     (row,) = kept

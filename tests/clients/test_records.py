@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flower_dp.clients import TensorRecords
+from flower_dp.clients import TensorRecords, as_records
 
 INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
 
@@ -18,6 +18,9 @@ INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
         ({"targets": TARGETS[:3]}, r"shapes \(4, 3\) and \(3,\)"),
         ({"inputs": INPUTS[:3]}, r"shapes \(3, 3\) and \(4,\)"),
         ({"targets": torch.tensor(1)}, r"shapes \(4, 3\) and \(\)"),
+        ({"inputs": {}}, "inputs: has no tensor"),
+        ({"inputs": {"a": INPUTS, "b": INPUTS[:3]}}, r"inputs\['b'\], targets: shapes \(3, 3\)"),
+        ({"inputs": {"a": INPUTS.numpy()}}, r"inputs\['a'\]: is a ndarray"),
         ({"indices": np.arange(2)}, "indices: is a ndarray"),
         ({"indices": torch.arange(2.0)}, "indices: torch.float32"),
         ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),
@@ -34,3 +37,35 @@ def test_batches_are_the_rows_of_this_client():
     inputs, targets = records.batch(torch.tensor([1]), torch.device("cpu"))
     assert (inputs.tolist(), targets.tolist()) == ([[6.0, 8.0, 10.0]], [1])
     assert len(TensorRecords(inputs=INPUTS, targets=TARGETS)) == 4
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (INPUTS.numpy(), TARGETS.numpy()),
+        (INPUTS, TARGETS),
+        torch.utils.data.TensorDataset(INPUTS, TARGETS),
+        list(zip(INPUTS, TARGETS.tolist(), strict=True)),
+        TensorRecords(inputs=INPUTS, targets=TARGETS),
+    ],
+    ids=["arrays", "tensors", "dataset", "list", "records"],
+)
+def test_a_clients_data_may_come_in_several_kinds(data):
+    records = as_records(data)
+    assert len(records) == 4
+    inputs, targets = records.batch(torch.tensor([2, 0]), torch.device("cpu"))
+    assert torch.equal(inputs, INPUTS[[2, 0]])
+    assert (targets.tolist(), targets.dtype) == ([2, 0], torch.int64)
+
+
+@pytest.mark.parametrize("data", [INPUTS.sum(), 7, "text", (INPUTS,), {"inputs": INPUTS}, None])
+def test_what_is_no_data_is_refused(data):
+    if isinstance(data, torch.Tensor):
+        data = (data, TARGETS)
+    with pytest.raises(ValueError, match="inputs|a client's data is a"):
+        as_records(data)
+
+
+def test_a_data_set_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="must be pairs"):
+        as_records([{"pixels": INPUTS[0]}]).batch(torch.tensor([0]), torch.device("cpu"))

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates, model_arrays
+from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, as_records, local_updates, model_arrays
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
+from flower_dp.clients.parts import RecordClip
+from flower_dp.clients.record_clipping import clipped_sum
 
 
 class Point(nn.Module):
@@ -355,3 +357,107 @@ def test_a_client_without_records_is_refused(engine: str) -> None:
 def test_nonsense_recipes_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}="):
         LocalTraining(**{"learning_rate": 0.1, field: value})
+
+
+# Adam
+
+
+def test_two_adam_steps_by_hand(engine: str) -> None:
+    """Kingma & Ba 2015 with beta 0.9 and 0.999: a first step is learning_rate x sign of the gradient, whatever its size."""
+    training = LocalTraining(learning_rate=0.1, num_local_steps=2, optimizer="adam", loss=quadratic([1.0, 4.0]))
+    here, first, second = np.array([3.0, 1.0]), np.zeros(2), np.zeros(2)
+    for step in (1, 2):
+        gradient = np.array([1.0, 4.0]) * here
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        here = here - 0.1 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+    np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, training, engine=engine), here - [3.0, 1.0], rtol=1e-5)
+
+
+def test_adam_takes_weight_decay_and_the_proximal_term(engine: str) -> None:
+    """With gradient (3, 4), decay 1 and no distance to the start the step's gradient is (6, 5); Adam goes by signs."""
+    training = LocalTraining(learning_rate=0.1, weight_decay=1.0, proximal=2.0, optimizer="adam", loss=quadratic([1.0, -6.0]))
+    # Of the second coordinate: -6 x 1 + 1 x 1 = -5; without the sign of the decay it would be -7, with 7 of it +1.
+    np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, training, engine=engine), [-0.1, 0.1], rtol=1e-5)
+
+
+def test_adam_starts_fresh_for_every_client_and_round(engine: str) -> None:
+    training = LocalTraining(learning_rate=0.1, optimizer="adam", num_local_steps=3, loss=quadratic([1.0, 4.0]))
+    model = FlatModel(Point(3.0, 1.0))
+    start = model.vector.clone()
+    words = {"model": model, "server_round": 1, "engine": engine}
+    rows = list(local_updates(start, [ORIGIN, ORIGIN], training, seeds=[0, 0], **words))
+    again = list(local_updates(start, [ORIGIN], training, seeds=[0], **words))
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], again[0])
+
+
+def test_the_batched_engine_says_that_adam_trains_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    update(Point(3.0, 1.0), ORIGIN, LocalTraining(learning_rate=0.1, optimizer="adam", loss=quadratic([1.0, 1.0])), engine="batched")
+    assert "clients train one by one: UnfitRecipeError: optimizer='adam'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"), [({"optimizer": "lion"}, "optimizer='lion'"), ({"optimizer": "adam", "momentum": 0.5}, "momentum=0.5")]
+)
+def test_optimizers_that_make_no_sense(words: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        LocalTraining(learning_rate=0.1, **words)
+
+
+# Inputs of several tensors
+
+
+class Pair(nn.Module):
+    """Two named inputs, the second of which says which entries count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.linear(values * mask)
+        return out
+
+
+class Single(nn.Module):
+    """The same with one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, both: Tensor) -> Tensor:
+        out: Tensor = self.linear(both[:, 0] * both[:, 1])
+        return out
+
+
+VALUES, MASK = torch.randn(9, 3, generator=torch.Generator().manual_seed(5)), (torch.arange(27) % 2).float().view(9, 3)
+LABELS = torch.arange(9) % 2
+
+
+def test_named_inputs_train_as_one_tensor_does(engine: str) -> None:
+    torch.manual_seed(0)
+    pair, single = Pair(), Single()
+    single.load_state_dict(pair.state_dict())
+    training = LocalTraining(learning_rate=0.1, batch_size=4, num_local_epochs=2, sam_radius=0.1)
+    named = TensorRecords(inputs={"values": VALUES, "mask": MASK}, targets=LABELS, indices=torch.arange(8))
+    joint = TensorRecords(inputs=torch.stack([VALUES, MASK], dim=1), targets=LABELS, indices=torch.arange(8))
+    expected = update(single, joint, training)
+    np.testing.assert_allclose(update(copy.deepcopy(pair), named, training, engine=engine), expected, rtol=1e-5, atol=1e-7)
+    items = [({"values": VALUES[at], "mask": MASK[at]}, int(LABELS[at])) for at in range(8)]
+    np.testing.assert_allclose(update(pair, as_records(items), training, engine=engine), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_named_inputs_are_clipped_record_by_record_as_one_tensor_is() -> None:
+    torch.manual_seed(0)
+    pair, single = Pair(), Single()
+    single.load_state_dict(pair.state_dict())
+    clip, words = RecordClip(clip_norm=0.3, step=2.0**-20), {"loss": nn.functional.cross_entropy, "seed": 0}
+    named = TensorRecords(inputs={"values": VALUES, "mask": MASK}, targets=LABELS)
+    joint = TensorRecords(inputs=torch.stack([VALUES, MASK], dim=1), targets=LABELS)
+    sums = [
+        clipped_sum(FlatModel(module), data, torch.arange(9), clip=clip, **words)[0]
+        for module, data in ((pair, named), (single, joint))
+    ]
+    assert sums[0].norm() > 0.1
+    torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=1e-5)

@@ -1,5 +1,6 @@
 """Accounting against second sources: closed forms, quadrature, Monte Carlo, and published numbers."""
 
+import logging
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -669,3 +670,15 @@ def test_rounding_inside_a_composition_is_kept_aside_from_delta(monkeypatch: pyt
 def test_the_root_of_the_exact_gaussian_is_raised_by_the_finders_tolerance(root: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp, "get_epsilon_gaussian", lambda *_, tol: root - tol)
     assert accounting._gaussian_exact([(Gaussian(1.0), 1)], 1e-5, ADD) >= root
+
+
+# The log
+
+
+def test_the_library_never_configures_the_root_logger(monkeypatch):
+    # dp-accounting warns of orders at this rate and noise; absl calls basicConfig for that, whatever its own level.
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    accounting._leaf_rdp.cache_clear()
+    assert rdp_epsilon(Poisson(0.5, Gaussian(0.31)), delta=1e-5, relation=ADD) is not None
+    assert root.handlers == []

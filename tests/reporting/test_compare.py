@@ -95,6 +95,21 @@ def test_the_loss(write):
     assert curve.std == pytest.approx([math.sqrt(0.08), 0])  # 0.2 and 0.6
 
 
+def test_any_metric_that_runs_have(write, call):
+    lines = [line(at, 0.5, 0.1, perplexity=40.0 - at, note="text", best=True) for at in range(3)]
+    folder = write("a", [], lines=lines)
+    status, out, _ = call(folder, "--metric", "perplexity")
+    assert status == 0
+    assert "final perplexity" in out
+    assert "38 " in out
+    drawn = figure(curves(folder, metric="perplexity"), "perplexity")
+    assert drawn.axes[0].get_ylabel() == "perplexity"
+    assert drawn.get_suptitle().startswith("Perplexity: one run a curve")
+    status, _, err = call(folder, "--metric", "speed")
+    assert status == 2
+    assert "has no speed in metrics.jsonl, but accuracy, loss, epsilon, delta, perplexity: set --metric" in err
+
+
 def test_rounds_are_those_that_all_runs_have(write):
     (curve,) = curves(write("a", [0.1, 0.5, 0.7]), write("b", [0.1, 0.7], seed=1))
     assert curve.rounds.tolist() == [0, 1]

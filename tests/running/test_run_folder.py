@@ -24,6 +24,21 @@ def test_an_empty_folder_or_one_with_only_the_log_is_free(tmp_path):
         RunFolder.create(tmp_path, {}, "main")
 
 
+def test_an_app_takes_the_folder_that_the_command_line_has_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "flower.log").write_text("starting")
+    (tmp_path / "config.toml").write_text("of = 'the app'")
+    (tmp_path / "run" / "config.toml").symlink_to(tmp_path / "config.toml")
+    (tmp_path / "run" / "data").mkdir()
+    assert RunFolder.create(None, {"a": 1}, "main").path == tmp_path / "run"
+    assert (tmp_path / "run" / "config.toml").read_text() == "a = 1\n"
+    assert (tmp_path / "config.toml").read_text() == "of = 'the app'"
+    with pytest.raises(ValueError, match=r"already holds config\.toml"):
+        RunFolder.create(None, {}, "main")
+    assert RunFolder.create(tmp_path / "other", {}, "main").path == tmp_path / "other"
+
+
 def test_a_file_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(ValueError, match="is a file"):

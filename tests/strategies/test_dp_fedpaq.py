@@ -21,7 +21,7 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSamp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import (
     SENSITIVITIES,
-    LocalSteps,
+    FedPAQSteps,
     expected_replies,
     paper_epsilon,
     paper_faults,
@@ -37,11 +37,11 @@ OWN = {"per-step": {}, "clip-update": {"update_clip_norm": 0.2}, "convex-glm": {
 FOUR = {name: records(name) for name in NAMES[:4]}
 
 
-def steps_of(sensitivity: str = "per-step", **words: Any) -> LocalSteps:
-    return LocalSteps(**STEPS | {"sensitivity": sensitivity} | OWN[sensitivity] | words)
+def steps_of(sensitivity: str = "per-step", **words: Any) -> FedPAQSteps:
+    return FedPAQSteps(**STEPS | {"sensitivity": sensitivity} | OWN[sensitivity] | words)
 
 
-def pair(steps: LocalSteps | None = None, *, server: Any = None, **words: Any) -> tuple[DPFedPAQ, DPFedPAQRecipe]:
+def pair(steps: FedPAQSteps | None = None, *, server: Any = None, **words: Any) -> tuple[DPFedPAQ, DPFedPAQRecipe]:
     """A strategy for the four clients, all in every round, and the recipe with the same numbers."""
     both = {"steps": steps or steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | words
     recipe = DPFedPAQRecipe(**both)
@@ -395,7 +395,7 @@ def test_the_papers_formula_and_its_limits():
 )
 def test_steps_that_make_no_sense_are_refused(words, says):
     with pytest.raises(ValueError, match=says):
-        LocalSteps(**STEPS | {"sensitivity": "per-step"} | words)
+        FedPAQSteps(**STEPS | {"sensitivity": "per-step"} | words)
 
 
 @pytest.mark.parametrize(

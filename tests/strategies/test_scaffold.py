@@ -15,13 +15,13 @@ from torch import nn
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, TensorRecords, model_arrays
 from flower_dp.clients.control import KEY, ControlVariates
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
-from flower_dp.privacy.dp_fedpaq import LocalSteps
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
 from flower_dp.wire import BESIDE
 from flower_dp.wire import KEY as ANSWER
 from tests.local_grids import NAMES, grid_of, linear, records, start
 
-STEPS = LocalSteps(
+STEPS = FedPAQSteps(
     learning_rate=0.2, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step", decay_iterations=4.0
 )
 FOUR = {name: records(name) for name in NAMES[:4]}
@@ -37,7 +37,9 @@ def pair(server: Any = None, **words: Any) -> tuple[Scaffold, ScaffoldRecipe]:
 def rows_of(grid: Any) -> list[np.ndarray]:
     """What the nodes have sent."""
     return [
-        array.numpy().astype(np.float64) for reply in grid.received for array in next(iter(reply.content.array_records.values())).values()
+        array.numpy().astype(np.float64)
+        for reply in grid.received
+        for array in next(iter(reply.content.array_records.values())).values()
     ]
 
 

@@ -30,6 +30,10 @@ _WAITING_FLOATS = 2**20
 _TOLERANCE = 1e-3
 
 
+class UnfitRecipeError(RuntimeError):
+    """What groups of clients can't do."""
+
+
 def train_batched(
     vector: Tensor,
     clients: Sequence[Records],
@@ -135,6 +139,8 @@ class _Trainer:
         Raises:
             Exception: if there is none.
         """
+        if self._training.optimizer != "sgd":
+            raise UnfitRecipeError(f"optimizer={self._training.optimizer!r}")
         # Matrix products slot by slot only where they need it.
         for sliced in (False, True):
             program = Program(self._model, self._training, kind, self.num_slots, sliced=sliced)
@@ -177,5 +183,7 @@ def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> Te
             return torch.rand(num_records, *shape, generator=rng).to(device, type_)
         return torch.zeros(num_records, *shape, dtype=type_, device=device)
 
+    if kind.input_type is None:
+        raise UnfitRecipeError("a record has several input tensors")
     inputs, targets = made_up(kind.input_shape, kind.input_type), made_up(kind.target_shape, kind.target_type)
     return TensorRecords(inputs=inputs, targets=targets)

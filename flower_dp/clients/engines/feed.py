@@ -1,36 +1,38 @@
 """A client's records, a batch a step."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flower_dp.clients.draws import OwnDraws, draws_seed
-from flower_dp.clients.records import Records
+from flower_dp.clients.records import Inputs, Records, num_rows
 from flower_dp.clients.training import LocalTraining
 
 # Inputs and targets of a step, [records, ...] each.
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Tensor]
 
 
 class Kind(NamedTuple):
-    """Shape and type of one record."""
+    """Shape and type of one record; without a type where its inputs are several tensors."""
 
     input_shape: tuple[int, ...]
-    input_type: torch.dtype
+    input_type: torch.dtype | None
     target_shape: tuple[int, ...]
     target_type: torch.dtype
 
     @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor) -> "Kind":
+    def of(cls, inputs: Inputs, targets: Tensor) -> "Kind":
         """Return the kind of the records in a batch.
 
         Raises:
             ValueError: if there are none, or not as many targets as inputs.
         """
-        if not 0 < inputs.shape[0] == targets.shape[0]:
-            raise ValueError(f"records: a batch of {len(inputs)} inputs and {len(targets)} targets")
+        if not 0 < num_rows(inputs) == targets.shape[0]:
+            raise ValueError(f"records: a batch of {num_rows(inputs)} inputs and {len(targets)} targets")
+        if not isinstance(inputs, Tensor):
+            return cls((), None, targets.shape[1:], targets.dtype)
         return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
 
 
@@ -58,11 +60,10 @@ class Feed:
     """
 
     def __init__(self, records: Records, training: LocalTraining, device: torch.device, seed: int) -> None:
-        self._parts = training.fetched(records, device, torch.Generator().manual_seed(seed))
+        self._records, self._device, self._batch_size = records, device, training.batch_size
         self._draws = OwnDraws(device, draws_seed(seed))
-        self._batch_size = training.batch_size
-        with self._draws:
-            first = next(self._parts)
+        self._positions = training.positions(len(records), torch.Generator().manual_seed(seed))
+        first = self._read(next(self._positions))
         self.kind = Kind.of(*first)
         self._batches = self._all(first)
 
@@ -71,12 +72,18 @@ class Feed:
         return self._batches
 
     def _all(self, first: Batch) -> Iterator[Batch]:
-        part: Batch | None = first
-        while part is not None:
-            if part is not first and Kind.of(*part) != self.kind:
+        yield from self._split(first)
+        for positions in self._positions:
+            part = self._read(positions)
+            if Kind.of(*part) != self.kind:
                 raise MixedRecordsError("records: not all of one shape and type")
-            inputs, targets = part
-            for start in range(0, targets.shape[0], self._batch_size):  # cheaper than torch.split
-                yield inputs[start : start + self._batch_size], targets[start : start + self._batch_size]
-            with self._draws:
-                part = next(self._parts, None)
+            yield from self._split(part)
+
+    def _read(self, positions: Tensor) -> Batch:
+        with self._draws:
+            return self._records.batch(positions, self._device)
+
+    def _split(self, part: Batch) -> Iterator[Batch]:
+        inputs, targets = part
+        for start in range(0, targets.shape[0], self._batch_size):  # cheaper than torch.split
+            yield inputs[start : start + self._batch_size], targets[start : start + self._batch_size]

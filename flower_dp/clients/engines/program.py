@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from flower_dp.clients.engines.feed import Batch, Kind
 from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.losses import checked, class_losses, cross_entropy, known_classes
 from flower_dp.clients.training import FlatModel, LocalTraining
+
+# A tensor, or two matrices [slots, ...] whose product it is.
+Gradient = Tensor | tuple[Tensor, Tensor]
 
 _FLOAT32 = torch.finfo(torch.float32)
 # Of several clients' tables torch.func makes one for these, where a number too large for its own table finds the next client's.
@@ -43,9 +47,11 @@ class Program:
     def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
         self._training, self._num_slots = training, num_slots
         self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
-        self._weights = [parameter.detach().expand(num_slots, *parameter.shape).clone() for parameter in model.parameters]
-        self._velocity = [torch.empty_like(weight) for weight in self._weights] if training.momentum else []
-        self._uphill = [torch.empty_like(weight) for weight in self._weights] if training.sam_radius else []
+        self._layout, self._vectors = model.layout, _vectors(model, num_slots)
+        self._vectors.copy_(model.vector)
+        self._weights = self._parts(self._vectors)
+        self._velocity = self._parts(_vectors(model, num_slots)) if training.momentum else []
+        self._uphill = self._parts(_vectors(model, num_slots)) if training.sam_radius else []
         batch = (num_slots, training.batch_size)
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
@@ -54,8 +60,11 @@ class Program:
         self._traced = self._trace(model)
         if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in self._traced.graph.nodes):
             raise RuntimeError("the model looks numbers up (an embedding), which torch.func does across clients")
+        _drop_idle_views(self._traced)
         if sliced:
             _slice_products(self._traced)
+        else:
+            _factor_gradients(self._traced, len(self._weights))
 
     def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
         """Return the program: inputs, targets, shares of the loss, weights -> losses [slots], gradients."""
@@ -91,12 +100,10 @@ class Program:
         Raises:
             Exception: if a step fails, for whichever client.
         """
-        views = _views(vector, self._weights)
-        for weight, view in zip(self._weights, views, strict=True):
-            weight.copy_(view.expand_as(weight))
+        self._vectors.copy_(vector)
+        start = [part[0] for part in self._parts(vector[None])] if self._training.proximal else []
         for velocity in self._velocity:
             velocity.zero_()
-        flat = [weight.flatten(1) for weight in self._weights]
         losses: list[Tensor] = []
         batches: dict[int, Batch] = {}
         training = {slot: iter(feed) for slot, feed in enumerate(feeds)}
@@ -114,21 +121,35 @@ class Program:
             for slot in finished:
                 del training[slot]
                 # A row in memory of its own: what is done to it next has the same bits as well.
-                yield slot, (torch.cat([weight[slot] for weight in flat]).sub_(vector), means[slot])
+                yield slot, (self._vectors[slot] - vector, means[slot])
             if training:
                 self._stage(batches)
-                losses.append(self._step(views, step_size))
+                losses.append(self._step(start, step_size))
 
     @torch.no_grad()
     def _step(self, start: list[Tensor], step_size: float) -> Tensor:
         """Take one step in every slot; return the losses before it."""
+        recipe = self._training
         with _deterministic(self._inputs.device):
             losses, gradients = self._gradients(self._weights)
-            if self._training.sam_radius:
-                gradients = self._sam_gradients(gradients)
-            start = start if self._training.proximal else []
-            self._training.descend(self._weights, gradients, self._velocity, start, step_size)
+            if recipe.sam_radius:
+                gradients = self._sam_gradients(_multiplied(gradients))
+            if recipe.weight_decay or recipe.proximal:
+                recipe.descend(self._weights, _multiplied(gradients), self._velocity, start, step_size)
+            else:
+                self._descend(gradients, step_size)
         return losses
+
+    def _descend(self, gradients: list[Gradient], step_size: float) -> None:
+        """Take one step as `LocalTraining.descend` does; a product of two factors is added to what is there in one pass."""
+        kept, scale = (self._training.momentum, 1.0) if self._velocity else (1.0, -step_size)
+        for moved, gradient in zip(self._velocity or self._weights, gradients, strict=True):
+            if isinstance(gradient, Tensor):
+                (moved.mul_(kept) if self._velocity else moved).add_(gradient, alpha=scale)
+            else:
+                moved.baddbmm_(*gradient, beta=kept, alpha=scale)
+        if self._velocity:
+            torch._foreach_add_(self._weights, self._velocity, alpha=-step_size)
 
     def _stage(self, batches: dict[int, Batch]) -> None:
         """Lay the batches side by side, each filled up with its own last record; slots without a batch take any."""
@@ -149,19 +170,24 @@ class Program:
         # Without any class all shares are zero.
         torch.div(known, known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.ndim - 1)), out=self._shares)
 
-    def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _parts(self, vectors: Tensor) -> list[Tensor]:
+        """Return the parts of vectors [slots, d] in the shapes of the weights [slots, ...]."""
+        parts = torch.split(vectors, list(self._layout.sizes), dim=1)
+        return [part.view(len(vectors), *shape) for part, shape in zip(parts, self._layout.shapes, strict=True)]
+
+    def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Gradient]]:
         """Return the losses [slots], and gradients in the shapes of the weights."""
         losses, gradients = self._traced(self._inputs, self._targets, self._shares, *weights)
         return losses, gradients
 
-    def _sam_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
+    def _sam_gradients(self, gradients: list[Tensor]) -> list[Gradient]:
         """Return the gradients at the point `sam_radius` uphill, slot by slot; at a zero gradient there is no uphill."""
         norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
         norm = torch.linalg.vector_norm(norms, dim=0)
         flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
         scale = (self._training.sam_radius / norm).where(~flat, 0.0)
         for uphill, weight, gradient in zip(self._uphill, self._weights, gradients, strict=True):
-            torch.addcmul(weight, gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill)
+            torch.mul(gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill).add_(weight)
         return self._gradients(self._uphill)[1]
 
 
@@ -172,15 +198,65 @@ def _constants(model: FlatModel) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in (frozen | dict(model.module.named_buffers())).items()}
 
 
-def _views(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of a vector [d] in the shapes of one slot's weights."""
-    parts = torch.split(vector, [weight[0].numel() for weight in weights])
-    return [part.view(weight.shape[1:]) for part, weight in zip(parts, weights, strict=True)]
+def _vectors(model: FlatModel, num_slots: int) -> Tensor:
+    """Return room for vectors [slots, d], each aligned as a tensor of its own is."""
+    padded = -(-model.layout.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+    return torch.zeros(num_slots, padded, device=model.device)[:, : model.layout.size]
+
+
+def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
+    return [gradient if isinstance(gradient, Tensor) else torch.bmm(*gradient) for gradient in gradients]
 
 
 def _deterministic(device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which a GPU's convolutions give the same bits every time."""
     return torch.backends.cudnn.flags(deterministic=True) if device.type == "cuda" else nullcontext()
+
+
+def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
+    """Take an earlier tensor in the place of a view that is laid out as it is: vmap makes many of them, and each takes time."""
+    for node in traced.graph.nodes:
+        source = node
+        while (source := _viewed(source)) is not None:
+            if _layout(source) == _layout(node):
+                node.replace_all_uses_with(source)
+                break
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
+    """Give out the two factors of every gradient that is a product, but where a factor is made of a weight's own memory."""
+    *_, output = traced.graph.nodes
+    weights = set([node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:])
+
+    def gradient(node: Any) -> Any:
+        product = node.target is _aten.bmm.default and not {_owner(factor) for factor in node.args} & weights
+        return node.args if product else node
+
+    losses, gradients = output.args[0]
+    output.args = ((losses, [gradient(node) for node in gradients]),)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _owner(node: Any) -> Any:
+    """Return the node whose tensor's memory a node's tensor lies in."""
+    while (viewed := _viewed(node)) is not None:
+        node = viewed
+    return node
+
+
+def _viewed(node: Any) -> Any:
+    """Return the node of which a node is a view, None if it has memory of its own."""
+    returned = getattr(getattr(node.target, "_schema", None), "returns", None)
+    shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+    return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
+
+
+def _layout(node: Any) -> tuple[object, ...]:
+    meta = node.meta["tensor_meta"]
+    return meta.shape, meta.stride, meta.dtype
 
 
 def _slice_products(traced: torch.fx.GraphModule) -> None:

@@ -1,0 +1,267 @@
+"""An app around somebody's own model and data: every method and setting of this one, with its run's folder."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from apps.methods import Run
+from apps.parts import training_of
+from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
+from flower_dp.clients.client import NodeClient
+from flower_dp.clients.losses import Loss
+from flower_dp.running.apps import OwnFunction, read_app
+from flower_dp.running.recorded import record_run
+
+# What this app's own model and data are made from.
+_NOT_READ = (
+    "task",
+    "model",
+    "model-bias",
+    "data-dir",
+    "partition",
+    "dirichlet-alpha",
+    "classes-per-client",
+    "records-per-client",
+    "validation-ratio",
+    "test-ratio",
+)
+_FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
+
+ModelFn = Callable[[], nn.Module]
+DataFn = Callable[[int, int], Any]
+EvaluateFn = Callable[[nn.Module], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apps:
+    """The two apps that a pyproject.toml names under [tool.flwr.app.components].
+
+    Attributes:
+        server: runs the strategy and writes the run's folder.
+        client: hosts clients.
+    """
+
+    server: ServerApp
+    client: ClientApp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Functions:
+    """What somebody has given; where nothing was given, what the run-config names as "module:function"."""
+
+    model: ModelFn | None
+    data: DataFn | None
+    evaluate: EvaluateFn | None
+
+    def of(self, run_config: Mapping[str, Any]) -> "_Functions":
+        """Return the functions of a run.
+
+        Raises:
+            ValueError: one is missing or can't be imported, naming the key.
+        """
+        found = {
+            key: given or _named(key, str(run_config.get(key, ""))) for key, given in zip(_FUNCTIONS, self._all, strict=True)
+        }
+        for key in _FUNCTIONS[:2]:
+            if found[key] is None:
+                raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
+        return _Functions(model=found["model-fn"], data=found["data-fn"], evaluate=found["evaluate-fn"])
+
+    @property
+    def _all(self) -> tuple[Any, Any, Any]:
+        return self.model, self.data, self.evaluate
+
+
+def app(
+    *,
+    model_fn: ModelFn | None = None,
+    data_fn: DataFn | None = None,
+    evaluate_fn: EvaluateFn | None = None,
+    loss: Loss = nn.functional.cross_entropy,
+) -> Apps:
+    """Return a ServerApp and a ClientApp around a model and data of one's own.
+
+    The run-config takes the settings of flower-dp's own app, with its defaults for those that it does not have: `method`,
+    `num-clients`, `num-rounds`, `sampling`, `dp-fedavg.clip-norm` ... A node hosts the clients i with
+    i mod num-partitions = partition-id.
+
+    Args:
+        model_fn: makes the model; called under the run's `seed`. Without BatchNorm (`flower_dp.clients.fix_batchnorm`). By
+            default the function that the run-config names under `model-fn`, as "module:function"; the next two alike.
+        data_fn: client (0, 1, ...), number of clients -> that client's data: a pair of inputs and targets (tensors or NumPy
+            arrays; inputs may be a dict of them by the names of the model's arguments), a map-style torch data set of such pairs,
+            or `flower_dp.clients.Records`. Methods with noise on every single reply (fedsgd-dpc, nbafl) take the number of
+            records as public, and call it for all clients, on the server too.
+        evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
+            says. None for no metrics.
+        loss: model outputs, targets -> mean loss of a batch.
+
+    Raises:
+        ValueError: when a run starts, for settings that make no sense, naming them.
+
+    Example:
+        >>> import flower_dp, torch
+        >>> app = flower_dp.app(
+        ...     model_fn=lambda: torch.nn.Linear(3, 2),
+        ...     data_fn=lambda client, num_clients: (torch.randn(20, 3), torch.randint(0, 2, (20,))),
+        ... )
+        >>> type(app.server).__name__, type(app.client).__name__
+        ('ServerApp', 'ClientApp')
+    """
+    given = _Functions(model=model_fn, data=data_fn, evaluate=evaluate_fn)
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        run, functions = run_of(context.run_config), given.of(context.run_config)
+        settings = run.settings
+        training_of(settings)
+        clients = _Clients(functions.data, settings.client_names(), settings.client_names())
+        strategy = run.strategy(clients.sizes)
+        model = FlatModel(_model(functions.model, settings.seed)).module  # which refuses what no client could train
+        record_run(
+            strategy,
+            grid,
+            model_arrays(model),
+            num_rounds=settings.num_rounds,
+            config=context.run_config,
+            name=f"{settings.method}-seed{settings.seed}",
+            path=settings.output_path(),
+            evaluate_fn=_evaluation(functions.evaluate, model, settings.evaluate_every, settings.num_rounds),
+            timeout=settings.round_timeout,
+        )
+
+    return Apps(server=server, client=client_app(OwnFunction("own_model", "client_of", (model_fn, data_fn, loss))))
+
+
+def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+    """Return a node's client; made once a process, and kept between messages.
+
+    Raises:
+        ValueError: the node's configuration does not say which clients live there, or as `app`.
+    """
+    for key in ("partition-id", "num-partitions"):
+        if key not in context.node_config:
+            raise ValueError(f"{key}: is missing from the node-config; it tells which clients live on this node")
+    part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
+    return _client(model_fn, data_fn, loss, tuple(sorted(context.run_config.items())), part, parts)
+
+
+@lru_cache(maxsize=8)
+def _client(
+    model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, config: tuple[tuple[str, Any], ...], part: int, parts: int
+) -> NodeClient:
+    run = run_of(dict(config))
+    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(dict(config))
+    names = run.settings.client_names()
+    clients = _Clients(functions.data, names, names[part::parts])
+    everyone = _Clients(functions.data, names, names)
+    return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
+
+
+def run_of(run_config: Mapping[str, Any]) -> Run:
+    """Return the settings of a run-config that may leave out what has a default.
+
+    Raises:
+        ValueError: as `Run.of`, and for settings of flower-dp's own models and data.
+    """
+    folder = Path(__file__).resolve().parent.parent
+    own = read_app(folder)
+    if own is None:
+        raise ValueError(f"{folder}: has no pyproject.toml; install flower-dp again")
+    for key in _NOT_READ:
+        if run_config.get(key, own.defaults.get(key)) != own.defaults.get(key):
+            raise ValueError(f"{key}={run_config[key]!r}: is not read by an app with a model and data of its own")
+    return Run.of({**own.defaults, **{key: value for key, value in run_config.items() if key not in _FUNCTIONS}})
+
+
+class _Clients(Mapping[str, Records]):
+    """Clients by name, whose data is read when it is first asked for."""
+
+    def __init__(self, data_fn: DataFn | None, names: list[str], hosted: list[str]) -> None:
+        self._data_fn = data_fn
+        self._indices = {name: index for index, name in enumerate(names)}
+        self._hosted = dict.fromkeys(hosted)
+        self._read: dict[str, Records] = {}
+
+    def __getitem__(self, name: str) -> Records:
+        if name not in self._hosted or self._data_fn is None:
+            raise KeyError(name)
+        if name not in self._read:
+            self._read[name] = as_records(self._data_fn(self._indices[name], len(self._indices)))
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hosted)
+
+    def __len__(self) -> int:
+        return len(self._hosted)
+
+    def sizes(self) -> dict[str, int]:
+        """Return every client's number of records."""
+        return {name: len(records) for name, records in self.items()}
+
+
+def _named(key: str, reference: str) -> Any:
+    if not reference:
+        return None
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key}={reference!r}: {error}; must be 'module:function' of the app") from None
+
+
+def _model(model_fn: ModelFn | None, seed: int) -> nn.Module:
+    """Return the model, the same for every call; torch's global random state is as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model: Any = model_fn() if model_fn else None
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model_fn: returned a {type(model).__name__}: must be a torch.nn.Module")
+    return model
+
+
+def _evaluation(
+    evaluate_fn: EvaluateFn | None, model: nn.Module, every: int, num_rounds: int
+) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
+    if evaluate_fn is None:
+        return None
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round != num_rounds and not (every and server_round % every == 0):
+            return None
+        # What is frozen or a buffer is not in the arrays.
+        model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
+        was = model.training
+        model.eval()
+        with torch.inference_mode():
+            metrics = {name: float(value) for name, value in evaluate_fn(model).items()}
+        model.train(was)
+        return MetricRecord({**metrics})
+
+    return evaluate
+
+
+def _with_loss(client: Any, loss: Loss) -> NodeClient:
+    """Return a method's client with another loss in its recipe."""
+    for name in ("training", "recipe"):
+        if hasattr(client, name):
+            setattr(client, name, _part_with_loss(getattr(client, name), loss))
+    made: NodeClient = client
+    return made
+
+
+def _part_with_loss(part: Any, loss: Loss) -> Any:
+    if any(field.name == "loss" for field in fields(part)):
+        return replace(part, loss=loss)
+    return replace(part, training=_part_with_loss(part.training, loss))

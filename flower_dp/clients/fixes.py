@@ -1,0 +1,78 @@
+"""Models made fit for differential privacy."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# A group of one value without neighbours would always be normalised to zero.
+_FEWEST_IN_GROUP = 2
+_MOST_GROUPS = 32
+
+
+def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Module:
+    """Return a copy of a model with GroupNorm in the place of every BatchNorm.
+
+    The replacements are those of opacus' ModuleValidator, with the learned scale and shift of the old layers. Train the model
+    again: the statistics that BatchNorm had collected are gone.
+
+    Args:
+        model: any model; it stays as it is.
+        num_groups: groups of channels; must divide the channels of every such layer. By default the largest power of two up to
+            32 (Wu & He 2018) that divides them into groups of two channels or more, and one group for layers of vectors
+            (BatchNorm1d).
+
+    Raises:
+        ValueError: if `num_groups` does not divide a layer's channels, or opacus has no replacement for a layer.
+
+    Example:
+        >>> from torch import nn
+        >>> from flower_dp.clients import fix_batchnorm
+        >>> fix_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
+        4
+    """
+    from opacus.validators import ModuleValidator  # noqa: PLC0415  (slow to load)
+
+    fixed = copy.deepcopy(model)
+    replaced: dict[int, nn.Module] = {}  # a layer that is used twice stays one layer
+    for name, layer in list(fixed.named_modules(remove_duplicate=False)):
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        if id(layer) not in replaced:
+            if type(layer) not in ModuleValidator.FIXERS:
+                raise ValueError(f"layer {name!r}: opacus has no replacement for {type(layer).__name__}; replace it by hand")
+            replaced[id(layer)] = _replacement(name, layer, ModuleValidator.FIXERS[type(layer)], num_groups)
+        if not name:
+            return replaced[id(layer)]
+        parent, _, own = name.rpartition(".")
+        setattr(fixed.get_submodule(parent), own, replaced[id(layer)])
+    return fixed
+
+
+def _replacement(name: str, layer: Any, fix: Callable[..., Any], num_groups: int | None) -> nn.Module:
+    channels: int = layer.num_features
+    groups = _groups(layer) if num_groups is None else num_groups
+    if groups < 1 or channels % groups:
+        raise ValueError(f"num_groups={groups}: must divide the {channels} channels of layer {name!r}")
+    new = fix(layer, num_groups=groups)
+    if layer.affine:
+        new.to(layer.weight.device, layer.weight.dtype)
+        with torch.no_grad():
+            new.weight.copy_(layer.weight)
+            new.bias.copy_(layer.bias)
+        new.weight.requires_grad_(layer.weight.requires_grad)
+        new.bias.requires_grad_(layer.bias.requires_grad)
+    replacement: nn.Module = new.train(layer.training)
+    return replacement
+
+
+def _groups(layer: Any) -> int:
+    if isinstance(layer, nn.BatchNorm1d):
+        return 1
+    groups: int = math.gcd(_MOST_GROUPS, layer.num_features)
+    while groups > 1 and layer.num_features // groups < _FEWEST_IN_GROUP:
+        groups //= 2
+    return groups

@@ -1,0 +1,263 @@
+"""A Flower mod that puts this package's protection around any ClientApp: sklearn, JAX, TensorFlow, plain NumPy."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, final
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable, Mod
+
+from flower_dp import wire
+from flower_dp.clients.account import LEDGER_PATH, account_of
+from flower_dp.clients.agreement import why_not
+from flower_dp.clients.client_level_registry import CLIENT_LEVEL
+from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
+from flower_dp.clients.pipeline import Job, Pipeline, Train
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.work import Work, add_up
+from flower_dp.core import checks, noise
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.release import Release
+from flower_dp.wire import Answer, Instruction, LocalOrder, Model
+
+log = logging.getLogger("flwr")
+
+
+class OwnTerms(Protocol):
+    """One client's own terms under a method whose every message is private on its own, for example `NbAFLTerms`."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+
+    def terms(self) -> Terms:
+        """Return the client's terms, from its own budget and data size alone."""
+
+    def pipeline(self, release: Release, *, train: Train, length: int) -> Pipeline:
+        """Return how the client makes its reply; a row of `train` is the model [length] that its app has trained."""
+
+
+def privacy_mod(
+    *,
+    name: str | Callable[[Context], str] | None = None,
+    policy: ClientPolicy | None = None,
+    terms: OwnTerms | Callable[[Context], OwnTerms] | None = None,
+    noise_seed: int | None = None,
+) -> Mod:
+    """Return a Flower mod for an app whose clients are not this package's: `ClientApp(mods=[privacy_mod()])`.
+
+    The app gets the model and the config that a stock server would send, and trains as it likes. Of its reply only the model is
+    used. The mod makes the update, clips it, rounds it to the lattice of the noise, adds the client's share of the noise if the
+    server asks for shares, compresses it after that, and answers under the strategies of this package as `DPClient` does. With
+    `terms` every reply is private on its own instead, as `LocalDPClient`'s: noise follows from the client's own terms, and each
+    reply is charged to an account in the node's state before the app is called.
+
+    Metrics and example counts of the app do not leave; metrics do if server and policy both say so. Messages that are not of a
+    round of training (`evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is
+    private. Put the mod first in the list, so that no other mod changes what is noised.
+
+    Args:
+        name: this client's stable name, public and unique among all clients, or a function of the node's context; None:
+            `client-<partition-id>` of the node's config, without one `node-<node id>`, which changes with every run.
+        policy: this client's own limits.
+        terms: this client's own terms, or a function of the node's context that makes them; None: methods in which a single
+            message is not private on its own, with the noise that the server asks for and the policy allows.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming it.
+
+    Example:
+        >>> from flwr.clientapp import ClientApp
+        >>> from flower_dp.clients import ClientPolicy, privacy_mod
+        >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
+        >>> app = ClientApp(mods=[privacy_mod(name="hospital-7", policy=policy)])
+    """
+    if isinstance(name, str):
+        _checked_name(name)
+    if noise_seed is not None:
+        checks.integer("noise_seed", noise_seed, at_least=0)
+    if terms is not None and not hasattr(terms, "terms") and not callable(terms):
+        raise ValueError(f"terms={terms!r}: must be a client's terms, for example NbAFLTerms, or a function that makes them")
+    if policy is not None and not isinstance(policy, ClientPolicy):
+        raise ValueError(f"policy={policy!r}: must be a ClientPolicy")
+    return _PrivacyMod(name=name, policy=policy or ClientPolicy(), own_terms=terms, noise_seed=noise_seed)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrivacyMod:
+    """What `privacy_mod` returns; it holds no generator and no state that a copy could repeat."""
+
+    name: str | Callable[[Context], str] | None
+    policy: ClientPolicy
+    own_terms: OwnTerms | Callable[[Context], OwnTerms] | None
+    noise_seed: int | None
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Answer the roll call, or train by the server's instruction; refuse everything else.
+
+        Raises:
+            ValueError: if the message is no such thing, or against the policy.
+            RuntimeError: if this client's name or terms can't be made.
+        """
+        kind = message.metadata.message_type
+        train = kind.partition(".")[0] == "train"
+        # Not a query: the server takes who answers that for an app of the Message API, and this one may be a `NumPyClient`.
+        if kind == "get_properties" or (train and wire.is_roll_call(message)):
+            return _config_reply(message, self._hosted(context))
+        if train:
+            return self._train(message, context, call_next)
+        if not self.policy.allow_metrics:
+            raise ValueError(
+                f"{wire.DECLINED}: message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False"
+            )
+        return call_next(message, context)
+
+    def _hosted(self, context: Context) -> str:
+        try:
+            client = self._client(context)
+        except RuntimeError as error:
+            return json.dumps({"error": str(error)})
+        return json.dumps({"clients": [client.name], "methods": list(client.methods)})
+
+    def _client(self, context: Context) -> "_Client":
+        """Return who lives here; an error's text may hold a piece of the data, so that only its kind is told."""
+        try:
+            name = _checked_name(self.name(context) if callable(self.name) else self.name or _default_name(context))
+            terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
+            return _Client(name=name, terms=terms, policy=self.policy, noise_seed=self.noise_seed)
+        except Exception as error:
+            log.error("this client's name or terms can't be made", exc_info=error)
+            raise RuntimeError(
+                f"this client's name or terms can't be made: {type(error).__name__}; the node's own log says why"
+            ) from None
+
+    def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        client = self._client(context)
+        try:
+            dialect = dialect_of(message.content)
+            instruction = wire.instruction_of(message.content.config_records[dialect.config])
+            client.check(instruction)
+            model = _model(wire.arrays_of(message.content), instruction)
+            train = AppTraining(call=call_next, message=message, context=context, dialect=dialect, model=model)
+            work = client.work(instruction, train, context)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        made = add_up(model.vector, work)
+        allowed = instruction.report_metrics and self.policy.allow_metrics and bool(made.losses)
+        answer = Answer(
+            refused=made.refused,
+            payload=made.payload.header,
+            payload_bytes=made.payload_bytes,
+            seeded_noise=self.noise_seed is not None,
+            metrics=train.metrics if allowed else {},
+        )
+        return _config_reply(message, answer.to_json(instruction.clients), ArrayRecord(list(made.payload.arrays)))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Client:
+    """The one client of a node."""
+
+    name: str
+    terms: OwnTerms | None
+    policy: ClientPolicy
+    noise_seed: int | None
+    methods: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", tuple(CLIENT_LEVEL) if self.terms is None else (self.terms.method,))
+
+    def check(self, instruction: Instruction) -> None:
+        """Refuse an instruction of another method, or one against the policy."""
+        if instruction.method not in self.methods:
+            raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        self.policy.check(instruction)
+        if self.terms is not None and self.policy.min_noise_std:
+            raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+
+    def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
+        """Return what this client does; its account is charged when this returns, and the app is not called yet."""
+        refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
+        if self.terms is not None:
+            return self._local_work(instruction, train, context, refused)
+        if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
+            raise ValueError(f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting")
+        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
+        self.policy.check_noise(pipeline.noise)
+        jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
+        return Work(groups=[(pipeline, jobs)], refused=refused)
+
+    def _local_work(
+        self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]
+    ) -> Work:
+        order = LocalOrder.of(instruction)
+        if self.terms is None or self.name not in instruction.clients:
+            return Work(groups=[], refused=refused)
+        place = instruction.clients.index(self.name)
+        try:
+            terms = self.terms.terms()
+        except ValueError as error:
+            return Work(groups=[], refused=refused | {self.name: str(error)})
+        multiplier = order.noise_multipliers[place]
+        reason = why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier)
+        if reason:
+            return Work(groups=[], refused=refused | {self.name: reason})
+        account = account_of(context.node_config.get(LEDGER_PATH), [self.name], context.state)
+        refused |= account.charge({self.name: terms})
+        if self.name in refused:
+            return Work(groups=[], refused=refused)
+        pipeline = self.terms.pipeline(terms.release, train=train, length=train.model.layout.size)
+        return Work(groups=[(pipeline, [self._job(instruction, order.weights[place])])], refused=refused)
+
+    def _job(self, instruction: Instruction, weight: float) -> Job:
+        # A function, not a generator: every draw takes new entropy from the operating system.
+        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, self.name)
+        return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=weight)
+
+
+class _Unseen:
+    """The records of a client whose app reads them itself."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def batch(self, positions: Any, device: Any) -> Any:
+        """Raise: nothing here reads records."""
+        raise TypeError("the records are the app's own")
+
+
+def _model(record: ArrayRecord, instruction: Instruction) -> Model:
+    """Return the server's model, with the arrays that it says are not trained."""
+    names = tuple(record)
+    if any(position >= len(names) for position in instruction.frozen):
+        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: the model has {len(names)} arrays")
+    return Model.of(record, frozen=[names[position] for position in instruction.frozen])
+
+
+def _default_name(context: Context) -> str:
+    """Return a name that is stable where the node's config says which part of the data is here."""
+    config = context.node_config
+    part, parts = config.get("partition-id"), config.get("num-partitions")
+    if not isinstance(part, int):
+        return f"node-{context.node_id}"
+    width = len(str(parts - 1)) if isinstance(parts, int) else 1
+    return f"client-{part:0{width}}"
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name={name!r}: must be a text that is not empty")
+    return name
+
+
+def _config_reply(message: Message, text: str, arrays: ArrayRecord | None = None) -> Message:
+    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
+    if arrays is not None:
+        content["arrays"] = arrays
+    return Message(content, reply_to=message)

@@ -1,0 +1,122 @@
+"""NbAFL's reply without torch: clipped weights with noise, and a client's own terms, for a device that trains in any framework."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_dp.clients.parts import FullNoise, RowClip
+from flower_dp.clients.pipeline import Job, Pipeline, Train, Trained
+from flower_dp.clients.sending import SinglePrecision
+from flower_dp.core import checks
+from flower_dp.core.vectors import Array
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.nbafl import weights_terms
+from flower_dp.privacy.release import Release
+
+log = logging.getLogger("flwr")
+
+_FINER = 2.0**10
+
+
+def weights_pipeline(release: Release, *, train: Train, length: int) -> Pipeline:
+    """Return how one client makes its reply of trained *weights* [length], with the clip and the noise of its own release."""
+    # Finer than needed here: averages are rounded to a lattice on which this one must not show.
+    step = release.lattice_step(length) / _FINER
+    return Pipeline(
+        train=train,
+        clip=RowClip(clip_norm=release.clip_norm, step=step),
+        noise=FullNoise(release=release),
+        encode=SinglePrecision(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsOrGlobal:
+    """Training whose row is the trained weights; those of the global model where training fails or is not finite.
+
+    Attributes:
+        train: gives trained weights, NumPy arrays.
+    """
+
+    train: Train
+
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's weights [d] and training loss."""
+        for trained in self.train.rows(vector, jobs):
+            if isinstance(trained, Exception):
+                log.error("training failed: the reply is made of the global model", exc_info=trained)
+                yield vector, np.zeros(())
+                continue
+            weights, loss = trained
+            yield (weights if bool(np.isfinite(weights).all()) else vector), loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NbAFLTerms:
+    """One client's own terms under NbAFL, for `privacy_mod`: its trained weights, clipped to `clip_norm`, plus Gaussian noise.
+
+    What `NbAFLRecipe` is for clients of this package. Where training fails, or the weights are not finite or have other shapes,
+    the reply is made of the global model that the server sent: no record decides whether a client replies.
+
+    Attributes:
+        clip_norm: L2 bound of the weights (paper: C).
+        epsilon: the paper's epsilon over `uplink_exposures` replies; math.inf: no noise, not private.
+        delta: the paper's delta.
+        uplink_exposures: how many replies the paper's noise is made for (paper: L).
+        min_records: the fewest records of any client (paper: m).
+        num_records: of this client; with fewer than `min_records` it does not reply.
+        num_replies: the most replies that this client will ever send; None: `uplink_exposures`.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming it.
+
+    Source: Wei et al. 2020, Algorithm 1 and Section III-A.
+
+    Example:
+        >>> from flower_dp.clients import NbAFLTerms
+        >>> own = NbAFLTerms(clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=20, num_records=31)
+        >>> round(own.terms().release.noise_scale, 4)  # c L (2 C / m) / epsilon
+        0.4721
+    """
+
+    clip_norm: float
+    epsilon: float
+    delta: float
+    uplink_exposures: int
+    min_records: int
+    num_records: int
+    num_replies: int | None = None
+
+    method = "nbafl"
+
+    def __post_init__(self) -> None:
+        checks.integer("num_records", self.num_records, at_least=0)
+        if self.num_replies is not None:
+            checks.integer("num_replies", self.num_replies, at_least=1)
+        self._terms()
+
+    def terms(self) -> Terms:
+        """Return the client's terms.
+
+        Raises:
+            ValueError: if it has fewer records than the noise is made for.
+        """
+        if self.num_records < self.min_records:
+            raise ValueError(f"min_records={self.min_records}: this client has only {self.num_records}")
+        return self._terms()
+
+    def pipeline(self, release: Release, *, train: Train, length: int) -> Pipeline:
+        """Return how the client makes its reply of what its app has trained."""
+        return weights_pipeline(release, train=WeightsOrGlobal(train=train), length=length)
+
+    def _terms(self) -> Terms:
+        return weights_terms(
+            clip_norm=self.clip_norm,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            uplink_exposures=self.uplink_exposures,
+            min_records=self.min_records,
+            num_replies=self.uplink_exposures if self.num_replies is None else self.num_replies,
+        )

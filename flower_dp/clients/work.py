@@ -1,0 +1,60 @@
+"""What the clients of a node do in one round, and the exact sum of their rows; arrays of any library."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from array_api_compat import array_namespace
+
+from flower_dp.clients.pipeline import Job, Pipeline, Refusal
+from flower_dp.clients.sending import Lossless
+from flower_dp.core.compression import Payload
+from flower_dp.core.vectors import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the clients of a node do in one round.
+
+    Attributes:
+        groups: pipelines and the clients that each is run for; all send their rows in one way.
+        refused: why other clients that were asked don't reply.
+        restarted: clients that had kept nothing from an earlier round, in methods in which they keep something.
+    """
+
+    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
+    refused: dict[str, str]
+    restarted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """What leaves the node."""
+
+    payload: Payload
+    payload_bytes: int
+    refused: dict[str, str]
+    losses: list[Array]
+
+
+def add_up(vector: Array, work: Work) -> Sum:
+    """Return the exact sum of the rows of all clients that reply."""
+    xp = array_namespace(vector)
+    total, first = xp.zeros_like(vector, dtype=xp.float64), None
+    refused, losses, num_bytes = dict(work.refused), [], 0
+    alone: list[Payload | None] = []
+    for pipeline, jobs in work.groups:
+        if first is None:
+            first, total = pipeline, total[: pipeline.dimension(vector.shape[0])]
+        elif pipeline.encode != first.encode:
+            raise ValueError("pipelines of one node: must send their rows in one way")
+        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
+            if isinstance(reply, Refusal):
+                refused[job.name] = reply.reason
+                continue
+            total += reply.row
+            alone.append(reply.alone)
+            losses.append(reply.loss)
+            num_bytes += reply.num_bytes
+    only = alone[0] if len(alone) == 1 else None
+    payload = only or (Lossless().encode(total) if first is None else first.payload(total))
+    return Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

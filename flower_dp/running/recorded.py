@@ -1,0 +1,76 @@
+"""A run that is written down: one call that starts a strategy and keeps its metrics, statement and model in a run's folder."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from flower_dp.running.run_folder import RunFolder
+from flower_dp.strategies.strategy import DPStrategy
+from flower_dp.wire import numpy_arrays
+
+log = logging.getLogger("flwr")
+
+_LARGEST_ARRAY = 2**40
+
+
+def record_run(
+    strategy: DPStrategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    *,
+    num_rounds: int,
+    config: Mapping[str, Any],
+    name: str = "run",
+    path: str | os.PathLike[str] | None = None,
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    **words: Any,
+) -> Result:
+    """Run a strategy and write the run's folder: configuration, a line of metrics a round, statement, model and plot.
+
+    `flower-dp compare` takes such folders, and `flower-dp run` shows their metrics as they come.
+
+    Args:
+        strategy: a strategy of this package.
+        grid: of the ServerApp.
+        initial_arrays: the first global model.
+        num_rounds: as for `strategy.start`.
+        config: the run's settings, such as `context.run_config`.
+        name: what the run is called; used in the name of a new folder.
+        path: the folder; by default that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
+        evaluate_fn: as for `strategy.start`; every number that it returns is in the line of its round.
+        words: further arguments of `strategy.start`.
+
+    Raises:
+        ValueError: the folder holds a run already.
+        Exception: as `strategy.start`; what was released before is stated in the folder.
+
+    Example:
+        >>> from flower_dp import record_run
+        >>> def main(grid, context):  # of a ServerApp
+        ...     strategy, arrays = make_strategy(), make_arrays()
+        ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
+    """
+    folder = RunFolder.create(path, config, name)
+    log.info("The run's folder is %s", folder.path)
+    started = time.monotonic()
+
+    def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
+        line: dict[str, Any] = {"round": server_round, "num-rounds": num_rounds, **(metrics or {})}
+        line |= strategy.rounds[-1].public() if server_round else {"epsilon": 0.0}
+        folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})
+        return metrics
+
+    try:
+        result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=record, **words)
+    finally:
+        statement = strategy.statement
+        folder.state(statement.to_dict(), str(statement))
+    folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
+    return result

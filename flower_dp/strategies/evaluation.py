@@ -1,0 +1,146 @@
+"""Private evaluation: clients' own metrics of the global model, as a noised mean that is charged to the method's ledger."""
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+
+from flower_dp import wire
+from flower_dp.core.noise import Generator
+from flower_dp.core.vectors import Layout
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.replies import Collected, Missing, accepted, answering_nodes
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.roster import Roster
+from flower_dp.strategies.rules import Round, RoundLeftOut
+
+log = logging.getLogger("flwr")
+
+
+class Evaluator:
+    """One run's private evaluations."""
+
+    def __init__(self, plan: PrivateEvaluation, method: ClientLevelRules) -> None:
+        self.plan, self.method = plan, method
+        self.rules = method.evaluating(plan.noise_multiplier, plan.sampling, plan.every)
+        self.order = wire.EvaluationOrder(placement="central", bounds=plan.metrics)
+        names = [*plan.metrics, "the count of clients"]
+        self._model = wire.Model(
+            names=tuple(names),
+            layout=Layout(names=tuple(names), shapes=((),) * len(names), dtypes=("float64",) * len(names)),
+            vector=np.zeros(len(names), np.float32),
+            frozen={},
+        )
+        self._now: Round | None = None
+        self._sent: list[Message] = []
+
+    def due(self, server_round: int) -> bool:
+        """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""
+        return self.plan.due(server_round) and self.rules.num_rounds < self.method.num_rounds // self.plan.every
+
+    def asked(self, server_round: int) -> bool:
+        """Return whether clients were asked in this round, and their replies were not used yet."""
+        return self._now is not None and self._now.server_round == server_round
+
+    def messages(
+        self, server_round: int, roster: Roster, arrays: ArrayRecord, config: ConfigRecord, asked: dict[int, tuple[str, ...]]
+    ) -> list[Message]:
+        """Return one message a node; the evaluation is charged already."""
+        cohort = sum(len(names) for names in asked.values())
+        order = asdict(self.order) | {"placement": self.rules.placement, "noise_std": self.rules.share(cohort)}
+        self._now = Round(
+            server_round=server_round, model=self._model, asked=asked, bytes_down=0, started=0.0, stock=not roster.hosting
+        )
+        self._sent = [
+            wire.evaluate_message(
+                node,
+                roster.dialect,
+                arrays,
+                config,
+                wire.Instruction(
+                    server_round=server_round,
+                    method=wire.EVALUATION,
+                    clients=names,
+                    clip_norm=self.rules.clip_norm,
+                    noise_multiplier=self.rules.noise_multiplier(names),
+                    order=order,
+                ),
+            )
+            for node, names in asked.items()
+        ]
+        return self._sent
+
+    def collect(self, replies: Iterable[Message]) -> Collected:
+        """Add up the vectors of a round's replies; one that makes no sense is left out, as if its clients had sent zeros."""
+        now = self._now
+        if now is None:
+            raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
+        collected = Collected(total=np.zeros(self.order.dimension))
+        bounds = self.rules.bounds(now)
+        for node, names, reply in answering_nodes(collected, replies, now.asked, self._sent):
+            try:
+                clients, vector = self._read(collected, reply, names, stock=now.stock)
+                if clients:
+                    collected.total += accepted(vector, clients, bounds)
+                    collected.clients.extend(clients)
+            except Exception as error:  # whatever a forged reply may raise, it must not end the run
+                collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
+        return collected
+
+    def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
+        """Return value and standard error of every metric, from the noised sum alone.
+
+        The standard error covers the noise and the choice of the cohort: of the values of the clients it assumes no more than
+        their bounds and the reported mean, so it is at least the true one.
+
+        Raises:
+            RoundLeftOut: where the method releases nothing, or the noised count of clients is too small to divide by.
+        """
+        now = self._now
+        self._now, self._sent = None, []
+        if now is None:
+            raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
+        mean = self.rules.combine(now, collected, rng)
+        scale = math.sqrt(self.order.dimension) * self.rules.release.expected_cohort
+        *sums, count = (mean * scale).tolist()
+        std = math.sqrt(self.order.dimension) * self.rules.release.noise_scale
+        if count < max(1.0, 3 * std):
+            raise RoundLeftOut(f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number")
+        told: dict[str, float] = {}
+        for (name, bound), total in zip(self.plan.metrics.items(), sums, strict=True):
+            value = min(max(total / count, 0.0), 1.0)
+            # Numbers in [0, 1] with mean v have a variance of at most v (1 - v).
+            error = math.sqrt(std**2 * (1 + value**2) + count * value * (1 - value)) / count
+            told |= {name: value * bound, f"{name}-standard-error": error * bound}
+        return told
+
+    def _read(
+        self, collected: Collected, reply: Message, names: tuple[str, ...], *, stock: bool
+    ) -> tuple[tuple[str, ...], np.ndarray]:
+        """Return the clients that a reply stands for, and the sum of their vectors."""
+        most = 4096 + 6 * wire.most_answer_characters(len(names))
+        wire.check_content(reply.content, most_entries=1000, most_bytes=most)
+        texts = [record[wire.KEY] for record in reply.content.config_records.values() if wire.KEY in record]
+        if stock:
+            if len(names) != 1:
+                raise ValueError("a stock client's reply can stand for one client only")
+            return names, self.order.vector(_scalars(reply))
+        if len(texts) != 1 or not isinstance(texts[0], str):
+            raise ValueError("it has no answer to its instruction, though the node has named its clients")
+        answer = wire.EvaluationAnswer.from_json(texts[0], names, self.order.dimension)
+        collected.seeded_noise |= answer.seeded_noise
+        collected.add_refused(answer.refused)
+        return tuple(name for name in names if name not in answer.refused), answer.total
+
+
+def _scalars(reply: Message) -> dict[str, float]:
+    """All numbers of a stock client's reply, by name."""
+    told: dict[str, float] = {}
+    records: list[Any] = [*reply.content.metric_records.values(), *reply.content.config_records.values()]
+    for record in records:
+        told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    return told

@@ -1,0 +1,181 @@
+"""flower_dp.app: somebody's own model and data with every method, on a grid in this process."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+import flower_dp
+from apps.methods import METHODS
+from apps.own_model import run_of
+from flower_dp.reporting import compare
+from flower_dp.running.apps import flatten, read_app
+from tests.grids import LocalGrid
+
+APP = Path(__file__).parents[1] / "foreign" / "five-lines"
+CONFIG = flatten(tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+# What a method needs that is not every method's.
+NEEDS = {
+    "fedsgd-dpc": {"sampling": "round-robin", "cohort-size": 4},
+    "dp-fedsam": {"dp-fedsam.delta": 1e-3, "dp-fedsam.target-epsilon": 0.0},
+    "fed-smp": {"fed-smp.delta": 1e-3, "fed-smp.target-epsilon": 0.0},
+}
+
+
+def make_model():
+    return nn.Linear(3, 2)
+
+
+def load_records(client, num_clients):
+    rng = torch.Generator().manual_seed(client)
+    return torch.randn(20 + client, 3, generator=rng), torch.randint(0, 2, (20 + client,), generator=rng)
+
+
+def evaluate(model):
+    assert not model.training
+    return {"size": sum(float(value.abs().sum()) for value in model.parameters())}
+
+
+def play(app, folder, nodes=2, **changes):
+    config = {"num-clients": 4, "num-rounds": 2, "sampling": "full", "learning-rate": 0.1, "output-dir": str(folder)} | changes
+    grid = LocalGrid(app.client, nodes, **config)
+    app.server(grid, Context(1, 1, {}, RecordDict(), config))
+    return grid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_a_model_and_data_of_ones_own(method, tmp_path):
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
+    words = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
+    play(app, tmp_path / "run", method=method, **words)
+    found = compare.read_run(tmp_path / "run", "size")
+    assert list(found.values) == [0, 1, 2]
+    assert found.finished
+    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert statement["private"]
+    assert 0 < found.epsilon < float("inf")
+
+
+PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
+
+
+def test_the_loss_is_the_one_that_was_given(tmp_path):
+    seen = []
+
+    def loss(outputs, targets):
+        seen.append(targets.shape)
+        return (outputs - nn.functional.one_hot(targets, 2)).square().mean()
+
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records, loss=loss)
+    play(app, tmp_path / "run", **PRIVATE)
+    assert seen
+
+
+def test_functions_may_stand_in_the_run_config(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
+    from flower_dp.from_config import app
+
+    names = {
+        "model-fn": "my_functions:make_model",
+        "data-fn": "my_functions:load_records",
+        "evaluate-fn": "my_functions:evaluate",
+    }
+    play(app, tmp_path / "run", **PRIVATE, **names)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"model-fn='my_functions:absent': .* must be 'module:function'"):
+        play(app, tmp_path / "absent", **PRIVATE, **names | {"model-fn": "my_functions:absent"})
+    with pytest.raises(ValueError, match="data-fn: is missing; give data_fn, or set data-fn='module:function'"):
+        play(app, tmp_path / "missing", **PRIVATE, **{"model-fn": "my_functions:make_model"})
+
+
+def test_only_hosted_clients_data_is_read(tmp_path):
+    read = []
+
+    def load(client, num_clients):
+        read.append((client, num_clients))
+        return load_records(client, num_clients)
+
+    app = flower_dp.app(model_fn=make_model, data_fn=load)
+    play(app, tmp_path / "run", nodes=4, **PRIVATE)
+    assert sorted(read) == [(client, 4) for client in range(4)]  # each once, on its own node; none by the server
+
+
+def test_clients_insist_on_the_settings_of_their_own_run_config(tmp_path):
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records)
+    config = {"num-clients": 4, "num-rounds": 1, "sampling": "full", **PRIVATE}
+    grid = LocalGrid(app.client, 2, **config)
+    weaker = config | {"dp-fedavg.noise-multiplier": 1.0, "output-dir": str(tmp_path / "run")}
+    with pytest.raises(RuntimeError, match="no client has sent a usable update"):
+        app.server(grid, Context(1, 1, {}, RecordDict(), weaker))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model": "cnn"}, "model='cnn': is not read by an app with a model and data of its own"),
+        ({"partition": "dirichlet"}, "partition='dirichlet'"),
+        ({"methd": "dp-fedavg"}, "methd='dp-fedavg': unknown key"),
+        ({"method": "fedavg"}, "method='fedavg'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(config, named):
+    with pytest.raises(ValueError, match=named):
+        run_of(config)
+
+
+def test_what_functions_return_is_checked(tmp_path):
+    for words, named in (
+        ({"model_fn": lambda: "model", "data_fn": load_records}, "model_fn: returned a str"),
+        ({"model_fn": lambda: nn.BatchNorm1d(3), "data_fn": load_records}, "BatchNorm"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=named):
+            play(flower_dp.app(**words), tmp_path / named[:5], **PRIVATE)
+
+
+def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_path):
+    from safetensors.numpy import load_file
+
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records)
+    before = torch.get_rng_state()
+    made = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        play(app, tmp_path / name, **PRIVATE, **{"num-rounds": 0, "seed": seed})
+        made.append(load_file(tmp_path / name / "model.safetensors")["weight"].tolist())
+    assert made[0] == made[1] != made[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_five_lines_are_an_app(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(APP))
+    from my_app import app
+
+    assert read_app(APP).name == "five-lines"
+    play(app, tmp_path / "run", **{key: value for key, value in CONFIG.items() if key not in ("num-clients", "num-rounds")})
+    assert list(compare.read_run(tmp_path / "run", "perplexity").values) == [0, 1, 2]
+    for name in ("my_app", "my_model"):
+        sys.modules.pop(name)
+
+
+def test_the_client_app_names_nothing_that_a_worker_can_not_import():
+    # Flower pickles it for Ray's workers, where `apps` is on no path.
+    import cloudpickle
+
+    packed = cloudpickle.dumps(flower_dp.app(model_fn=nn.Identity, data_fn=zip).client)
+    assert b"own_model" in packed  # as a text
+    assert b"apps.own_model" not in packed
+
+
+def test_another_package_called_apps_is_named(monkeypatch):
+    import types
+
+    other = types.ModuleType("apps")
+    other.__file__ = "/elsewhere/apps/__init__.py"
+    monkeypatch.setitem(sys.modules, "apps", other)
+    with pytest.raises(ImportError, match="another package is called apps"):
+        flower_dp.app  # noqa: B018

@@ -1,0 +1,825 @@
+"""`privacy_mod`: apps that know nothing of this package, under its strategies; and what it lets out of them."""
+
+import copy
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from scipy import stats
+from torch import Tensor, nn
+
+from flower_dp import wire
+from flower_dp.clients import (
+    ClientPolicy,
+    DPClient,
+    LocalDPClient,
+    LocalTraining,
+    NbAFLRecipe,
+    NbAFLTerms,
+    TensorRecords,
+    client_app,
+    privacy_mod,
+)
+from flower_dp.clients.account import KEY, LEDGER_PATH, Account
+from flower_dp.core import compression
+from flower_dp.core.compression import decode
+from flower_dp.core.noise import lattice_step
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, FedSMPOrder, Instruction, LocalOrder
+from tests.grids import LocalGrid
+from tests.stock import arrays, stock_app
+from tests.test_extras import without
+
+SIZE = 40_000
+FALSE_ALARM = 1e-6
+NBAFL = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
+
+App = Callable[[Any], ClientApp]
+
+
+def added(value: Any, *, before: Callable[[dict[str, np.ndarray]], None] = lambda named: None) -> App:
+    """An app, but for its mod, that adds a value to every array of the model."""
+
+    def make(mod: Any) -> ClientApp:
+        app = ClientApp(mods=[mod])
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            named = {name: array.numpy() for name, array in message.content["arrays"].items()}
+            before(named)
+            trained = {name: Array(np.asarray(array + value, array.dtype)) for name, array in named.items()}
+            content = RecordDict(
+                {
+                    "arrays": ArrayRecord(trained),
+                    "metrics": MetricRecord({"num-examples": 1234, "train_loss": 0.25, "per_class": [1.0, 2.0], "bad": math.nan}),
+                    "note": ConfigRecord({"patient": "Jane Doe"}),
+                }
+            )
+            return Message(content, reply_to=message)
+
+        return app
+
+    return make
+
+
+def replying(reply: Callable[[Message], Message]) -> App:
+    """An app, but for its mod, with this train function."""
+
+    def make(mod: Any) -> ClientApp:
+        app = ClientApp(mods=[mod])
+        app.train()(lambda message, context: reply(message))
+        return app
+
+    return make
+
+
+def context_of(node: int = 1, **config: Any) -> Context:
+    return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+
+
+def instruction_of(placement: str = "distributed", noise_std: float = 0.5, *, keep_ratio: float = 1.0, **changes: Any) -> Instruction:
+    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio}
+    words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": 1.0, "order": order}
+    return Instruction(**words | changes)
+
+
+CENTRAL = instruction_of("central", 0.0)
+NO_NOISE = instruction_of("distributed", 0.0, noise_multiplier=0.0)
+
+
+def local_instruction(own: NbAFLTerms = NBAFL, weight: float = 1.0, **changes: Any) -> Instruction:
+    terms = own.terms()
+    multiplier = terms.release.mechanism.noise_multiplier
+    order = LocalOrder(weights=(weight,), terms=(terms.kind,), noise_multipliers=(multiplier,))
+    words = {"server_round": 1, "method": "nbafl", "clients": ("a",), "clip_norm": own.clip_norm, "noise_multiplier": multiplier}
+    table = {"weights": order.weights, "terms": order.terms, "noise_multipliers": order.noise_multipliers}
+    return Instruction(**words | {"order": table} | changes)
+
+
+def message_of(instruction: Instruction, model: ArrayRecord, dialect: Any = MESSAGE_API, **config: Any) -> Message:
+    return wire.train_message(1, dialect, model, config, instruction)
+
+
+def ask(app: ClientApp, instruction: Instruction, model: ArrayRecord, *, context: Context | None = None, dialect: Any = MESSAGE_API):
+    """Send one message; return the decoded row and the answer."""
+    reply = app(message_of(instruction, model, dialect), context or context_of())
+    return read(reply, instruction, sum(array.numpy().size for array in model.values()))
+
+
+def read(reply: Message, instruction: Instruction, size: int) -> tuple[np.ndarray, Answer]:
+    assert {type(record) for record in reply.content.values()} <= {ArrayRecord, ConfigRecord}
+    answer = wire.answer_of(reply.content, instruction.clients)
+    assert answer is not None
+    payload = wire.payload_of(wire.arrays_of(reply.content), answer.payload, size)
+    mask = None
+    if instruction.method == "fed-smp":
+        mask = FedSMPOrder.of(instruction).mask(size)
+    return decode(payload, size, mask=mask), answer
+
+
+def zeros(size: int = SIZE) -> ArrayRecord:
+    return arrays(w=np.zeros(size, np.float32))
+
+
+def fits(values: np.ndarray, std: float) -> bool:
+    """Whether the values look like Gaussian noise of this std, with a false alarm in a million."""
+    low, high = stats.chi2.interval(1 - FALSE_ALARM, values.size)
+    return bool(low < values.size * np.mean(values**2) / std**2 < high)
+
+
+def assert_noise(values: np.ndarray, std: float) -> None:
+    assert fits(values, std)
+    assert not fits(1.05 * values, std)
+    assert not fits(values / 1.05, std)
+    assert stats.kstest(values, stats.norm(0, std).cdf).pvalue > FALSE_ALARM
+
+
+# Whole runs
+
+
+def numpy_app(mod: Any) -> ClientApp:
+    class Stock(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            assert wire.KEY not in config
+            return [value + 0.1 for value in parameters], 77, {"loss": 1.0}
+
+    return ClientApp(client_fn=lambda context: Stock().to_client(), mods=[mod])
+
+
+def app_with_queries(mod: Any) -> ClientApp:
+    app = added(0.1)(mod)
+    app.query()(lambda message, context: Message(RecordDict({"own": ConfigRecord({"degrees": 21.0})}), reply_to=message))
+    return app
+
+
+APPS = {"message api": added(0.1), "numpy client": numpy_app, "with queries": app_with_queries}
+RUNS = {
+    "central": lambda: DPFedAvg(clip_norm=0.15, noise_multiplier=1e-6, sampling=FullSampling(), num_clients=3, delta=1e-3),
+    "distributed": lambda: DPFedSAM(clip_norm=0.15, noise_multiplier=1e-6, sampling=FullSampling(), num_clients=3, delta=1e-3),
+    "mask": lambda: FedSMP(
+        clip_norm=0.15, noise_multiplier=1e-6, sampling=FullSampling(), num_clients=3, delta=1e-3, keep_ratio=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", APPS)
+def test_any_app_works_under_the_strategies(kind: str, run: str) -> None:
+    """Updates of 0.1 in four coordinates have norm 0.2, and are clipped to 0.15."""
+    strategy, grid = RUNS[run](), LocalGrid(APPS[kind](privacy_mod()), 3)
+    result = strategy.start(grid, arrays(w=np.zeros((2, 2), np.float32)), num_rounds=2)
+    assert [report.replies for report in strategy.rounds] == [3, 3]
+    np.testing.assert_allclose(result.arrays["w"].numpy(), 2 * 0.075, rtol=0.02)
+    asked = [wire.instruction_of(next(iter(sent.content.config_records.values()))) for sent in grid.sent[-3:]]
+    assert [instruction.clients for instruction in asked] == [("client-0",), ("client-1",), ("client-2",)]
+
+
+@pytest.mark.slow
+def test_the_statement_of_a_run_whose_noise_comes_from_mods_counts_on_it() -> None:
+    """Shares of std z C / sqrt(N), independent of each other; the mean has noise of std z C / N and nothing else."""
+    words = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    strategy, grid = DPFedSAM(**words), LocalGrid(added(0.0)(privacy_mod()), 4)
+    result = strategy.start(grid, zeros(), num_rounds=1)
+    assert_noise(result.arrays["w"].numpy().astype(np.float64), 2.0 * 0.5 / 4)
+    assert math.isfinite(strategy.statement.epsilon)
+    rows = [read(reply, instruction_of(), SIZE)[0] for reply in grid.received]
+    for row in rows:
+        assert_noise(row, 2.0 * 0.5 / 2)
+    np.testing.assert_array_equal(result.arrays["w"].numpy(), (np.sum(rows, axis=0, dtype=np.float64) / 4).astype(np.float32))
+    correlations = np.abs(np.corrcoef(rows)[np.triu_indices(4, 1)])
+    assert correlations.max() < stats.norm.isf(FALSE_ALARM / 12) / math.sqrt(SIZE)
+
+
+def test_stock_apps_without_the_mod_stay_stock() -> None:
+    grid = LocalGrid(stock_app(lambda node, named: {name: value + 1 for name, value in named.items()}), 2)
+    strategy = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3)
+    with pytest.raises(ValueError, match="stock clients add no noise"):
+        strategy.start(grid, zeros(4))
+    assert {message.metadata.message_type for message in grid.sent} == {"query"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["distributed", "local"])
+def test_a_real_sklearn_app(placement: str) -> None:
+    """The lines of docs/client-mod.md: four clients learn two clouds by logistic regression; arrays are float64, as sklearn's are."""
+    pytest.importorskip("sklearn")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "client-mod.md").read_text(encoding="utf-8")
+    client, server, _, local = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    rng = np.random.default_rng(5)
+    labels = rng.integers(2, size=(5, 60))
+    inputs = rng.standard_normal((5, 60, 3)) + 3.0 * (2 * labels[..., None] - 1)
+
+    def load_data(context: Context) -> tuple[np.ndarray, np.ndarray]:
+        part = context.node_config["partition-id"]
+        return inputs[part], labels[part]
+
+    names: dict[str, Any] = {"load_data": load_data}
+    if placement == "local":
+        exec(local, names)  # noqa: S102
+        client = client.replace("mods=[privacy_mod()]", "mods=[mod]")
+        words = {"clip_norm": 3.0, "epsilon": 100.0, "delta": 0.01, "uplink_exposures": 4}
+        server = "strategy = NbAFL(num_clients=4, num_records=60, noise_seed=1, **words)\n" + server[server.index("result =") :]
+        server = server.replace("num_rounds=4", "num_rounds=5")
+        names |= {"words": words, "NbAFL": NbAFL}
+    exec(client, names)  # noqa: S102
+    server = server.replace("num_clients=100", "num_clients=4, noise_seed=1").replace("noise_multiplier=1.0", "noise_multiplier=0.3")
+    exec(server, names | {"grid": LocalGrid(names["app"], 4)}, names)  # noqa: S102
+    assert [report.replies for report in names["strategy"].rounds] == [4] * 4
+    assert any("every client's budget is spent" in incident for incident in names["strategy"].incidents) == (placement == "local")
+    coef, intercept = names["result"].arrays.to_numpy_ndarrays()
+    assert (coef.shape, coef.dtype, intercept.shape) == ((1, 3), np.float64, (1,))
+    right = ((inputs[4] @ coef[0] + intercept[0]) > 0) == labels[4]
+    assert right.mean() > 0.9
+
+
+# The roll call
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "name"),
+    [
+        ({}, {"partition-id": 7, "num-partitions": 100}, "client-07"),
+        ({}, {"partition-id": 7}, "client-7"),
+        ({}, {}, "node-1"),
+        ({"name": "hospital-7"}, {"partition-id": 7, "num-partitions": 100}, "hospital-7"),
+        ({"name": lambda context: f"device-{context.node_config['serial']}"}, {"serial": "x1"}, "device-x1"),
+    ],
+)
+def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(words: Any, config: Any, name: str) -> None:
+    for app, question in ((added(0), wire.roll_call(1, "train")), (numpy_app, properties())):
+        for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp"]), (NBAFL, ["nbafl"])):
+            assert told(app(privacy_mod(terms=terms, **words))(question, context_of(**config))) == {
+                "clients": [name],
+                "methods": methods,
+            }
+
+
+def told(reply: Message) -> Any:
+    return json.loads(reply.content[wire.KEY][wire.KEY])
+
+
+def properties() -> Message:
+    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), 1, "get_properties")
+
+
+@pytest.mark.parametrize("words", [{"name": "<raises>"}, {"terms": "<raises>"}])
+def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(words: Any, caplog: Any) -> None:
+    def fail(context: Context) -> Any:
+        raise LookupError("Jane Doe")
+
+    mod = privacy_mod(**{key: fail for key in words})
+    reason = "this client's name or terms can't be made: LookupError; the node's own log says why"
+    assert told(added(0)(mod)(wire.roll_call(1, "train"), context_of())) == {"error": reason}
+    with pytest.raises(RuntimeError, match=f"^{reason}$") as raised:
+        ask(added(0)(mod), CENTRAL, zeros(4))
+    assert raised.value.__cause__ is None
+    assert "Jane Doe" in caplog.text
+    with pytest.raises(ValueError, match="node 1 has no clients: this client's name"):
+        RUNS["central"]().start(LocalGrid(added(0)(mod), 3), zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"name": ""}, "name=''"),
+        ({"terms": 3}, "terms=3: must be a client's terms"),
+        ({"policy": 1.0}, "policy=1.0: must be a ClientPolicy"),
+        ({"noise_seed": -1}, "noise_seed=-1"),
+    ],
+)
+def test_nonsense_is_refused_when_the_mod_is_made(words: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        privacy_mod(**words)
+
+
+# What the app gets
+
+
+@pytest.mark.parametrize("dialect", [MESSAGE_API, NUMPY_CLIENT], ids=lambda dialect: dialect.name)
+def test_the_app_gets_what_a_stock_server_sends(dialect: Any) -> None:
+    seen: list[RecordDict] = []
+
+    def train(message: Message) -> Message:
+        seen.append(message.content)
+        return Message(RecordDict({"x": ArrayRecord(dict(message.content[dialect.arrays]))}), reply_to=message)
+
+    message = message_of(CENTRAL, arrays(w=np.arange(6, dtype=np.float64).reshape(2, 3)), dialect, **{"lr": 0.1})
+    replying(train)(privacy_mod(name="a"))(message, context_of())
+    (content,) = seen
+    assert set(content) == {dialect.arrays, dialect.config}
+    assert dict(content[dialect.config]) == {"lr": 0.1, "server-round": 1}
+    np.testing.assert_array_equal(content[dialect.arrays]["w"].numpy(), np.arange(6.0).reshape(2, 3))
+    assert wire.KEY in message.content[dialect.config]  # the message itself is left alone
+
+
+def test_an_app_that_changes_what_it_was_given_does_not_change_its_update() -> None:
+    """The update is taken against what the server sent, and no other node in this process sees the change."""
+
+    def train(message: Message) -> Message:
+        record = message.content["arrays"]
+        record["w"].data = arrays(w=np.full(4, 0.25, np.float32))["w"].data
+        message.content["config"]["lr"] = 7.0
+        return Message(RecordDict({"arrays": record}), reply_to=message)
+
+    model = zeros(4)
+    row, _ = ask(replying(train)(privacy_mod(name="a")), CENTRAL, model)
+    assert row.tolist() == [0.25] * 4
+    assert model["w"].numpy().tolist() == [0.0] * 4
+
+
+FROZEN = {"mask": np.array([-np.inf, 0.0, -np.inf]), "step": np.array(3)}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_frozen_arrays_reach_the_app_and_do_not_come_back(changed: bool) -> None:
+    """As the server does with a stock client's: an app that changes one is refused."""
+
+    def train(message: Message) -> Message:
+        named = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        np.testing.assert_array_equal(named["mask"], FROZEN["mask"])
+        named |= {"w": named["w"] + 0.25, "step": named["step"] + changed}
+        return Message(RecordDict({"arrays": arrays(**named)}), reply_to=message)
+
+    instruction, app = replace(CENTRAL, frozen=(0, 2)), replying(train)(privacy_mod(name="a"))
+    model = arrays(mask=FROZEN["mask"], w=np.zeros(4, np.float32), step=FROZEN["step"])
+    reply = app(message_of(instruction, model), context_of())
+    row, answer = read(reply, instruction, 4)
+    assert answer.refused == ({"a": "training failed: ValueError"} if changed else {})
+    assert row.tolist() == ([0.0] * 4 if changed else [0.25] * 4)
+
+
+# What leaves: as DPClient's
+
+
+class Direct(nn.Module):
+    """A model whose update after one step of size 1 is the mean of a client's records."""
+
+    def __init__(self, start: np.ndarray) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.from_numpy(start.copy()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.w * inputs).sum(-1)
+
+
+TRAINING = LocalTraining(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
+SMP = FedSMPOrder(placement="distributed", noise_std=0.25, keep_ratio=0.3, mask_seed=11)
+INSTRUCTIONS = {
+    "central": CENTRAL,
+    "distributed": instruction_of(),
+    "top-k": instruction_of(keep_ratio=0.1),
+    "no noise": NO_NOISE,
+    "fed-smp": instruction_of(
+        method="fed-smp", order={"placement": "distributed", "noise_std": 0.25, "keep_ratio": SMP.keep_ratio, "mask_seed": 11}
+    ),
+    "local": local_instruction(weight=0.3),
+}
+
+
+@pytest.mark.parametrize("norm", [0.3, 30.0])
+@pytest.mark.parametrize("kind", INSTRUCTIONS)
+def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm: float) -> None:
+    rng = np.random.default_rng(3)
+    start, update = (rng.standard_normal(500).astype(np.float32) for _ in range(2))
+    update *= np.float32(norm / np.linalg.norm(update))
+    instruction, model = INSTRUCTIONS[kind], arrays(w=start)
+    words: Any = {
+        "model": Direct(start),
+        "clients": {"a": TensorRecords(inputs=torch.from_numpy(update)[None].repeat(8, 1), targets=torch.zeros(8))},
+        "device": "cpu",
+        "noise_seed": 9,
+    }
+    if kind == "local":
+        recipe = NbAFLRecipe(training=TRAINING, clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8)
+        ours: ClientApp = client_app(lambda context: LocalDPClient(recipe=recipe, **words))
+    else:
+        ours = client_app(lambda context: DPClient(training=TRAINING, **words))
+    trained = torch.from_numpy(start) - 1.0 * -torch.from_numpy(update)[None].repeat(8, 1).mean(0)
+
+    def train(message: Message) -> Message:
+        return Message(RecordDict({"arrays": arrays(w=trained.numpy())}), reply_to=message)
+
+    theirs = replying(train)(privacy_mod(name="a", noise_seed=9, terms=NBAFL if kind == "local" else None))
+    message = message_of(instruction, model)
+    expected, got = ours(message, context_of()), theirs(message, context_of())
+    assert got.content[wire.KEY] == expected.content[wire.KEY]
+    assert [array.data for array in got.content["arrays"].values()] == [
+        array.data for array in expected.content["arrays"].values()
+    ]
+    row, answer = read(got, instruction, 500)
+    assert answer.seeded_noise
+    assert np.any(row)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1.0])
+def test_an_update_is_clipped_and_rounded_to_the_lattice(clip_norm: float) -> None:
+    for placement, noise_std in (("central", 0.0), ("distributed", 0.5)):
+        instruction = instruction_of(placement, noise_std, clip_norm=clip_norm)
+        step = lattice_step(noise_std or clip_norm, clip_norm=clip_norm, dimension=200)
+        row, _ = ask(added(np.pi)(privacy_mod(name="a")), instruction, zeros(200))
+        np.testing.assert_array_equal(row / step, np.rint(row / step))
+        if placement == "central":
+            norm = np.linalg.norm(row.astype(np.float64))
+            assert clip_norm * (1 - 1e-2) < norm <= clip_norm
+
+
+@pytest.mark.parametrize("noise_std", [0.02, 3.0])
+def test_a_share_has_the_std_that_the_server_names_and_a_wrong_one_is_rejected(noise_std: float) -> None:
+    row, _ = ask(added(0.0)(privacy_mod(name="a", noise_seed=21)), instruction_of(noise_std=noise_std), zeros())
+    assert_noise(row, noise_std)
+
+
+def test_local_noise_is_the_papers_and_a_wrong_one_is_rejected() -> None:
+    """sigma_U = c L (2 C / m) / epsilon (Wei et al. 2020), from this client's own terms."""
+    row, _ = ask(added(0.0)(privacy_mod(name="a", terms=NBAFL, noise_seed=22)), local_instruction(), zeros())
+    assert_noise(row, math.sqrt(2 * math.log(1.25 / 0.01)) * 3 * (2 * 1.5 / 8) / 0.8)
+
+
+def test_noise_comes_after_the_clip_and_top_k_after_the_noise() -> None:
+    update = np.zeros(SIZE, np.float32)
+    update[:100] = 100.0
+    row, _ = ask(added(update)(privacy_mod(name="a", noise_seed=22)), instruction_of(), zeros())
+    assert_noise(row[100:], 0.5)
+    kept, _ = ask(added(update)(privacy_mod(name="a", noise_seed=22)), instruction_of(keep_ratio=0.01), zeros())
+    assert np.count_nonzero(kept) == SIZE // 100
+    np.testing.assert_array_equal(kept[kept != 0], row[kept != 0])
+    assert np.flatnonzero(kept[:100]).size < 30  # all of them, had the choice come before the noise
+
+
+@pytest.mark.parametrize("kind", ["distributed", "local"])
+def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str) -> None:
+    """A server that sends one round twice learns no more of the noise; a local account pays twice."""
+    own = replace(NBAFL, num_replies=100, uplink_exposures=3)
+    mod = privacy_mod(name="a", terms=own if kind == "local" else None)
+    instruction = local_instruction(own) if kind == "local" else instruction_of()
+    mods = [mod, mod, copy.deepcopy(mod), copy.copy(mod), pickle.loads(pickle.dumps(mod)), cloudpickle.loads(cloudpickle.dumps(mod))]
+    context = context_of()
+    rows = []
+    for one in mods:
+        np.random.seed(0)  # noqa: NPY002
+        row, answer = ask(added(0.0)(one), instruction, zeros(50), context=context)
+        assert not answer.seeded_noise
+        rows.append(row.tobytes())
+    assert len(set(rows)) == len(mods)
+    assert Account(context.state).replies("a") == (len(mods) if kind == "local" else 0)
+
+
+def test_seeded_noise_is_told_and_the_run_counts_as_not_private() -> None:
+    words = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
+    strategy = DPFedSAM(**words)
+    strategy.start(LocalGrid(added(0.0)(privacy_mod(noise_seed=1)), 2), zeros(4), num_rounds=1)
+    assert strategy.epsilon == math.inf
+
+
+def test_nothing_else_of_the_reply_leaves() -> None:
+    """Not metrics, example counts, nor records that the app adds."""
+    for policy, asked in ((ClientPolicy(), True), (ClientPolicy(allow_metrics=True), False)):
+        instruction = replace(CENTRAL, report_metrics=asked)
+        app = added(0.1)(privacy_mod(name="a", policy=policy))
+        reply = app(message_of(instruction, zeros(4)), context_of())
+        assert set(reply.content) == {"arrays", wire.KEY}
+        assert list(reply.content[wire.KEY]) == [wire.KEY]
+        assert not any(word in str(reply.content[wire.KEY]) for word in ("Jane", "1234", "train_loss"))
+        assert read(reply, instruction, 4)[1].metrics == {}
+    app = added(0.1)(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
+    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4))[1].metrics == {"train_loss": 0.25}
+    app = numpy_app(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
+    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4), dialect=NUMPY_CLIENT)[1].metrics == {"loss": 1.0}
+    app = added(np.nan)(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
+    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4))[1].metrics == {}  # it is not in the sum
+
+
+# Refusals
+
+
+def failing(kind: str) -> App:
+    """An app that fails in some way, or replies with something else than the model."""
+
+    def reply(message: Message) -> Message:
+        if kind == "raises":
+            raise KeyError("Jane Doe")
+        if kind == "error reply":
+            return Message(Error(code=7, reason="Jane Doe"), reply_to=message)
+        if kind == "nothing":
+            return None  # type: ignore[return-value]
+        values = {
+            "shape": {"w": np.zeros((2, 2), np.float32)},
+            "length": {"w": np.zeros(5, np.float32)},
+            "name": {"v": np.zeros(4, np.float32)},
+            "more": {"w": np.zeros(4, np.float32), "v": np.zeros(1, np.float32)},
+            "whole numbers": {"w": np.zeros(4, np.int64)},
+            "NaN": {"w": np.full(4, np.nan, np.float32)},
+            "infinite": {"w": np.full(4, np.inf, np.float32)},
+            "beyond float32": {"w": np.full(4, 1e300)},
+        }
+        content = RecordDict({"arrays": arrays(**values[kind])}) if kind in values else RecordDict()
+        if kind == "two models":
+            content = RecordDict({"arrays": zeros(4), "other": zeros(4)})
+        if kind == "status":
+            content = RecordDict({"arrays": zeros(4), "fitres.status": ConfigRecord({"code": 3, "message": "Jane Doe"})})
+        return Message(content, reply_to=message)
+
+    return replying(reply)
+
+
+FAILURES = {
+    "raises": "training failed: KeyError",
+    "error reply": "training failed: RuntimeError",
+    "nothing": "training failed: AttributeError",
+    "no model": "training failed: ValueError",
+    "two models": "training failed: ValueError",
+    "status": "training failed: RuntimeError",
+    "shape": "training failed: ValueError",
+    "length": "training failed: ValueError",
+    "name": "training failed: ValueError",
+    "more": "training failed: ValueError",
+    "whole numbers": "training failed: ValueError",
+    "NaN": "training failed: update has NaN or infinite entries: it can't be clipped",
+    "infinite": "training failed: update has NaN or infinite entries: it can't be clipped",
+    "beyond float32": "training failed: update has NaN or infinite entries: it can't be clipped",
+}
+
+
+@pytest.mark.parametrize("instruction", [CENTRAL, instruction_of()], ids=["central", "distributed"])
+@pytest.mark.parametrize("kind", FAILURES)
+def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: str, instruction: Instruction) -> None:
+    row, answer = ask(failing(kind)(privacy_mod(name="a")), instruction, zeros(4))
+    assert answer.refused == {"a": FAILURES[kind]}
+    assert not row.any()
+    assert answer.payload_bytes == 0
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_no_record_silences_a_client_with_local_noise(kind: str) -> None:
+    """As NbAFL's own client: the reply is made of the global model, and no one can tell."""
+    model = arrays(w=np.full(4, 0.5, np.float32))
+    row, answer = ask(failing(kind)(privacy_mod(name="a", terms=NBAFL, noise_seed=3)), local_instruction(), model)
+    same, _ = ask(added(0.0)(privacy_mod(name="a", terms=NBAFL, noise_seed=3)), local_instruction(), model)
+    assert answer.refused == {}
+    np.testing.assert_array_equal(row, same)
+
+
+@pytest.mark.parametrize(
+    ("policy", "instruction", "reason"),
+    [
+        ({"max_clip_norm": 0.5}, instruction_of(), "clip_norm=1: this client's policy allows at most 0.5"),
+        ({"min_noise_multiplier": 1.1}, instruction_of(), "noise_multiplier=1: this client's policy asks for 1.1"),
+        ({"min_noise_std": 0.6}, instruction_of(), "noise_std=0.5: this client's policy asks for 0.6"),
+        ({"min_noise_std": 0.6}, CENTRAL, "noise_std=0: this client's policy asks for 0.6"),
+        ({"min_noise_std": 0.6}, NO_NOISE, "noise_std=0: this client's policy asks for 0.6"),
+        ({}, replace(CENTRAL, method="nbafl"), "method='nbafl': this client runs dp-fedavg, dp-fedsam, fed-smp"),
+        ({}, replace(CENTRAL, method="unknown"), "method='unknown': this client runs"),
+        ({}, replace(CENTRAL, order={"placement": "central"}), "missing"),
+        ({}, replace(CENTRAL, order={**CENTRAL.order, "noise_off": True}), r"unknown keys \['noise_off'\]"),
+        ({}, replace(CENTRAL, order={**CENTRAL.order, "keep_ratio": 0.5}), "must be 0 and 1 for placement='central'"),
+        ({}, instruction_of(noise_std=0.0), "does not go with noise_multiplier=1"),
+        ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
+        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
+    ],
+)
+def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Instruction, reason: str) -> None:
+    app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a", policy=ClientPolicy(**policy)))
+    with pytest.raises(ValueError, match=f"^declined: .*{reason}"):
+        ask(app, instruction, zeros(4))
+
+
+def test_a_client_with_local_noise_answers_no_other_method() -> None:
+    app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a", terms=NBAFL))
+    for instruction in (CENTRAL, NO_NOISE, instruction_of()):
+        with pytest.raises(ValueError, match="method='dp-fedsam': this client runs nbafl"):
+            ask(app, instruction, zeros(4))
+    strict = privacy_mod(name="a", terms=NBAFL, policy=ClientPolicy(min_noise_std=0.1))
+    with pytest.raises(ValueError, match=r"min_noise_std=0.1: this client's noise follows from its own budget alone"):
+        ask(added(0)(strict), local_instruction(), zeros(4))
+
+
+def test_clients_that_live_elsewhere_are_named() -> None:
+    row, answer = ask(added(0.1)(privacy_mod(name="a")), replace(CENTRAL, clients=("b", "a")), zeros(4))
+    assert answer.refused == {"b": "not hosted here"}
+    np.testing.assert_allclose(row, 0.1, atol=1e-3)
+    app = replying(lambda message: pytest.fail("the app was called"))
+    for terms, instruction in ((None, CENTRAL), (NBAFL, local_instruction())):
+        row, answer = ask(app(privacy_mod(name="c", terms=terms)), instruction, zeros(4))
+        assert answer.refused == {"a": "not hosted here"}
+        assert not row.any()
+
+
+def edited(message: Message, change: Callable[[RecordDict], None]) -> Message:
+    change(message.content)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content["config"].pop(wire.KEY), "config has no 'flower-dp'"),
+        (lambda content: content.pop("config"), "config records"),
+        (lambda content: content.update({"fitins.config": content["config"]}), "config records"),
+        (lambda content: content.update({"fitins.parameters": content["arrays"]}), "2 array records"),
+        (lambda content: content.pop("arrays"), "0 array records"),
+        (lambda content: content["config"].update({wire.KEY: '{"protocol":1}'}), "not of protocol"),
+        (
+            lambda content: content["config"].update(
+                {wire.KEY: content["config"][wire.KEY].replace('"clip_norm"', '"noise":0,"clip_norm"')}
+            ),
+            "unknown keys",
+        ),
+        (lambda content: content.update({"arrays": arrays(n=np.zeros(4, np.int64))}), "only floating-point arrays"),
+        (lambda content: content.update({"arrays": arrays(**{"bn.running_mean": np.zeros(4)})}), "GroupNorm"),
+    ],
+)
+def test_a_message_that_no_honest_server_sends_is_refused(change: Any, reason: str) -> None:
+    app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a"))
+    with pytest.raises(ValueError, match=reason):
+        app(edited(message_of(CENTRAL, zeros(4)), change), context_of())
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "query"])
+def test_replies_that_nothing_protects_do_not_leave_unless_the_policy_allows_metrics(kind: str) -> None:
+    def app_of(policy: ClientPolicy) -> ClientApp:
+        app = added(0.1)(privacy_mod(name="a", policy=policy))
+        answer = RecordDict({"metrics": MetricRecord({"accuracy": 0.5})})
+        getattr(app, kind)()(lambda message, context: Message(answer, reply_to=message))
+        return app
+
+    message = Message(RecordDict({"arrays": zeros(4)}), 1, kind)
+    with pytest.raises(ValueError, match=f"declined: message type '{kind}': its reply would not be private"):
+        app_of(ClientPolicy())(message, context_of())
+    reply = app_of(ClientPolicy(allow_metrics=True))(message, context_of())
+    assert reply.content["metrics"]["accuracy"] == 0.5
+
+
+def test_properties_and_first_weights_of_a_numpy_client_do_not_leave() -> None:
+    class Open(NumPyClient):
+        def get_properties(self, config: Any) -> Any:
+            return {"patient": "Jane Doe"}
+
+        def get_parameters(self, config: Any) -> Any:
+            return [np.ones(4)]
+
+    app = ClientApp(client_fn=lambda context: Open().to_client(), mods=[privacy_mod(name="a")])
+    assert told(app(properties(), context_of()))["clients"] == ["a"]
+    message = Message(RecordDict({"getparametersins.config": ConfigRecord({})}), 1, "get_parameters")
+    with pytest.raises(ValueError, match="its reply would not be private"):
+        app(message, context_of())
+
+
+# The account
+
+
+def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budget_is_spent() -> None:
+    context, seen = context_of(), []
+
+    def train(message: Message) -> Message:
+        seen.append(Account(context.state).replies("a"))
+        return Message(RecordDict({"arrays": zeros(4)}), reply_to=message)
+
+    for number in range(5):  # a new app and mod for every message; the state is the node's
+        app = replying(train)(privacy_mod(name="a", terms=NBAFL))
+        _, answer = ask(app, local_instruction(server_round=number + 1), zeros(4), context=context)
+        assert bool(answer.refused) == (number >= 3)
+    assert seen == [1, 2, 3]
+    assert answer.refused == {"a": "its budget is spent: num_replies=3, all of them sent"}
+
+
+def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    LedgerFile.create(path, ["a"])
+    app = replying(lambda message: Message(RecordDict({"arrays": zeros(4)}), reply_to=message))(privacy_mod(name="a", terms=NBAFL))
+    refused = []
+    for _ in range(5):  # a run of its own each, as after a restart
+        context = context_of()
+        context.node_config["ledger-path"] = str(path)
+        refused.append(bool(ask(app, local_instruction(), zeros(4), context=context)[1].refused))
+    assert refused == [False, False, False, True, True]
+
+
+def test_an_app_that_fails_has_been_charged() -> None:
+    context = context_of()
+    ask(failing("raises")(privacy_mod(name="a", terms=NBAFL)), local_instruction(), zeros(4), context=context)
+    assert Account(context.state).replies("a") == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("way", ["cleared", "replaced", "forged"])
+def test_an_app_that_overwrites_the_state_does_not_lose_the_account(way: str, fails: bool, caplog: Any) -> None:
+    context = context_of()
+
+    def train(message: Message) -> Message:
+        if way == "cleared":
+            context.state.clear()
+        elif way == "replaced":
+            context.state = RecordDict({"own": ConfigRecord({"x": 1})})
+        else:
+            context.state[KEY] = ConfigRecord({"clients": ["a"], "replies": [0], "terms": [NBAFL.terms().text]})
+        if fails:
+            raise RuntimeError
+        return Message(RecordDict({"arrays": zeros(4)}), reply_to=message)
+
+    for number in range(4):
+        app = replying(train)(privacy_mod(name="a", terms=NBAFL))
+        _, answer = ask(app, local_instruction(server_round=number + 1), zeros(4), context=context)
+    assert answer.refused["a"].startswith("its budget is spent")
+    assert Account(context.state).replies("a") == 3
+    assert "it was put back" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "server", "reason"),
+    [
+        ({}, {"clip_norm": 1.6}, "clip_norm=1.6: this client's own is 1.5"),
+        ({}, {"num_replies": 2}, "the server's terms"),
+        ({"epsilon": 0.9}, {}, "noise_multiplier="),
+        ({"num_records": 7}, {}, "min_records=8: this client has only 7"),
+    ],
+)
+def test_a_client_whose_terms_the_server_misstates_does_not_reply_and_pays_nothing(own: Any, server: Any, reason: str) -> None:
+    context = context_of()
+    app = replying(lambda message: pytest.fail("the app was called"))
+    mod = privacy_mod(name="a", terms=lambda context: replace(NBAFL, **own))
+    _, answer = ask(app(mod), local_instruction(replace(NBAFL, **server)), zeros(4), context=context)
+    assert reason in answer.refused["a"]
+    assert Account(context.state).replies("a") == 0
+
+
+def test_noise_of_a_client_with_more_than_the_server_states_is_its_own() -> None:
+    app = added(0.0)(privacy_mod(name="a", terms=replace(NBAFL, epsilon=0.4), noise_seed=2))
+    row, answer = ask(app, local_instruction(), zeros())
+    assert answer.refused == {}
+    assert_noise(row, 2 * NBAFL.terms().release.noise_scale)
+
+
+# Without torch
+
+WITHOUT_TORCH = """
+import sys
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+from flower_dp import wire
+from flower_dp.clients import ClientPolicy, NbAFLTerms, privacy_mod
+TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+app = ClientApp(mods=[privacy_mod(name="a", policy=ClientPolicy(min_noise_std=0.1))])
+@app.train()
+def train(message, context):
+    return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+model = ArrayRecord({"w": Array(np.zeros(4))})
+order = {"placement": "distributed", "noise_std": 0.5, "keep_ratio": 0.5}
+words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": 1.0}
+message = wire.train_message(1, wire.MESSAGE_API, model, {}, wire.Instruction(**words, order=order))
+context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+print(wire.answer_of(app(message, context).content, ("a",)).refused, "torch" in sys.modules)
+try:
+    from flower_dp.clients import DPClient
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_device_needs_no_torch() -> None:
+    done = without(["torch", "opacus"], WITHOUT_TORCH)
+    assert done.stderr == ""
+    needs = "DPClient needs torch: pip install 'flower-dp[torch]'; privacy_mod works without it"
+    assert done.stdout.splitlines() == ["{} False", needs]
+
+
+def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
+    import flower_dp.clients
+
+    for name in flower_dp.clients.__all__:
+        assert name in dir(flower_dp.clients)
+        assert getattr(flower_dp.clients, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'DPClients'"):
+        _ = flower_dp.clients.DPClients
+
+
+def test_orders_of_these_tests_are_what_servers_send() -> None:
+    """The second source: the dataclasses that the strategies fill in."""
+    assert ClientLevelOrder.of(CENTRAL).placement == "central"
+    assert FedSMPOrder.of(INSTRUCTIONS["fed-smp"]) == SMP
+    assert compression.num_kept(SMP.keep_ratio, 500) == 150
+
+
+# The ledger of the device's owner
+
+
+def test_a_client_without_terms_refuses_a_ledger() -> None:
+    app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a"))
+    with pytest.raises(ValueError, match=r"ledger-path='l\.json': a client without terms of its own keeps no account"):
+        ask(app, instruction_of(), zeros(), context=context_of(**{LEDGER_PATH: "l.json"}))

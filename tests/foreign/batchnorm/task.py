@@ -1,0 +1,17 @@
+import torch
+from torch import nn
+
+from flower_dp.clients import fix_batchnorm
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    )
+    return fix_batchnorm(model)
+
+
+def load_data(partition):
+    rng = torch.Generator().manual_seed(partition)
+    return torch.randn(12, 1, 6, 6, generator=rng), torch.randint(0, 2, (12,), generator=rng)

@@ -1,0 +1,18 @@
+import json
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp
+
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=0.31, sampling=FullSampling(), num_clients=4, delta=1e-3)
+    result = strategy.start(grid, ArrayRecord([np.zeros((3, 4)), np.zeros(3)]), num_rounds=2)
+    with open("weights.json", "w") as file:
+        json.dump([array.tolist() for array in result.arrays.to_numpy_ndarrays()], file)

@@ -1,0 +1,105 @@
+"""Apps of other people's shapes, each with stock Flower and with the few changed lines that docs/your-own-app.md names."""
+
+import difflib
+import importlib
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+
+from flower_dp.running.workplace import furnished
+from tests.grids import LocalGrid
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parents[1] / "docs" / "your-own-app.md"
+# What an app leaves in its working directory.
+LEAVES = {
+    "pytorch": "final_model.pt",
+    "sklearn": "weights.json",
+    "own-start": "results.json",
+    "batchnorm": "final_model.pt",
+    "buffers": "final_model.pt",
+    "server-fn": None,
+}
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """Run an app on a grid in this process, where `flower-dp run` would run it; return the grid."""
+
+    def run(shape, *, stock):
+        folder, room = HERE / shape, tmp_path / ("stock" if stock else "private")
+        room.mkdir()
+        (room / "code").mkdir()
+        for file in folder.glob("*.py"):
+            if not file.name.startswith("stock_"):
+                (room / "code" / file.name).write_text(file.read_text())
+        for file in folder.glob("stock_*.py") if stock else ():
+            (room / "code" / file.name.removeprefix("stock_")).write_text(file.read_text())
+        (room / "run").mkdir()
+        monkeypatch.setattr(sys, "path", [str(room / "code"), *sys.path])
+        for name in ("task", "client_app", "server_app"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        with furnished(room / "run", folder):
+            monkeypatch.chdir(room / "run")
+            client, server = (importlib.import_module(name).app for name in ("client_app", "server_app"))
+            grid = LocalGrid(client, 4)
+            server(grid, Context(1, 1, {}, RecordDict(), {"num-server-rounds": 2, "output-dir": "mine"}))
+            monkeypatch.chdir(tmp_path)
+        if LEAVES[shape]:
+            assert [path.name for path in (room / "run").iterdir()] == [LEAVES[shape]]
+        return grid
+
+    yield run
+    for name in ("task", "client_app", "server_app"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("shape", LEAVES)
+def test_an_app_runs_with_stock_flower_and_with_the_change(shape, play, caplog):
+    if shape != "server-fn":  # Flower's old loop waits for nodes in a thread of its own
+        play(shape, stock=True)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        grid = play(shape, stock=False)
+    trained = [message for message in grid.received if not message.has_error()]
+    assert len(trained) == len(grid.received) >= 4
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    said = [record.getMessage() for record in caplog.records]
+    if shape != "own-start":  # whose loop tells of its own results
+        assert sum(line.startswith("Privacy statement: ") for line in said) == 1
+
+
+def test_a_model_with_batchnorm_is_refused_with_the_layer_and_what_to_do(play, monkeypatch):
+    from flower_dp.clients import fixes
+
+    monkeypatch.setattr("flower_dp.clients.fix_batchnorm", lambda model: model)
+    assert fixes.fix_batchnorm is not None
+    with pytest.raises(ValueError, match=r"layer '1': '1.running_mean' holds batch statistics.*GroupNorm"):
+        play("batchnorm", stock=False)
+
+
+def changed_lines(shape):
+    """Lines that the private version of an app has and the stock version has not."""
+    count = 0
+    for stock in (HERE / shape).glob("stock_*.py"):
+        private = stock.with_name(stock.name.removeprefix("stock_"))
+        texts = [file.read_text().splitlines() for file in (stock, private)]
+        count += sum(line.startswith("+ ") and bool(line[2:].strip()) for line in difflib.ndiff(*texts))
+    return count
+
+
+def test_the_docs_tell_how_many_lines_change():
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \|.*\| (\d+) \|$", DOCS.read_text(), re.MULTILINE))
+    assert rows == {shape: str(changed_lines(shape)) for shape in LEAVES}
+
+
+def test_a_final_model_is_what_the_private_run_made(play, tmp_path):
+    play("pytorch", stock=False)
+    made = torch.load(tmp_path / "private" / "run" / "final_model.pt")
+    assert [tuple(value.shape) for value in made.values()] == [(8, 4), (8,), (3, 8), (3,)]
+    assert all(value.isfinite().all() for value in made.values())

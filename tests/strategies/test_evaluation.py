@@ -1,0 +1,306 @@
+"""Private evaluation: right values, right noise, charged before it leaves, nothing raw. Expected values by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from flower_dp import wire
+from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy import accounting
+from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+
+WORDS = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 40, "delta": 1e-3}
+SHARES = {node: node / 40 for node in range(1, 41)}  # the accuracy of every client
+
+
+def evaluation(**words):
+    return PrivateEvaluation(**{"noise_multiplier": 0.5, "sampling": FullSampling(), "metrics": {"loss": 4.0, "acc": 1.0}} | words)
+
+
+def metrics_of(node):
+    return {"loss": 8.0 if node % 2 else 1.0, "acc": SHARES[node]}  # half of the losses are clipped to 4
+
+
+def stock(metrics=metrics_of):
+    """A Message-API app with an evaluate function of its own."""
+    app = stock_app(shifted(lambda node: 0.0))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        told = MetricRecord({"num-examples": 7, **metrics(context.node_id)})
+        return Message(RecordDict({"metrics": told}), reply_to=message)
+
+    return app
+
+
+class StockNumPyClient(NumPyClient):
+    def __init__(self, node):
+        self.node = node
+
+    def fit(self, parameters, config):
+        return parameters, 1, {}
+
+    def evaluate(self, parameters, config):
+        told = metrics_of(self.node)
+        return told.pop("loss"), 7, told
+
+
+def own(context, *, clients_per_node=1, **words):
+    """Clients whose model says class 0 for every record; client i has i of 40 records of that class."""
+    first = (context.node_id - 1) * clients_per_node
+    records = {
+        f"c{number:02}": TensorRecords(
+            inputs=torch.ones(40, 2), targets=torch.cat([torch.zeros(number), torch.ones(40 - number)]).long()
+        )
+        for number in range(first + 1, first + 1 + clients_per_node)
+    }
+    return DPClient(model=nn.Linear(2, 2), clients=records, training=LocalTraining(learning_rate=1e-9), **words)
+
+
+def flat():
+    return arrays(weight=np.array([[1, 1], [0, 0]], np.float32), bias=np.zeros(2, np.float32))
+
+
+APPS = {
+    "stock Message API": (stock(), 40, "acc"),
+    "stock NumPyClient": (ClientApp(client_fn=lambda context: StockNumPyClient(context.node_id).to_client()), 40, "acc"),
+    "ours": (client_app(own), 40, "accuracy"),
+    "ours, NumPyClient": (ClientApp(client_fn=lambda context: own(context).to_client()), 40, "accuracy"),
+    "ours, 10 a node": (client_app(lambda context: own(context, clients_per_node=10)), 4, "accuracy"),
+}
+
+
+def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, words=(), **plan):
+    bounds = {"loss": 4.0, metric: 1.0}
+    strategy = strategy_class(**WORDS | dict(words), evaluation=evaluation(**{"metrics": bounds} | plan))
+    grid = LocalGrid(app, nodes)
+    result = strategy.start(grid, flat(), num_rounds=num_rounds)
+    return strategy, grid, result
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_values_are_those_of_the_clients(name):
+    app, nodes, metric = APPS[name]
+    _, _, result = run(app, nodes, metric, words={"noise_multiplier": 1e-9}, noise_multiplier=1e-6)
+    told = dict(result.evaluate_metrics_clientapp[1])
+    assert told[metric] == pytest.approx(20.5 / 40, abs=1e-3)
+    loss = 2.5 if "stock" in name else None  # 1 and, clipped, 4
+    if loss is None:  # logits (2, 0): log(1 + e^-2) for class 0, that and 2 for class 1
+        loss = math.log1p(math.exp(-2)) + 2 * (1 - 20.5 / 40)
+    assert told["loss"] == pytest.approx(loss, rel=1e-3)
+    # sqrt(v (1 - v) / 40), of which the noise is no part here
+    assert told[f"{metric}-standard-error"] == pytest.approx(math.sqrt(0.5125 * 0.4875 / 40), rel=1e-3)
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement):
+    """6,400 entries of noised vectors: their std is 2.5 % off with probability 0.005; seeds are fixed."""
+    bounds = {f"metric {number}": 1.0 for number in range(15)}
+    words = WORDS | {"num_clients": 4, "noise_seed": 1}
+    strategy = DPFedSAM(**words, placement=placement, evaluation=evaluation(metrics=bounds))
+    grid = LocalGrid(
+        client_app(
+            lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: dict.fromkeys(bounds, 0.5))
+        ),
+        1,
+    )
+    roster, evaluator = strategy._call_roll(grid), strategy._evaluator
+    asked = roster.by_node(np.arange(4))
+    noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
+    draws = []
+    for server_round in range(1, 401):
+        collected = evaluator.collect(grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked)))
+        sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", server_round)) * 4
+        draws.append(sums - noiseless)
+    std = np.std(draws)
+    assert {factor: bool(abs(std / (0.5 * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)} == {
+        0.95: False,
+        1.0: True,
+        1.05: False,
+    }
+    assert abs(np.mean(draws)) < 5 * 0.5 / math.sqrt(6400)
+
+
+def test_no_value_before_the_noise_is_told_anywhere(caplog):
+    with caplog.at_level("DEBUG", "flwr"):
+        strategy, _, result = run(*APPS["ours"], noise_multiplier=0.5)
+    told = dict(result.evaluate_metrics_clientapp[1])
+    assert set(told) == {"loss", "loss-standard-error", "accuracy", "accuracy-standard-error"}
+    assert told["accuracy"] != pytest.approx(20.5 / 40, abs=1e-9)
+    assert "0.5125" not in caplog.text + str(strategy.statement)
+
+
+def test_a_clients_vector_is_never_longer_than_one():
+    order = wire.EvaluationOrder(placement="central", bounds={"a": 1.0, "b": 0.5})
+    for told in ({"a": 1e300, "b": math.inf}, {"a": math.nan, "b": -5.0}, {"a": 1, "b": 0.5}):
+        assert np.linalg.norm(order.vector(told)) <= 1 + 1e-12
+    assert order.vector({"a": math.nan, "b": -5.0}) == pytest.approx(np.array([1, 0, 1]) / math.sqrt(3))
+
+
+@pytest.mark.parametrize("total", [[1e9, 0.0, 0.0], [math.nan, 0, 0], [0.1, 0.1], ["a", 0, 0], None, [10**400, 0, 0]])
+def test_lying_nodes_are_clipped_or_refused(total):
+    app = client_app(own)
+
+    def lie(node, message):
+        text = f'{{"protocol":{wire.PROTOCOL},"refused":{{}},"total":{repr(total).replace("None", "null")},"seeded_noise":false}}'
+        return text.replace("nan", "NaN").replace("'", '"')
+
+    class Lying(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            for reply in super().send_and_receive(messages, timeout=timeout):
+                if reply.metadata.message_type == "evaluate" and reply.metadata.src_node_id == 1:
+                    reply.content.config_records[wire.KEY][wire.KEY] = lie(1, reply)
+                yield reply
+
+    words = WORDS | {"noise_multiplier": 1e-9}
+    strategy = DPFedAvg(**words, evaluation=evaluation(noise_multiplier=1e-6, metrics={"loss": 4.0, "accuracy": 1.0}))
+    result = strategy.start(Lying(app, 40), flat(), num_rounds=1)
+    others = sum(SHARES[node] for node in range(2, 41))
+    told = result.evaluate_metrics_clientapp[1]["accuracy"]
+    # One client in 40 changes sums of vectors by 1 at most: sqrt(3) in units of the metrics.
+    assert others / (39 + math.sqrt(3)) - 1e-3 <= told <= others / 39 + 1e-3
+
+
+# cost
+
+
+def test_it_is_charged_before_a_message_leaves_and_to_both_ledgers():
+    strategy = DPFedAvg(**WORDS, evaluation=evaluation(metrics={"accuracy": 1.0, "loss": 4.0}))
+    seen = []
+
+    class Watching(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            out = list(messages)
+            kinds = {message.metadata.message_type for message in out}
+            seen.append((kinds, strategy.rules.ledger.num_charges, strategy.rules.outside_ledger.num_charges))
+            return super().send_and_receive(out, timeout=timeout)
+
+    strategy.start(Watching(client_app(own), 40), flat(), num_rounds=2)
+    assert [charges for kinds, *charges in seen if kinds == {"evaluate"}] == [[2, 2], [4, 4]]
+
+
+def test_epsilon_is_that_of_training_and_evaluations_together():
+    poisson = PoissonSampling(sampling_rate=0.5)
+    strategy, _, _ = run(
+        *APPS["ours"], num_rounds=5, words={"sampling": poisson}, sampling=PoissonSampling(sampling_rate=0.25), every=2
+    )
+    training = SelfComposedDpEvent(PoissonSampledDpEvent(0.5, GaussianDpEvent(1.0)), 5)
+    evaluations = SelfComposedDpEvent(PoissonSampledDpEvent(0.25, GaussianDpEvent(0.5)), 2)
+
+    def cost(*events):
+        return accounting.epsilon(ComposedDpEvent(list(events)), delta=1e-3, relation="add-or-remove-one").epsilon
+
+    statement = strategy.statement
+    assert statement.epsilon == pytest.approx(cost(training, evaluations))
+    assert statement.parts == pytest.approx({"training": cost(training), "evaluation": cost(evaluations)})
+    assert statement.num_rounds == 5
+    assert "Each part alone: training " in str(statement)
+    assert strategy.epsilon >= statement.epsilon - 1e-6
+    assert not statement.paper.valid
+
+
+def test_a_target_counts_evaluations():
+    words = {"target_epsilon": 9.0}
+    plain = DPFedAvg(**WORDS | words)
+    plain.start(LocalGrid(client_app(own), 40), flat(), num_rounds=20)
+    strategy, _, _ = run(*APPS["ours"], num_rounds=20, words=words, noise_multiplier=2.0)
+    assert 0 < len(strategy.rounds) < len(plain.rounds)
+    assert strategy.statement.epsilon <= 9.0
+
+
+def test_asking_again_in_a_round_is_neither_charged_nor_answered():
+    strategy = DPFedAvg(**WORDS, evaluation=evaluation(metrics={"accuracy": 1.0}))
+    grid = LocalGrid(client_app(own), 40)
+    strategy.plan(3)
+    messages = strategy.configure_train(1, flat(), {}, grid)
+    strategy.aggregate_train(1, grid.send_and_receive(messages))
+    first = strategy.configure_evaluate(1, flat(), {}, grid)
+    assert len(first) == 40
+    charges = strategy.rules.ledger.num_charges
+    assert strategy.configure_evaluate(1, flat(), {}, grid) == []
+    assert strategy.configure_evaluate(7, flat(), {}, grid) == []
+    assert strategy.rules.ledger.num_charges == charges
+    replies = list(grid.send_and_receive(first))
+    assert strategy.aggregate_evaluate(1, replies) is not None
+    assert strategy.aggregate_evaluate(1, replies) is None
+
+
+def test_a_second_run_starts_with_an_empty_ledger():
+    strategy, grid, _ = run(*APPS["ours"])
+    once = strategy.statement.epsilon
+    strategy.start(grid, flat(), num_rounds=1)
+    assert strategy.statement.epsilon == once
+
+
+# refusals
+
+
+def test_too_few_clients_for_the_noise_give_no_value():
+    _, _, result = run(*APPS["ours"], noise_multiplier=100.0)
+    assert 1 not in result.evaluate_metrics_clientapp or result.evaluate_metrics_clientapp[1]["accuracy-standard-error"] > 0.1
+
+
+def test_methods_with_ledgers_of_single_clients_refuse_it():
+    with pytest.raises(ValueError, match="evaluation: NbAFL protects single records"):
+        NbAFL(
+            num_clients=10, num_records=9, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, evaluation=evaluation()
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1"),
+        ({"every": 0}, "every=0"),
+        ({"metrics": {}}, "bounds="),
+        ({"metrics": {"loss": 0.0}}, "bounds\\['loss'\\]=0"),
+        ({"metrics": {"loss": math.inf}}, "bounds\\['loss'\\]=inf"),
+        ({"sampling": "full"}, "sampling='full'"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(words, match):
+    with pytest.raises(ValueError, match=match):
+        evaluation(**words)
+
+
+def test_a_devices_policy_is_asked():
+    def insisting(context):
+        return own(context, policy=ClientPolicy(min_evaluation_noise_multiplier=1.0))
+
+    strategy, _, result = run(client_app(insisting), 40, "accuracy")
+    assert not result.evaluate_metrics_clientapp
+    _, _, result = run(client_app(insisting), 40, "accuracy", noise_multiplier=1.0)
+    assert result.evaluate_metrics_clientapp
+
+
+def test_a_device_that_insists_on_its_own_noise_does_not_evaluate_without_it():
+    client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}), policy=ClientPolicy(min_noise_std=0.1))
+    order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}
+    instruction = wire.Instruction(
+        server_round=1, method=wire.EVALUATION, clients=("c01",), clip_norm=1.0, noise_multiplier=1.0, order=order
+    )
+    with pytest.raises(ValueError, match="declined: noise_std=0 of an evaluation"):
+        client.evaluation({}, {wire.KEY: instruction.to_json()})
+
+
+def test_an_evaluation_is_never_answered_as_training_nor_training_as_evaluation():
+    client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}))
+    order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}
+    words = {"server_round": 1, "clients": ("c01",), "clip_norm": 1.0, "noise_multiplier": 1.0}
+    as_training = wire.Instruction(method=wire.EVALUATION, order=order, **words)
+    with pytest.raises(ValueError, match="declined: method='private-evaluation'"):
+        client.answer({}, {wire.KEY: as_training.to_json()})
+    order = {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0}
+    as_evaluation = wire.Instruction(method="dp-fedavg", order=order, **words)
+    with pytest.raises(ValueError, match="declined: method='dp-fedavg'"):
+        client.evaluation({}, {wire.KEY: as_evaluation.to_json()})
