@@ -15,14 +15,11 @@ import json
 import statistics
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from points import LocalGrid, Run, app, config_of, make, model_arrays, quiet, table, test
-from points import _sizes as sizes
+from points import LocalGrid, Run, app, config_of, model_arrays, quiet, records, table, test
 
 # The app's own: the preset's table is not read by the other method.
 DEFAULTS = {
@@ -66,15 +63,16 @@ def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -
     }
     config = config_of("mnist-scaffold-not-private", settings)
     run = Run.of(config)
-    model = make("logistic", seed=seed)
-    strategy = run.strategy(partial(sizes, config))
+    dealt, model = records.deal(records.config_of(config)), run.model()
+    public = records.records_to_test_with(run, records.config_of(config))
+    strategy = run.strategy(lambda: {name: len(own) for name, own in dealt.clients.items()})
     strategy.noise_seed = seed  # draws cohorts; there is no noise
     reached: list[int] = []
 
     def look(server_round: int, arrays: Any) -> None:
         if server_round == 0:
             return
-        _, accuracy = test(model, arrays, options.data_dir)
+        _, accuracy = test(run, model, arrays, public)
         if accuracy >= TARGET:
             reached.append(server_round)
         if reached[-STAYS:] == list(range(server_round - STAYS + 1, server_round + 1)):
@@ -111,7 +109,6 @@ def main() -> None:
     parser.add_argument("--local-steps", type=int, nargs="+", default=[10])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    np.seterr(all="warn")
     quiet()
     rows, results = [], []
     for steps in options.local_steps:

@@ -271,7 +271,7 @@ def test_a_run_without_privacy_may_choose_by_size() -> None:
     np.testing.assert_allclose(total, [0.5, 0, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("placement", "words"), [("central", "must be 0 and 1"), ("distributed", "does not go with")])
+@pytest.mark.parametrize(("placement", "words"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
 @pytest.mark.parametrize("noise_multiplier", [1.0, 1e-9])
 def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, words: str, noise_multiplier: float) -> None:
     """A server that asks for it gets nothing."""
