@@ -54,6 +54,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             client = client_fn(context)
         except Exception as error:
             raise RuntimeError(_failure(error)) from None
+        client.attach(context.state, context.node_config.get(LEDGER_PATH))
         answer = client.evaluation(*_trained(message))
         return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
 

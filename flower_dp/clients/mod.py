@@ -186,6 +186,8 @@ class _Client:
         refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
         if self.terms is not None:
             return self._local_work(instruction, train, context, refused)
+        if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
+            raise ValueError(f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting")
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []

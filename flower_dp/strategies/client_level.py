@@ -249,6 +249,15 @@ class ClientLevelRules:
         return self.release.sampler.secret_size and not self.cohort_shows
 
     @property
+    def open_population(self) -> bool:
+        """Whether clients that come later may take part.
+
+        Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
+        round robin would another number change whose turn it is.
+        """
+        return not isinstance(self.release.sampler, RoundRobinSampling)
+
+    @property
     def outside(self) -> Release:
         """The release as those who are no clients see it: with all its noise."""
         release = self.release
@@ -327,7 +336,7 @@ class ClientLevelRules:
         if self.cohort_shows:
             return 0.0
         shares = self._most_shares()
-        return self.release.noise_scale * math.sqrt((shares - heard) / shares)
+        return self.release.noise_scale * math.sqrt(max(0, shares - heard) / shares)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.

@@ -31,6 +31,7 @@ class FedSGDDPCRules:
     name = "fedsgd-dpc"
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,

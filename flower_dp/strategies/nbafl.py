@@ -32,6 +32,7 @@ class NbAFLRules:
     title = "NbAFL"
     stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,

@@ -148,6 +148,7 @@ class Rules(Protocol):
         delta: the delta at which epsilon is stated.
         clip_norm: norm bound of what every client sends.
         secret_cohort: whether the epsilon counts on nobody knowing how many clients take part in a round.
+        open_population: whether clients beyond those of the first roll call may take part.
     """
 
     @property
@@ -166,6 +167,8 @@ class Rules(Protocol):
     def clip_norm(self) -> float: ...  # noqa: D102
     @property
     def secret_cohort(self) -> bool: ...  # noqa: D102
+    @property
+    def open_population(self) -> bool: ...  # noqa: D102
 
     # The run
 

@@ -24,7 +24,7 @@ from flower_dp.strategies.evaluation import Evaluator
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
-from flower_dp.strategies.roster import Roster, call_roll
+from flower_dp.strategies.roster import Register, Roster
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -93,7 +93,7 @@ class DPStrategy(Strategy):
         self.missing = Missing()
         self.seeded_noise = self.noise_seed is not None
         self._refusal = "no reply"
-        self._roster: Roster | None = None
+        self._register: Register | None = None
         self._round: Round | None = None
         self._sent: list[Message] = []
         self._looked = False
@@ -303,7 +303,7 @@ class DPStrategy(Strategy):
             return []
         roster = self._call_roll(grid)
         rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, self.num_clients, rng))
+        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, len(roster.names), rng))
         evaluator.rules.charge(server_round, tuple(name for names in asked.values() for name in names))
         return evaluator.messages(server_round, roster, arrays, config, asked)
 
@@ -348,14 +348,23 @@ class DPStrategy(Strategy):
         return Evaluator(plan, self.rules)
 
     def _call_roll(self, grid: Grid) -> Roster:
-        """Return the roster, made once a run."""
-        if self._roster is None:
-            roster = call_roll(grid, self.num_clients, timeout=self.registration_timeout)
+        """Return the roster of now: nodes may have joined, left or come back since the last round."""
+        first = self._register is None
+        if self._register is None:
+            rules = self.rules
+            self._register = Register(
+                rules.num_clients,
+                timeout=self.registration_timeout,
+                newcomers=rules.open_population,
+                unfit=lambda methods: self._unfit(methods),
+            )
+        roster = self._register.roster(grid)
+        if first:
             if reason := self._fits(roster):
+                self._register = None
                 raise ValueError(reason)
             self.rules.open(roster.names)
-            self._roster = roster
-        return self._roster
+        return roster
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
         self.missing += collected.missing
@@ -423,17 +432,21 @@ class DPStrategy(Strategy):
         rules = self.rules
         if not roster.hosting:
             return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
-        if rules.name not in roster.methods:
-            runs = ", ".join(sorted(roster.methods)) or "no common method"
-            return f"{rules.title}: clients must run {rules.name!r}; these run {runs}"
-        if self._evaluator is not None and wire.EVALUATION not in roster.methods:
+        return self._unfit(roster.methods)
+
+    def _unfit(self, methods: frozenset[str]) -> str | None:
+        """Return why clients that run these methods can't take part, None if they can."""
+        if self.rules.name not in methods:
+            runs = ", ".join(sorted(methods)) or "no common method"
+            return f"{self.rules.title}: clients must run {self.rules.name!r}; these run {runs}"
+        if self._evaluator is not None and wire.EVALUATION not in methods:
             return f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient"
         return None
 
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
         """Return the indices of the clients that are asked in a round."""
         rng = self._generator("cohort", server_round)
-        return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
+        return self.rules.able(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
 
     def _instruction(
         self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()

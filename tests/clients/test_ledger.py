@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, client_app, model_arrays
@@ -161,6 +161,18 @@ def test_a_client_without_an_account_refuses_a_ledger():
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
     with pytest.raises(RuntimeError, match="ledger-path='ledger.json': DPClient keeps no account, and would send without counting"):
         start(strategy, grid, 1)
+
+
+def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
+    def client_fn(context):
+        training = LocalTraining(learning_rate=0.1)
+        return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
+
+    grid = LocalGrid(client_app(client_fn), 1)
+    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
+    message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
+    (reply,) = grid.send_and_receive([message])
+    assert "ledger-path='ledger.json': DPClient keeps no account" in reply.error.reason
 
 
 @pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.json"}, {"c0": None}])

@@ -32,7 +32,7 @@ from flower_dp.clients import (
     client_app,
     privacy_mod,
 )
-from flower_dp.clients.account import KEY, Account
+from flower_dp.clients.account import KEY, LEDGER_PATH, Account
 from flower_dp.core import compression
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
@@ -814,3 +814,12 @@ def test_orders_of_these_tests_are_what_servers_send() -> None:
     assert ClientLevelOrder.of(CENTRAL).placement == "central"
     assert FedSMPOrder.of(INSTRUCTIONS["fed-smp"]) == SMP
     assert compression.num_kept(SMP.keep_ratio, 500) == 150
+
+
+# The ledger of the device's owner
+
+
+def test_a_client_without_terms_refuses_a_ledger() -> None:
+    app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a"))
+    with pytest.raises(ValueError, match=r"ledger-path='l\.json': a client without terms of its own keeps no account"):
+        ask(app, instruction_of(), zeros(), context=context_of(**{LEDGER_PATH: "l.json"}))
