@@ -1,7 +1,7 @@
 """Parts that several methods make of the common settings."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies.client_level import ClientLevelRules
 
+N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
 # Clients below which num_clients^-1.1 is no delta that anybody would choose.
@@ -37,6 +38,25 @@ def sampler_of(settings: Settings, *samplings: str) -> Sampler:
 def cohort_size_of(settings: Settings) -> int:
     """Return the size of a cohort that has a fixed one."""
     return checks.integer("cohort-size", settings.cohort_size, at_least=1, at_most=settings.num_clients)
+
+
+def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str, N]:
+    """Return every client's number by name: those of a text with commas between them, of the kind of the default, or the default.
+
+    Raises:
+        ValueError: if a value is no such number, or their count isn't the number of clients.
+    """
+    names, kind = settings.client_names(), type(default)
+    if not text:
+        return dict.fromkeys(names, default)
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{key}={text!r}: must be {what} with commas between them") from None
+    if len(values) != len(names):
+        raise ValueError(f"{key}: has {len(values)} numbers; num-clients={len(names)} needs one for each")
+    return dict(zip(names, values, strict=True))
 
 
 def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining:

@@ -1,8 +1,8 @@
-"""Do the results of the two papers with local noise reproduce? FedSGD-DPC (Laplace) and NbAFL on real MNIST, over seeds.
+"""Do the results of papers with local noise reproduce? FedSGD-DPC (Laplace) and NbAFL on MNIST, DP-PASGD on Adult and Vehicle.
 
-    python benchmarks/papers.py [fedsgd-dpc] [nbafl] [--seeds N] [--data-dir DIR] [--json FILE] [--most-replies N] [--trial]
+    python benchmarks/papers.py [PAPER ...] [--seeds N] [--data-dir DIR] [--json FILE] [--most-replies N] [--trial]
 
-One process, one torch thread, some 15 minutes with 5 seeds and the full MNIST. Prints a Markdown table a paper: test loss and
+One process, one torch thread, some 30 minutes with 5 seeds and the full MNIST. Prints a Markdown table a paper: test loss and
 accuracy at the end, mean ± standard deviation over the seeds, and differences of loss seed by seed, mean ± standard error (and in
 how many seeds they are above 0). Noise is the operating system's, as in any private run: another run gives other digits.
 """
@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import flwr
+import paper_dp_pasgd
 import paper_fedsgd_dpc
 import paper_nbafl
 import torch
-from points import Measured, measure, quiet
+from points import Measured, measure, quiet, remember_costs, table
 
 from apps.tasks import load_task
 from flower_dp.planning.fedsgd_dpc import plan
 
 
-def run_fedsgd_dpc(options: argparse.Namespace, train_records: int) -> dict[str, Any]:
+def run_fedsgd_dpc(options: argparse.Namespace) -> dict[str, Any]:
     """Plan, run, print, and return what goes into the JSON file."""
+    train_records = _digits(options)
     num_records = 40 if options.trial else min(1000, train_records // paper_fedsgd_dpc.NUM_CLIENTS)
     constants = paper_fedsgd_dpc.constants_of_table()
     print(f"\n## FedSGD-DPC, Laplace, {num_records} records a client\n")
@@ -63,8 +65,9 @@ def run_fedsgd_dpc(options: argparse.Namespace, train_records: int) -> dict[str,
     }
 
 
-def run_nbafl(options: argparse.Namespace, train_records: int) -> dict[str, Any]:
+def run_nbafl(options: argparse.Namespace) -> dict[str, Any]:
     """Run, print, and return what goes into the JSON file."""
+    train_records = _digits(options)
     num_records = min(100, train_records // max(paper_nbafl.CLIENTS))
     points = paper_nbafl.points(num_records, 0.1 if options.trial else 1.0)
     results = [measure(point, options.seeds, options.data_dir) for point in points]
@@ -72,6 +75,24 @@ def run_nbafl(options: argparse.Namespace, train_records: int) -> dict[str, Any]
     lines = paper_nbafl.verdicts(results)
     print("\n".join(lines))
     return {"verdicts": lines, "points": _plain(results)}
+
+
+def run_dp_pasgd(options: argparse.Namespace) -> dict[str, Any]:
+    """Run, plan, print, and return what goes into the JSON file."""
+    points = paper_dp_pasgd.points(options.data_dir)
+    results = [measure(point, options.seeds, options.data_dir) for point in points]
+    planned = paper_dp_pasgd.plans(options.data_dir)
+    print(f"\n## DP-PASGD\n\n{paper_dp_pasgd.report(results)}\n\n{table(planned)}\n")
+    lines = paper_dp_pasgd.verdicts(results)
+    print("\n".join(lines))
+    return {"verdicts": lines, "planned": planned, "points": _plain(results)}
+
+
+def _digits(options: argparse.Namespace) -> int:
+    """Print how many digits of MNIST there are; return the number to train on."""
+    task = load_task("mnist", options.data_dir)
+    print(f"data: {len(task.train_labels)} training and {len(task.test_labels)} test records of MNIST")
+    return len(task.train_labels)
 
 
 def _plain(results: list[Measured]) -> list[dict[str, Any]]:
@@ -83,32 +104,31 @@ def _plain(results: list[Measured]) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the papers asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("papers", nargs="*", metavar="PAPER", help="fedsgd-dpc, nbafl; both by default")
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help="fedsgd-dpc, nbafl, dp-pasgd; all by default")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--data-dir", default="", help="folder of the full MNIST; the embedded digits by default")
+    parser.add_argument("--data-dir", default="", help="folder of MNIST (by default the embedded digits), Adult, Vehicle")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--most-replies", type=int, default=500, help="FedSGD-DPC: leave out points with more replies in a run")
     parser.add_argument("--trial", action="store_true", help="small sizes, to see that the program works")
     options = parser.parse_args()
-    jobs = {"fedsgd-dpc": run_fedsgd_dpc, "nbafl": run_nbafl}
+    jobs = {"fedsgd-dpc": run_fedsgd_dpc, "nbafl": run_nbafl, "dp-pasgd": run_dp_pasgd}
     if unknown := set(options.papers) - set(jobs):
         parser.error(f"unknown papers {sorted(unknown)}; known are {', '.join(jobs)}")
     torch.set_num_threads(1)
     quiet()
+    remember_costs()
     started = time.monotonic()
-    task = load_task("mnist", options.data_dir)
     about = {
         "machine": f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores, one used",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, flwr {flwr.__version__}",
         "seeds": f"0 to {options.seeds - 1}",
-        "data": f"{len(task.train_labels)} training and {len(task.test_labels)} test records of MNIST",
     }
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     results: dict[str, Any] = dict(about)
     for name, job in jobs.items():
         if options.papers and name not in options.papers:
             continue
-        results[name] = job(options, len(task.train_labels))
+        results[name] = job(options)
         results["seconds"] = round(time.monotonic() - started)
         if options.json:
             options.json.write_text(json.dumps(results, indent=2, allow_nan=False))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -25,9 +25,9 @@ from grids import LocalGrid  # noqa: E402
 from apps import records  # noqa: E402
 from apps.client_app import app  # noqa: E402
 from apps.methods import Run  # noqa: E402
-from apps.tasks import load_task  # noqa: E402
-from apps.tasks.models import make  # noqa: E402
-from flower_dp.clients import model_arrays  # noqa: E402
+from apps.tasks.models import loss_of, predictions  # noqa: E402
+from flower_dp.clients import TensorRecords, model_arrays  # noqa: E402
+from flower_dp.privacy import accounting  # noqa: E402
 from flower_dp.privacy.statement import PrivacyStatement  # noqa: E402
 from flower_dp.running.apps import flatten  # noqa: E402
 from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
@@ -75,15 +75,15 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
     for seed in range(seeds):
         started = time.monotonic()
         config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
-        run = Run.of(config)
-        settings = run.settings
-        model = make(settings.model, bias=settings.model_bias, seed=seed)
-        strategy = run.strategy(partial(_sizes, config))
+        run, dealt = Run.of(config), records.deal(records.config_of(config))
+        model, num_rounds = run.model(), run.settings.num_rounds
+        strategy = run.strategy(partial(_sizes, dealt))
         # One node hosts all clients, as a worker of the simulation hosts its part of them.
-        result = strategy.start(LocalGrid(app, 1, **config), model_arrays(model), num_rounds=settings.num_rounds)
+        grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
+        result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
         if strategy.missing.total or strategy.incidents:
             raise SystemExit(f"{dict(point.words)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}")
-        loss, accuracy = test(model, result.arrays, data_dir)
+        loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
         measured.losses.append(loss)
         measured.accuracies.append(accuracy)
         measured.seconds.append(round(time.monotonic() - started, 2))
@@ -93,18 +93,30 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
     return measured
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    return {name: len(own) for name, own in records.deal(records.config_of(config)).clients.items()}
+def _sizes(dealt: records.Dealt) -> dict[str, int]:
+    return {name: len(own) for name, own in dealt.clients.items()}
+
+
+def _validation(run: Run, dealt: records.Dealt, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+    """Return an evaluate_fn on the records that are held out for validation; one that returns nothing where there are none."""
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if dealt.validation is None:
+            return None
+        loss, accuracy = test(run, model, arrays, dealt.validation)
+        return MetricRecord({"validation-loss": loss, "validation-accuracy": accuracy})
+
+    return evaluate
 
 
 @torch.inference_mode()
-def test(model: nn.Module, arrays: ArrayRecord, data_dir: str) -> tuple[float, float]:
-    """Return loss and accuracy on the task's test set."""
-    task = load_task("mnist", data_dir)
+def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords) -> tuple[float, float]:
+    """Return loss and accuracy of a model on public records."""
     model.load_state_dict(arrays.to_torch_state_dict())
-    labels = torch.from_numpy(task.test_labels)
-    logits = torch.cat([model(task.prepare(batch)) for batch in torch.split(torch.from_numpy(task.test_inputs), 2000)])
-    return nn.functional.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item()
+    kind, everything = run.settings.model, torch.arange(len(public))
+    batches = [public.batch(part, torch.device("cpu")) for part in torch.split(everything, 2000)]
+    outputs, labels = torch.cat([model(inputs) for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+    return loss_of(kind)(outputs, labels).item(), (predictions(kind, outputs) == labels).float().mean().item()
 
 
 def spread(values: Sequence[float]) -> str:
@@ -134,3 +146,16 @@ def _cell(value: Any) -> str:
 def quiet() -> None:
     """Silence Flower's log of rounds and statements."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
+
+
+def remember_costs() -> None:
+    """Account equal events once: cost is a function of the events, and points of an experiment charge the same few."""
+    compute, known = accounting.epsilon, {}
+
+    def epsilon(event: Any, **words: Any) -> Any:
+        key = (repr(event), *sorted(words.items()))
+        if key not in known:
+            known[key] = compute(event, **words)
+        return known[key]
+
+    accounting.epsilon = epsilon

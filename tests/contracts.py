@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, SelfComposedDpEvent
 from scipy import optimize, stats
 
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
+from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
 
 NUM_RECORDS = 8
 
@@ -136,7 +136,9 @@ def gaussian_delta(multiplier: float, epsilon: float) -> float:
 
 @lru_cache(maxsize=256)
 def closed_epsilon(event: DpEvent, num_rounds: int, relation: str, delta: float) -> float:
-    """The epsilon of a plain release in every round: R Gaussians are one with 1/sqrt(R) of the multiplier, pure epsilons add up."""
+    """The epsilon of plain releases in every round: R Gaussians are one with 1/sqrt(R) of the multiplier, pure epsilons add up."""
+    if isinstance(event, SelfComposedDpEvent):
+        return closed_epsilon(event.event, event.count * num_rounds, relation, delta)
     multiplier = event.noise_multiplier / (2 if relation == "replace-one" else 1)
     if isinstance(event, LaplaceDpEvent):
         return num_rounds / multiplier
@@ -367,6 +369,76 @@ NBAFL_CHARGES = (
     ),
 )
 
+
+PASGD_STEP_SIZE = 0.25
+PASGD_BATCH = 4
+
+
+def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
+    """All clients take so many noised steps in every round (tau); with one step the method is DP-SGD."""
+
+    def words_of(words: Words) -> dict[str, Any]:
+        """What both sides must agree on."""
+        return {
+            "batch_size": PASGD_BATCH,
+            "clip_norm": words.clip_norm,
+            "epsilon": EPSILON,
+            "delta": words.delta,
+            "num_steps": words.replies * num_local_steps,
+            "num_local_steps": num_local_steps,
+            "learning_rate": PASGD_STEP_SIZE,
+        }
+
+    def strategy(words: Words) -> DPStrategy:
+        return DPPASGD(**words_of(words), num_clients=words.num_clients, noise_seed=words.noise_seed)
+
+    def client(words: Words, **node: Any) -> LocalDPClient:
+        return LocalDPClient(**node, recipe=DPPASGDRecipe(**words_of(words)), device="cpu")
+
+    def multiplier(words: Words) -> float:
+        """Noise std / clip norm of the sum of a batch; a replaced record moves the sum by twice the clip norm in every step."""
+        return 2 * math.sqrt(words.replies * num_local_steps) * gaussian_multiplier(EPSILON, words.delta)
+
+    def of_a_mean(words: Words) -> float:
+        return multiplier(words) * words.clip_norm / PASGD_BATCH
+
+    def message_noise(words: Words) -> float:
+        """Of the movement of the weights: the steps' noises add up."""
+        return PASGD_STEP_SIZE * math.sqrt(num_local_steps) * of_a_mean(words)
+
+    def event(words: Words) -> DpEvent:
+        one = GaussianDpEvent(multiplier(words))
+        return one if num_local_steps == 1 else SelfComposedDpEvent(one, num_local_steps)
+
+    return {
+        "name": "dp-pasgd",
+        "strategy": strategy,
+        "client": client,
+        "stock": False,
+        "unit": "record",
+        "relation": "replace-one",
+        "delta": lambda words: words.delta,
+        "charges": (Charge(ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()), event=event),),
+        "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
+        "message_noise": message_noise,
+        "server_noise": lambda words, heard: 0.0,
+        "exact": False,
+        "poisson": False,
+        "target": False,
+        "numbers": lambda words: {
+            "clip_norm": words.clip_norm,
+            "least_noise_multiplier": multiplier(words),
+            "largest_noise_multiplier": multiplier(words),
+            "least_noise_std_of_a_mean_gradient": of_a_mean(words),
+            "largest_noise_std_of_a_mean_gradient": of_a_mean(words),
+        },
+        "sampling": lambda words: (
+            f"all clients of {words.num_clients} in every round, at most {words.replies * num_local_steps} local "
+            f"steps of one client, {num_local_steps} a round"
+        ),
+    }
+
+
 METHODS = (
     Method(
         label="dp-fedavg, stock clients",
@@ -432,6 +504,8 @@ METHODS = (
         fewest=3,
         **CLIENT_LEVEL,
     ),
+    Method(label="dp-pasgd", title="DP-PASGD", **dp_pasgd(3)),
+    Method(label="dp-sgd", title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),
     Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
     Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),
     Method(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, sampler_of
+from apps.parts import Sizes, cohort_size_of, per_client, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, Records
@@ -91,16 +91,7 @@ def budgets(settings: Settings, own: Own) -> dict[str, float]:
     Raises:
         ValueError: if a value is no number, or their count isn't the number of clients.
     """
-    names = settings.client_names()
-    if not own.client_epsilons:
-        return dict.fromkeys(names, own.epsilon)
-    try:
-        values = [float(text) for text in own.client_epsilons.split(",")]
-    except ValueError:
-        raise ValueError(f"client-epsilons={own.client_epsilons!r}: must be numbers with commas between them") from None
-    if len(values) != len(names):
-        raise ValueError(f"client-epsilons: has {len(values)} numbers; num-clients={len(names)} needs one for each")
-    return dict(zip(names, values, strict=True))
+    return per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon)
 
 
 def _shared(settings: Settings, own: Own, sizes: Sizes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from flower_dp.clients.policy import ClientPolicy
 if TYPE_CHECKING:
     from flower_dp.clients.app import client_app
     from flower_dp.clients.client import DPClient
+    from flower_dp.clients.dp_pasgd import DPPASGDRecipe
     from flower_dp.clients.engines import local_updates
     from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
     from flower_dp.clients.fixes import fix_batchnorm
@@ -25,6 +26,7 @@ __all__ = [
     "ClientPolicy",
     "DatasetRecords",
     "DPClient",
+    "DPPASGDRecipe",
     "FedSGDDPCRecipe",
     "FlatModel",
     "LocalDPClient",
@@ -47,6 +49,7 @@ _WITH_TORCH = {
     "as_records": "records",
     "fix_batchnorm": "fixes",
     "DPClient": "client",
+    "DPPASGDRecipe": "dp_pasgd",
     "FedSGDDPCRecipe": "fedsgd_dpc",
     "FlatModel": "training",
     "LocalDPClient": "local",

@@ -197,5 +197,52 @@ class FullNoise:
         return clipped + self.release.mechanism.noise(clipped, self.release.noise_scale, step, rng())
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNoise:
+    """All noise of a method in which every local step releases a noised sum of its own, from the client's own terms.
+
+    The part that trains adds it to every sum, as its last act on it before the weights move; the slot of the noise names it. The row
+    is made of noised sums alone, and is not touched.
+
+    Attributes:
+        release: what one step releases.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.clients.parts import StepNoise
+        >>> from flower_dp.core.noise import noise_generator
+        >>> from flower_dp.privacy.dp_pasgd import step_terms
+        >>> terms = step_terms(
+        ...     epsilon=4.0, delta=1e-4, num_steps=20, num_local_steps=10, clip_norm=1.0, batch_size=8, num_records=50
+        ... )
+        >>> noise = StepNoise(release=terms.release)
+        >>> noised = noise.step(np.zeros(4), 2.0**-10, noise_generator())
+        >>> bool((noised * 2**10 == np.rint(noised * 2**10)).all())
+        True
+    """
+
+    release: Release
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the clipped sum of one step."""
+        return self.release.noise_scale
+
+    def step(self, total: Array, step: float, rng: Generator) -> Array:
+        """Return the clipped sum of one step with its noise, in float64.
+
+        Args:
+            total: the sum, on the lattice.
+            step: of the lattice.
+            rng: of the reply; every call draws anew.
+        """
+        return total + self.release.mechanism.noise(total, self.release.noise_scale, step, rng)
+
+    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+        """Return a row that is made of noised sums as it is."""
+        return clipped
+
+
 Clip = RowClip | RecordClip
-Noise = NotPrivate | ServerNoise | GaussianShare | FullNoise
+Noise = NotPrivate | ServerNoise | GaussianShare | FullNoise | StepNoise

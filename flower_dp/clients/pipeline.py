@@ -9,7 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from flower_dp.clients.parts import Clip, FullNoise, GaussianShare, Mask, Noise, NotPrivate, RecordClip, RowClip, Secret, ServerNoise
+from flower_dp.clients.parts import (
+    Clip,
+    FullNoise,
+    GaussianShare,
+    Mask,
+    Noise,
+    NotPrivate,
+    RecordClip,
+    RowClip,
+    Secret,
+    ServerNoise,
+    StepNoise,
+)
 from flower_dp.clients.sending import Encoder, Lossless, RandK, Selection, bytes_a_value
 from flower_dp.core.compression import Payload
 from flower_dp.core.vectors import Array
@@ -20,6 +32,7 @@ if TYPE_CHECKING:  # it needs torch, and a device that trains in another framewo
 
 log = logging.getLogger("flwr")
 
+_NOISES = (NotPrivate, ServerNoise, GaussianShare, FullNoise, StepNoise)
 # A client's row [d] and its 0-d training loss, or why there is none; arrays of any library.
 Trained = tuple[Array, Array] | Exception
 
@@ -46,7 +59,8 @@ class Job:
 class Train(Protocol):
     """Local training of some clients.
 
-    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names.
+    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names. Where
+    it adds the noise of every step, it has an attribute `step_noise`, the very `StepNoise` that the pipeline names.
     """
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -84,7 +98,7 @@ class Pipeline:
         before_clip: the coordinates that everyone keeps, which no data chose; None for all. Clip, lattice and noise are those of
             the kept coordinates alone.
         clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
-        noise: what this client adds to the clipped row.
+        noise: what this client adds to the clipped row, or in training to the clipped sum of every step.
         after_noise: any function of the noised row, for example a selection of its largest entries.
         encode: how the sum of a node's rows is sent.
 
@@ -125,10 +139,9 @@ class Pipeline:
             raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
         if type(self.clip) not in (RowClip, RecordClip):
             raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip or RecordClip")
-        if type(self.noise) not in (NotPrivate, ServerNoise, GaussianShare, FullNoise):
-            raise ValueError(
-                f"noise: {_kind(self.noise)} may not stand here; must be NotPrivate, ServerNoise, GaussianShare or FullNoise"
-            )
+        if type(self.noise) not in _NOISES:
+            names = ", ".join(one.__name__ for one in _NOISES)
+            raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
         if self.after_noise is not None and getattr(self.after_noise, "slot", None) != "after_noise":
             raise ValueError(f"after_noise: {_kind(self.after_noise)} may not stand here; its slot must be 'after_noise'")
         if getattr(self.encode, "slot", None) != "encode":
@@ -139,6 +152,10 @@ class Pipeline:
             raise ValueError(f"clip: {_kind(self.train)} does not clip its records by {self.clip}")
         if isinstance(self.clip, RecordClip) and self.before_clip is not None:
             raise ValueError("before_clip: a mask can't stand here with RecordClip, which is applied in training")
+        if isinstance(self.noise, StepNoise) and getattr(self.train, "step_noise", None) is not self.noise:
+            raise ValueError(f"noise: {_kind(self.train)} does not add this {_kind(self.noise)} in every step")
+        if isinstance(self.noise, StepNoise) and not isinstance(self.clip, RecordClip):
+            raise ValueError(f"clip: {_kind(self.clip)} would clip what is noised already; StepNoise goes with RecordClip")
         told = self.encode.mask if isinstance(self.encode, RandK) else None
         if told != self.before_clip:
             raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")

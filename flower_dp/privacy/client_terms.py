@@ -1,4 +1,4 @@
-"""Terms: one client's own promise, the release of one reply and how many replies it will ever send.
+"""Terms: one client's own promise, what it releases with one reply and how many replies it will ever send.
 
 For methods whose every message is private on its own. The server derives a client's terms from what was agreed, and charges a
 ledger by them; the client derives its terms from its own budget, data size and number of replies, and works by nothing else.
@@ -7,11 +7,15 @@ ledger by them; the client derives its terms from its own budget, data size and 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 
 from flower_dp.core import checks
+from flower_dp.core.sampling import PoissonSampling
+from flower_dp.privacy import accounting
+from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
 
 SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
@@ -19,26 +23,36 @@ SEEN_BY = "the server, and everyone who sees a client's messages or any model ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What leaves with one reply of a client, and how many replies there may ever be."""
+    """What leaves with one reply of a client, and how many replies there may ever be.
+
+    Attributes:
+        release: one release.
+        num_replies: the most replies that the client will ever send.
+        num_releases: releases in one reply, for example one a local step, each with noise of its own.
+    """
 
     release: Release
     num_replies: int
+    num_releases: int = 1
 
     def __post_init__(self) -> None:
         checks.integer("num_replies", self.num_replies, at_least=1)
+        checks.integer("num_releases", self.num_releases, at_least=1)
 
     @property
     def event(self) -> DpEvent:
         """What one reply costs."""
-        return self.release.event(1)
+        one = self.release.event(1)
+        return one if self.num_releases == 1 else accounting.repeated(one, self.num_releases)
 
     @property
     def kind(self) -> str:
         """All but the noise multiplier, as one line; different terms have different lines."""
         release = self.release
+        each = "" if self.num_releases == 1 else f" of {self.num_releases} releases"
         return (
-            f"{self.num_replies} replies, {type(release.mechanism).__name__}, clip_norm={release.clip_norm!r}, {release.unit}, "
-            f"{release.relation}, {release.sampler!r} of {release.num_clients}"
+            f"{self.num_replies} replies{each}, {type(release.mechanism).__name__}, clip_norm={release.clip_norm!r}, "
+            f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_clients}"
         )
 
     @property
@@ -105,3 +119,30 @@ def budget(epsilon: float) -> float:
         ValueError: if it is not above 0.
     """
     return math.inf if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)
+
+
+@lru_cache(maxsize=1024)
+def least_gaussian_multiplier(
+    *, epsilon: float, delta: float, num_releases: int, sampling_rate: float, relation: Relation
+) -> float:
+    """Return the least noise multiplier of Gaussian releases that numerical composition proves enough; 0 for an infinite budget.
+
+    Args:
+        epsilon: budget of all releases together.
+        delta: in (0, 1).
+        num_releases: how many there are.
+        sampling_rate: every record is in a release by itself with this probability (Poisson); 1: all of them are.
+        relation: neighbouring relation.
+
+    Raises:
+        ValueError: if no noise meets the budget.
+    """
+    if math.isinf(epsilon):
+        return 0.0
+    sampler = PoissonSampling(sampling_rate=sampling_rate)
+    return accounting.calibrate(
+        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, 1), num_releases),
+        epsilon=epsilon,
+        delta=delta,
+        relation=relation,
+    )

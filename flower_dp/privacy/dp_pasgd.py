@@ -1,14 +1,22 @@
-"""DP-PASGD's noise (Hu et al.): the paper's formulas for the noise of every local step, and exact composition.
+"""DP-PASGD's noise (Hu et al.): the paper's formulas for the noise of every local step, exact composition, a client's terms.
 
 The unit of privacy is one record, replaced by another; every message is private on its own.
 """
 
 import math
+from functools import lru_cache
 
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.core import checks
+from flower_dp.core.sampling import FullSampling, PoissonSampling, Sampler
 from flower_dp.privacy import accounting
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+
+BATCH_SAMPLINGS = ("fixed-size", "poisson")
+CALIBRATIONS = ("exact", "zcdp")
 
 
 def noise_std(*, epsilon: float, delta: float, num_steps: int, clip_norm: float, batch_size: int) -> float:
@@ -74,6 +82,76 @@ def tight_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: 
     """
     event = accounting.repeated(GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
     return accounting.epsilon(event, delta=delta, relation="replace-one").epsilon
+
+
+@lru_cache(maxsize=4096)
+def step_terms(
+    *,
+    epsilon: float,
+    delta: float,
+    num_steps: int,
+    num_local_steps: int,
+    clip_norm: float,
+    batch_size: int,
+    num_records: int,
+    batch_sampling: str = "fixed-size",
+    calibration: str = "exact",
+) -> Terms:
+    """Return the terms of one device: a reply is made of `num_local_steps` noised sums of clipped gradients.
+
+    All `num_steps` (K) steps together are (epsilon, delta)-differentially private for each record, replaced by another. A step
+    releases the *sum* over its batch; divided by `expected_cohort`, the batch size, it is the mean of the paper.
+
+    Args:
+        epsilon: budget of all steps, > 0; math.inf means no noise, and no privacy.
+        delta: in (0, 1).
+        num_steps: steps that the noise is made for, a multiple of `num_local_steps`.
+        num_local_steps: steps in a reply (tau).
+        clip_norm: L2 bound on the gradient of one record (G).
+        batch_size: records in a batch (X_m), under Poisson sampling in expectation.
+        num_records: the device's public data size, at least `batch_size`.
+        batch_sampling: `fixed-size`: accounted as if the replaced record were in every batch, as in the paper; `poisson`: every
+            record by itself with probability batch_size / num_records, secretly, accounted with its amplification.
+        calibration: `exact`: the least noise that numerical composition proves enough; `zcdp`: the paper's, by `noise_std`.
+
+    Raises:
+        ValueError: for a value out of range, naming it.
+    """
+    checks.one_of("batch_sampling", batch_sampling, BATCH_SAMPLINGS)
+    checks.one_of("calibration", calibration, CALIBRATIONS)
+    checks.number("delta", delta, above=0, below=1)
+    tau, total = checks.integer("num_local_steps", num_local_steps, at_least=1), _steps(num_steps)
+    if total % tau:
+        nearest = f"{total - total % tau} or {total - total % tau + tau}" if total > tau else f"{tau}"
+        raise ValueError(f"num_steps={total}: must be a multiple of num_local_steps={tau}, for example {nearest}")
+    checks.integer("batch_size", batch_size, at_least=1)
+    if checks.integer("num_records", num_records, at_least=1) < batch_size:
+        raise ValueError(f"batch_size={batch_size}: must be at most the number of records, {num_records}")
+    poisson = batch_sampling == "poisson" and batch_size < num_records
+    rate = batch_size / num_records if poisson else 1.0
+    sampler: Sampler = PoissonSampling(sampling_rate=rate) if poisson else FullSampling()
+    if calibration == "zcdp":
+        if batch_sampling == "poisson":
+            raise ValueError("calibration='zcdp': must be 'exact' with batch_sampling='poisson'; eq. 9 has no amplification")
+        # Of a sum (over a batch of one record) clipped to 1.
+        private = not math.isinf(budget(epsilon))
+        multiplier = noise_std(epsilon=epsilon, delta=delta, num_steps=total, clip_norm=1.0, batch_size=1) if private else 0.0
+    else:
+        multiplier = least_gaussian_multiplier(
+            epsilon=budget(epsilon), delta=delta, num_releases=total, sampling_rate=rate, relation="replace-one"
+        )
+    release = Release(
+        what="the noised mean of per-record clipped gradients of a mini-batch, in every local step",
+        seen_by=SEEN_BY,
+        unit="record",
+        relation="replace-one",
+        clip_norm=clip_norm,
+        mechanism=Gaussian(noise_multiplier=multiplier),
+        sampler=sampler,
+        # A batch of fixed size: its records are all that take part.
+        num_clients=num_records if poisson else batch_size,
+    )
+    return Terms(release=release, num_replies=total // tau, num_releases=tau)
 
 
 def _log_inverse(delta: float) -> float:

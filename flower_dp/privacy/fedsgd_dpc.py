@@ -6,12 +6,10 @@ The unit of privacy is one record; every message is private on its own.
 import math
 from functools import lru_cache
 
-from dp_accounting import GaussianDpEvent
-
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling, PoissonSampling, Sampler
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
 from flower_dp.privacy.release import Release
@@ -100,7 +98,11 @@ def gradient_terms(
     if mechanism == "laplace":
         noise = Laplace(noise_multiplier=_laplace_multiplier(epsilon, num_replies, relation))
     else:
-        noise = Gaussian(noise_multiplier=_gaussian_multiplier(epsilon, delta, num_replies, float(sampling_rate), relation))
+        noise = Gaussian(
+            noise_multiplier=least_gaussian_multiplier(
+                epsilon=epsilon, delta=delta, num_releases=num_replies, sampling_rate=float(sampling_rate), relation=relation
+            )
+        )
     sampler: Sampler = FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
     release = Release(
         what="the noised mean of per-record clipped gradients, in every reply",
@@ -121,19 +123,6 @@ def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) ->
     # Of a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
     scale = laplace_scale(1.0, 1, epsilon, num_replies) * (1 + _ROUNDING)
     return scale if accounting.relation_of(relation) == "replace-one" else scale / 2
-
-
-@lru_cache(maxsize=1024)
-def _gaussian_multiplier(epsilon: float, delta: float, num_replies: int, sampling_rate: float, relation: Relation) -> float:
-    if math.isinf(epsilon):
-        return 0.0
-    sampler = PoissonSampling(sampling_rate=sampling_rate)
-    return accounting.calibrate(
-        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, 1), num_replies),
-        epsilon=epsilon,
-        delta=delta,
-        relation=relation,
-    )
 
 
 def _positive(name: str, value: float) -> float:

@@ -2,10 +2,11 @@
 
 from flower_dp.strategies.dp_fedavg import DPFedAvg
 from flower_dp.strategies.dp_fedsam import DPFedSAM
+from flower_dp.strategies.dp_pasgd import DPPASGD
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.strategy import DPStrategy
 
-__all__ = ["DPFedAvg", "DPFedSAM", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL", "PrivateEvaluation"]
+__all__ = ["DPFedAvg", "DPFedSAM", "DPPASGD", "DPStrategy", "FedSGDDPC", "FedSMP", "NbAFL", "PrivateEvaluation"]

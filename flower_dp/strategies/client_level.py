@@ -228,6 +228,14 @@ class ClientLevelRules:
         rules, every = self._evaluation
         return ComposedDpEvent([events, *(rules.charged.event(number) for number in range(every, num_rounds + 1, every))])
 
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norm that the noise on the mean has about, and the largest norm of the mean without noise.
+
+        Args:
+            dimension: of the model's vector.
+        """
+        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(self._num_kept(dimension)), self.clip_norm
+
     # Noise
 
     @property

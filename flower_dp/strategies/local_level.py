@@ -20,7 +20,7 @@ from flower_dp.strategies.rules import Round
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
 # Of the norm of a noise vector, above its mean: e^-60 is 1e-26.
-_NORM_DEVIATIONS = 60.0
+NOISE_DEVIATIONS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class ClientBooks:
             for name in names:
                 release = self.terms[name].release
                 # Laplace vectors are up to twice as long as Gaussian ones, and spread more.
-                noise = release.noise_scale * (2 * math.sqrt(size) + _NORM_DEVIATIONS)
+                noise = release.noise_scale * (2 * math.sqrt(size) + NOISE_DEVIATIONS)
                 whole = release.unit == "client"
                 contributions = 1.0 if whole else self.num_records[name]
                 row = (contributions * release.clip_norm + noise) / (1.0 if whole else release.expected_cohort)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypedDict, get_type_hints
+from typing import Any, Protocol, TypedDict, get_type_hints, runtime_checkable
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -67,6 +67,7 @@ class RoundReport:
         seconds: from request to model.
         epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
         secret_cohort: whether the size of the cohort is secret.
+        cost_per_device: resources that the device that spent most has spent so far; None where the method counts none.
     """
 
     server_round: int
@@ -78,12 +79,14 @@ class RoundReport:
     seconds: float
     epsilon: float
     secret_cohort: bool
+    cost_per_device: float | None = None
 
     def public(self) -> dict[str, int | float]:
         """Return the numbers that may be published, by run-config style names."""
         hidden = ("cohort_size", "replies", "bytes_down", "bytes_up") if self.secret_cohort else ()
         left_out = ("server_round", "secret_cohort", *hidden)
-        return {key.replace("_", "-"): value for key, value in asdict(self).items() if key not in left_out}
+        told = {key: value for key, value in asdict(self).items() if key not in left_out and value is not None}
+        return {key.replace("_", "-"): value for key, value in told.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,3 +226,12 @@ class Rules(Protocol):
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement of all that was charged."""
+
+
+@runtime_checkable
+class CountsResources(Protocol):
+    """Rules with a resource ledger."""
+
+    @property
+    def cost_per_device(self) -> float | None:
+        """Resources that the device that spent most has spent so far; None where nothing has a price."""

@@ -25,7 +25,7 @@ from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -189,6 +189,7 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
+        self._log_outlook(layout.size)
         self._evaluate(evaluate_fn, 0, result)
         try:
             configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
@@ -334,6 +335,19 @@ class DPStrategy(Strategy):
 
     # Small things
 
+    def _log_outlook(self, dimension: int) -> None:
+        """Say before the first round how the noise compares with the updates."""
+        if not isinstance(self.rules, ClientLevelRules):
+            return
+        noise, signal = self.rules.outlook(dimension)
+        log.info("norm of the noise on the mean %.3g, of the mean of updates at most %.3g (the clip norm)", noise, signal)
+        if noise > signal:
+            log.warning(
+                "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a round, "
+                "less noise or a smaller model help, and so do more rounds if they are paid for",
+                noise / signal,
+            )
+
     def _make_evaluator(self, plan: PrivateEvaluation) -> Evaluator:
         """Return what runs private evaluations.
 
@@ -378,6 +392,7 @@ class DPStrategy(Strategy):
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
             secret_cohort=self.rules.secret_cohort,
+            cost_per_device=self.rules.cost_per_device if isinstance(self.rules, CountsResources) else None,
         )
         self.rounds.append(report)
         return report

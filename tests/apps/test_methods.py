@@ -14,10 +14,11 @@ from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
 from apps.tasks import TASKS
 from apps.tasks import module_of as task_module
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
 from flower_dp.clients.losses import hinge
+from flower_dp.clients.registry import LOCAL
 from flower_dp.running.apps import flatten
-from flower_dp.strategies import FedSGDDPC, NbAFL
+from flower_dp.strategies import DPPASGD, FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder
 from tests.grids import LocalGrid
 
@@ -64,7 +65,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     run = run_of(PRESETS[name])
     strategy = strategy_of(run, sizes_of(run))
     node = client(run)
-    assert isinstance(node, LocalDPClient if run.settings.method in ("fedsgd-dpc", "nbafl") else DPClient)
+    assert isinstance(node, LocalDPClient if run.settings.method in LOCAL else DPClient)
     assert strategy.num_clients == run.settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
@@ -110,6 +111,43 @@ def test_nbafl_words_reach_strategy_and_recipe():
     assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, 80, 25)
 
 
+def test_dp_pasgd_words_reach_strategy_and_recipe():
+    words = {
+        "client-epsilons": ",".join(str(value) for value in range(1, 11)),
+        "client-batch-sizes": ",".join(["8"] * 9 + ["16"]),
+        "weight-decay": 0.1,
+        "validation-ratio": 0.1,
+    }
+    run = run_of({**PRESETS["mnist-dp-pasgd"], **words})
+    strategy, recipe = strategy_of(run, sizes_of(run)), client(run).recipe
+    assert isinstance(strategy, DPPASGD)
+    assert isinstance(recipe, DPPASGDRecipe)
+    prices = strategy.rules.resources.budget
+    assert (prices.cost_per_aggregation, prices.cost_per_step, prices.max_cost) == (100.0, 1.0, 1000.0)
+    assert strategy.rules.best_by == "validation-loss"
+    assert (recipe.num_steps, recipe.num_local_steps, recipe.weight_decay) == (90, 10, 0.1)
+    assert (recipe.epsilon["client-9"], recipe.batch_size["client-0"], recipe.batch_size["client-9"]) == (10.0, 8, 16)
+    without = run_of({**PRESETS["mnist-dp-sgd"], "max-cost": 0.0, "num-steps": 30})
+    assert strategy_of(without, sizes_of(without)).rules.resources.budget.max_cost is None
+    assert (client(without).recipe.num_steps, strategy_of(without, sizes_of(without)).rules.best_by) == (30, "loss")
+
+
+def test_a_preset_of_dp_pasgd_says_its_planning_problem():
+    run = run_of({**PRESETS["mnist-dp-pasgd"], "client-epsilons": ",".join(["3", "2", *"44444444"])})
+    inputs = run.planning(None, {})
+    assert inputs.values == {
+        "epsilon": 2.0,
+        "delta": 1e-4,
+        "learning_rate": 0.1,
+        "clip_norm": 1.0,
+        "batch_size": 64,
+        "cost_per_aggregation": 100.0,
+        "cost_per_step": 1.0,
+        "max_cost": 1000.0,
+    }
+    assert inputs.notes == ("epsilon is that of the client with the smallest",)
+
+
 def test_an_infinite_epsilon_is_no_noise():
     run = run_of({**LAPLACE, "epsilon": math.inf})
     assert client(run).recipe.terms("client-0", data()).release.noise_scale == 0
@@ -120,6 +158,13 @@ def test_an_infinite_epsilon_is_no_noise():
     [
         ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be one of round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
+        (
+            {**PRESETS["mnist-dp-pasgd"], "client-batch-sizes": "8,x"},
+            "client-batch-sizes='8,x': must be whole numbers with commas",
+        ),
+        ({**PRESETS["mnist-dp-pasgd"], "sampling": "poisson"}, "sampling='poisson': must be one of full"),
+        ({**PRESETS["mnist-dp-pasgd"], "num-local-steps": 0}, "num_local_steps=0"),
+        ({**PRESETS["mnist-dp-pasgd"], "num-steps": 85}, "num_steps=85: must be a multiple of num_local_steps=10"),
         ({**LAPLACE, "client-epsilons": "1,two"}, "must be numbers with commas"),
         ({**LAPLACE, "cohort-size": 11}, "cohort-size=11"),
         ({**LAPLACE, "mechanism": "none"}, "mechanism='none'"),

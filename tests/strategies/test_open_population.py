@@ -96,10 +96,10 @@ def test_a_node_that_comes_back_under_its_own_id_is_asked_again():
 
 
 def test_a_name_is_asked_on_one_node_alone(caplog):
-    """The first node keeps it while it is there; then the other one has it."""
-    strategy, grid, _ = run(THREE, {2: {9: "c"}, 3: {3: None}})
-    assert grid.asked == [{1, 2, 3}, {1, 2, 3}, {1, 2, 9}]
-    assert [report.cohort_size for report in strategy.rounds] == [3, 3, 3]
+    """The first node keeps it while it is there; then the other one has it, also when the first comes back."""
+    strategy, grid, _ = run(THREE, {2: {9: "c"}, 3: {3: None}, 4: {3: "c"}}, num_rounds=4)
+    assert grid.asked == [{1, 2, 3}, {1, 2, 3}, {1, 2, 9}, {1, 2, 9}]
+    assert [report.cohort_size for report in strategy.rounds] == [3, 3, 3, 3]
     assert "client 'c' is hosted by nodes 3 and 9: the first one is asked" in caplog.text
 
 

@@ -256,3 +256,19 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
     assert list(result.arrays) == ["mask", "weight", "bias"]
     np.testing.assert_array_equal(result.arrays["mask"].numpy(), MASK)
     assert result.arrays["bias"].numpy()[0] > 0.4  # the only label
+
+
+# will it learn?
+
+
+@pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
+def test_the_log_compares_noise_with_the_signal_before_round_1(noise_multiplier, warns, caplog):
+    words = WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier}
+    with caplog.at_level(logging.INFO, "flwr"):
+        app = stock_app(shifted(lambda node: 1.0))
+        DPFedAvg(**words).start(LocalGrid(app, 2), arrays(w=np.zeros(100, np.float32)), num_rounds=1)
+    norm = noise_multiplier * 0.5 / 2 * 10  # std of the mean of 2, times sqrt(100)
+    said = caplog.text
+    assert f"norm of the noise on the mean {norm:.3g}, of the mean of updates at most 0.5" in said
+    assert (f"the noise on the mean is {norm / 0.5:.1f} times as long" in said) == warns
+    assert said.index("norm of the noise") < said.index("[ROUND 1/1]")

@@ -1,0 +1,215 @@
+"""DP-PASGD on the client: local steps on noised means of clipped per-record gradients (Hu et al., Algorithm 1)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients.parts import RecordClip, StepNoise
+from flower_dp.clients.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.record_clipping import clipped_sum, secret_batch
+from flower_dp.clients.records import Records
+from flower_dp.clients.sending import SinglePrecision
+from flower_dp.clients.training import FlatModel
+from flower_dp.core.noise import Generator
+from flower_dp.core.sampling import PoissonSampling, Sampler
+from flower_dp.core.steps import LocalSteps
+from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.dp_pasgd import step_terms
+from flower_dp.privacy.release import Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoisedSteps:
+    """Local steps along noised mean gradients: sum of clipped gradients, plus noise, over the batch's public size.
+
+    Attributes:
+        model: where to train.
+        record_clip: bounds every record's gradient.
+        step_noise: is added to the sum of every step; its release says how batches are drawn.
+        steps: how many, and how large; the gradient of their weight decay is made of the weights alone.
+        server_round: 1, 2, ...
+        loss: model outputs, targets -> loss, for batches of one record.
+    """
+
+    model: FlatModel
+    record_clip: RecordClip
+    step_noise: StepNoise
+    steps: LocalSteps
+    server_round: int
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield how far every client's weights have moved [d], float32, and the mean of its steps' losses, or its error."""
+        for job in jobs:
+            try:
+                yield self._row(vector, job)
+            except Exception as error:
+                yield error
+            finally:
+                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+
+    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+        rng, losses = job.secret(), []
+        moved = torch.zeros_like(vector, dtype=torch.float64)
+        step_size = self.steps.step_size(self.server_round)
+        for _ in range(self.steps.num_local_steps):
+            # All that a step tells the next one of the records is its noised sum: the weights are made of that, and nothing
+            # stays in the model's buffers.
+            self.model.vector.copy_(vector + moved)
+            self.model.reset_buffers()
+            noised, loss = self._noised_sum(job.records, rng)
+            losses.append(loss)
+            gradient = noised / self._release.expected_cohort + self.steps.weight_decay * (vector + moved)
+            moved -= step_size * gradient
+        row = moved.to(torch.float32)
+        if not bool((vector + row).isfinite().all()):
+            raise ArithmeticError("the weights left the range of float32: take a smaller learning rate")
+        return row, torch.stack(losses).mean()
+
+    def _noised_sum(self, records: Records, rng: Generator) -> tuple[Tensor, Tensor]:
+        """Return the noised sum [d] of the clipped gradients of a new batch, float64, and the batch's mean loss."""
+        batch = _batch(len(records), self._release.sampler, self._release.expected_cohort, rng)
+        seed = int(rng.integers(2**63))
+        total, loss = clipped_sum(self.model, records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
+        return self.step_noise.step(total, self.record_clip.step, rng), loss
+
+    @property
+    def _release(self) -> Release:
+        return self.step_noise.release
+
+
+def _batch(num_records: int, sampler: Sampler, size: float, rng: np.random.Generator) -> Tensor:
+    """Draw the positions of a batch, none of them twice: by Poisson sampling, or so many at random."""
+    if isinstance(sampler, PoissonSampling):
+        return secret_batch(num_records, sampler.sampling_rate, rng)
+    return torch.from_numpy(rng.choice(num_records, int(size), replace=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPPASGDRecipe:
+    """One reply of DP-PASGD: how far the weights moved in tau noised local steps; DP-SGD with `num_local_steps=1`.
+
+    Step: w <- w - eta (mean of the batch's clipped gradients + noise). Every record's gradient is clipped to L2 norm `clip_norm`
+    (G; the paper assumes that gradients are no longer). The noise has the standard deviation that makes all `num_steps` steps
+    together (epsilon, delta)-differentially private for each record, replaced by another. What leaves is made of noised steps
+    alone, so it costs no more. A record whose loss or gradient is not finite counts as zero, and so does one that can't be read
+    or raises.
+
+    Batches are drawn anew for every step, with the secret generator of the noise: `batch_size` records without replacement, or
+    with `batch_sampling="poisson"` every record by itself with probability batch_size / (number of records). The mean's
+    denominator is always `batch_size`.
+
+    Attributes:
+        learning_rate: step size of round 1 (paper: eta); it costs no privacy.
+        clip_norm: L2 bound on one record's gradient (paper: G).
+        epsilon: budget of all steps together, one number or one by client name; math.inf: no noise, not private.
+        delta: in (0, 1).
+        num_steps: steps in all (paper: K), a multiple of `num_local_steps`; the client replies no more often than this allows.
+        num_local_steps: steps in a round (paper: tau).
+        batch_size: records in a batch (paper: X_m), one number or one by client name.
+        batch_sampling: `fixed-size`, accounted without amplification as in the paper, or `poisson`, with it.
+        calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9, which is more.
+        learning_rate_decay: the step size shrinks by this part every round.
+        weight_decay: L2 coefficient of the loss, at most 1 / learning_rate.
+        loss: model outputs, targets -> loss, for batches of one record.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Source: Hu, Guo, Ratazzi, Gong, Differentially Private Federated Learning for Resource-Constrained Internet of Things,
+    Algorithm 1 and eq. 9.
+
+    Example:
+        >>> from flower_dp.clients import DPPASGDRecipe
+        >>> recipe = DPPASGDRecipe(
+        ...     learning_rate=0.1, clip_norm=1.0, epsilon=4.0, delta=1e-4, num_steps=200, num_local_steps=10, batch_size=64
+        ... )
+        >>> terms = recipe.terms("device-1", range(1000))
+        >>> terms.num_replies, round(terms.release.noise_scale / 64, 4)
+        (20, 0.4237)
+    """
+
+    learning_rate: float
+    clip_norm: float
+    epsilon: float | Mapping[str, float]
+    delta: float
+    num_steps: int
+    num_local_steps: int
+    batch_size: int | Mapping[str, int]
+    batch_sampling: str = "fixed-size"
+    calibration: str = "exact"
+    learning_rate_decay: float = 0.0
+    weight_decay: float = 0.0
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    method = "dp-pasgd"
+
+    def __post_init__(self) -> None:
+        self._steps()
+        for size in values_in(self.batch_size):
+            # Refuses every other impossible value as well.
+            for epsilon in values_in(self.epsilon):
+                self._terms(epsilon, size, size)
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return one client's terms.
+
+        Raises:
+            ValueError: if it has no budget or batch size, or fewer records than a batch.
+        """
+        size = value_of("batch_size", self.batch_size, name)
+        return self._terms(value_of("epsilon", self.epsilon, name), size, len(records))
+
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        clip = RecordClip(clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size))
+        noise = StepNoise(release=release)
+        train = NoisedSteps(
+            model=model,
+            record_clip=clip,
+            step_noise=noise,
+            steps=self._steps(),
+            server_round=server_round,
+            loss=self.loss,
+        )
+        return Pipeline(train=train, clip=clip, noise=noise, encode=SinglePrecision())
+
+    def reply(
+        self,
+        vector: Tensor,
+        records: Records,
+        release: Release,
+        *,
+        model: FlatModel,
+        server_round: int,
+        seed: int,
+        rng: np.random.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Return how far the weights moved [d], and the mean of the steps' losses; `rng` gives batches and noise."""
+        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
+        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
+        return made.row, made.loss
+
+    def _steps(self) -> LocalSteps:
+        return LocalSteps(
+            num_local_steps=self.num_local_steps,
+            learning_rate=self.learning_rate,
+            learning_rate_decay=self.learning_rate_decay,
+            weight_decay=self.weight_decay,
+        )
+
+    def _terms(self, epsilon: float, batch_size: int, num_records: int) -> Terms:
+        return step_terms(
+            epsilon=epsilon,
+            delta=self.delta,
+            num_steps=self.num_steps,
+            num_local_steps=self.num_local_steps,
+            clip_norm=self.clip_norm,
+            batch_size=batch_size,
+            num_records=num_records,
+            batch_sampling=self.batch_sampling,
+            calibration=self.calibration,
+        )

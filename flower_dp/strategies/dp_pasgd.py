@@ -1,0 +1,326 @@
+"""DP-PASGD (Hu et al.): noised local steps on every device, a plain mean of their models, two budgets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Required, Unpack
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from flower_dp.core import checks
+from flower_dp.core.clipping import l2_norms
+from flower_dp.core.noise import Generator
+from flower_dp.core.sampling import FullSampling
+from flower_dp.core.steps import LocalSteps
+from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.dp_pasgd import step_terms
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.best_model import BestModel, less_is_better
+from flower_dp.strategies.dp_pasgd_statement import DPPASGDFacts, state_dp_pasgd
+from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
+from flower_dp.strategies.local_statement import local_facts
+from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.resources import ResourceBudget, ResourceLedger
+from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.strategy import DPStrategy
+
+
+class DPPASGDRules:
+    """The rules of DP-PASGD; its arguments are those of `DPPASGD`."""
+
+    name = "dp-pasgd"
+    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    secret_cohort = False
+    open_population = False
+
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        batch_size: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float | PerClient,
+        delta: float,
+        num_steps: int,
+        num_local_steps: int,
+        learning_rate: float,
+        learning_rate_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        batch_sampling: str = "fixed-size",
+        calibration: str = "exact",
+        num_records: int | Sequence[int] | Mapping[str, int] | None = None,
+        cost_per_aggregation: float = 0.0,
+        cost_per_step: float = 0.0,
+        max_cost: float | None = None,
+        best_by: str = "loss",
+    ) -> None:
+        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
+        self.steps = LocalSteps(
+            num_local_steps=num_local_steps,
+            learning_rate=learning_rate,
+            learning_rate_decay=learning_rate_decay,
+            weight_decay=weight_decay,
+        )
+        self.title = "DP-PASGD" if num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)"
+        self.num_steps, self.batch_sampling, self.calibration = num_steps, batch_sampling, calibration
+        less_is_better(best_by)
+        self.best_by = best_by
+        self._epsilon, self._batch_size = epsilon, batch_size
+        check_count("epsilon", epsilon, num_clients)
+        check_count("batch_size", batch_size, num_clients)
+        self.sampling = FullSampling()
+        delta = checks.number("delta", delta, above=0, below=1)
+        for size in values_in(batch_size):
+            for budget in values_in(epsilon):
+                self._agreed(delta, budget, size, size)
+        if batch_sampling == "poisson" and num_records is None:
+            raise ValueError("num_records=None: must be the public data sizes with batch_sampling='poisson'")
+        population = Population(
+            num_clients=num_clients,
+            num_records=batch_size if num_records is None else num_records,
+            num_replies=num_steps // num_local_steps,
+            aggregation="uniform",
+        )
+        self.books = ClientBooks(population, relation="replace-one", delta=delta)
+        prices = ResourceBudget(cost_per_aggregation=cost_per_aggregation, cost_per_step=cost_per_step, max_cost=max_cost)
+        self.resources = ResourceLedger(prices, num_local_steps=num_local_steps)
+        self.begin()
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return self.books.population.num_clients
+
+    @property
+    def delta(self) -> float:
+        """The delta of every budget."""
+        return self.books.delta
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self.books.begin()
+        self.resources.open(())
+        self.best: BestModel | None = None
+
+    def plan(self, num_rounds: int) -> None:
+        """Do nothing: the noise is made for `num_steps`, however many rounds there are."""
+
+    def open(self, names: tuple[str, ...]) -> None:
+        """Open both ledgers for every client, on the terms of its own budget and batch size."""
+        budgets, sizes = per_client("epsilon", self._epsilon, names), per_client("batch_size", self._batch_size, names)
+        self.books.open(
+            names, None, lambda name, num_records, _: self._agreed(self.delta, budgets[name], sizes[name], num_records)
+        )
+        self.resources.open(names)
+
+    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return which budget is spent, if one is."""
+        privacy = self.books.why_stop() and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
+        return " and ".join(reason for reason in (privacy, self.resources.why_stop()) if reason) or None
+
+    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        """Return those who can pay: all, until the run ends."""
+        return self.books.able(chosen, names)
+
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge the steps of one reply to each client, and what they cost it."""
+        self.books.charge(names)
+        self.resources.charge(names)
+
+    def noise_multiplier(self, names: tuple[str, ...]) -> float:
+        """Return the least noise multiplier of these clients."""
+        return self.books.noise_multiplier(names)
+
+    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+        """Return equal weights, and terms."""
+        return self.books.order(names, [1.0] * len(names))
+
+    def bounds(self, now: Round) -> Bounds:
+        """Return the longest honest sum."""
+        start, dimension = float(l2_norms(now.vector.astype(np.float64))), now.layout.size
+
+        def honest_norm(names: Sequence[str]) -> float:
+            return sum(self._longest(name, now.server_round, start, dimension) for name in names)
+
+        return Bounds(clip_norm=None, step=0.0, honest_norm=honest_norm)
+
+    def _longest(self, name: str, server_round: int, start: float, dimension: int) -> float:
+        release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort
+        # Under Poisson sampling a batch may hold all records.
+        most = self.books.num_records[name] if self.batch_sampling == "poisson" else batch
+        gradient = most / batch * self.clip_norm
+        noise = release.noise_scale / batch * (2 * np.sqrt(dimension) + NOISE_DEVIATIONS)
+        return self.steps.longest(server_round, start=start, gradient=gradient, noise=float(noise))
+
+    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+        """Return the plain mean of the models whose devices have answered; without any, the last model."""
+        heard = len(collected.clients)
+        return np.asarray(now.vector + collected.total / heard) if heard else now.vector
+
+    def bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
+        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
+
+    @property
+    def charges(self) -> object:
+        """How many replies were charged to each client, and which model is the best."""
+        best = None if self.best is None else (self.best.server_round, self.best.num_seen)
+        replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
+        return (self.books.num_rounds, self.books.num_unasked, best, *replies)
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound of the cost to the client who paid most."""
+        return self.books.epsilon
+
+    @property
+    def cost_per_device(self) -> float | None:
+        """What the device that spent most has spent; None where nothing has a price."""
+        return self.resources.largest if self.resources.budget.has_prices else None
+
+    def _agreed(self, delta: float, epsilon: float, batch_size: int, num_records: int) -> Terms:
+        return step_terms(
+            epsilon=epsilon,
+            delta=delta,
+            num_steps=self.num_steps,
+            num_local_steps=self.steps.num_local_steps,
+            clip_norm=self.clip_norm,
+            batch_size=batch_size,
+            num_records=num_records,
+            batch_sampling=self.batch_sampling,
+            calibration=self.calibration,
+        )
+
+    def explain(self, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement: the worst client, and the distribution over clients."""
+        return state_dp_pasgd(
+            DPPASGDFacts(
+                local=local_facts(self.title, self.books, self.sampling, facts),
+                clip_norm=self.clip_norm,
+                num_clients=self.num_clients,
+                num_steps=self.num_steps,
+                num_local_steps=self.steps.num_local_steps,
+                batch_sampling=self.batch_sampling,
+                resources=self.resources.line() if self.resources.budget.has_prices and self.books.num_rounds else None,
+                chosen=self.best.in_words() if self.best is not None else None,
+            )
+        )
+
+
+class DPPASGDArguments(Options, total=False):
+    """What `DPPASGD` takes; see there and `Options`."""
+
+    num_clients: Required[int]
+    batch_size: Required[int | Sequence[int] | Mapping[str, int]]
+    clip_norm: Required[float]
+    epsilon: Required[float | PerClient]
+    delta: Required[float]
+    num_steps: Required[int]
+    num_local_steps: Required[int]
+    learning_rate: Required[float]
+    learning_rate_decay: float
+    weight_decay: float
+    batch_sampling: str
+    calibration: str
+    num_records: int | Sequence[int] | Mapping[str, int] | None
+    cost_per_aggregation: float
+    cost_per_step: float
+    max_cost: float | None
+    best_by: str
+
+
+class DPPASGD(DPStrategy):
+    """DP-PASGD, for clients whose recipe is `flower_dp.clients.DPPASGDRecipe` with the same numbers; DP-SGD with one local step.
+
+    In each round every device takes tau steps w <- w - eta (g + b), where g is the mean of the clipped gradients of a mini-batch
+    and b ~ N(0, sigma_m^2 I) is drawn anew in *every step*; the server takes the plain mean of the models of the devices that
+    answer. All K steps together are (epsilon, delta)-differentially private for each record of a device, replaced by another,
+    against everyone who sees its messages: local differential privacy.
+
+    The result's model is the best by `evaluate_fn`, the initial one among them; without an `evaluate_fn`, or where it returns
+    nothing, the last. Give it public data: the choice then costs nothing.
+
+    A run ends before the round that would pass the privacy budget (`num_steps`) or the resource budget (`max_cost`), and its
+    statement says which; `rules.resources.costs` has the cost of every device.
+
+    Args:
+        num_clients: number of devices (paper: M).
+        batch_size: records in a mini-batch (paper: X_m): one number, a sequence in the order of the clients' names, or by name.
+        clip_norm: L2 bound on one record's gradient (paper: G).
+        epsilon: budget of each device: one number, a sequence or a mapping; math.inf: no noise, not private.
+        delta: in (0, 1).
+        num_steps: local steps that the noise is made for (paper: K), a multiple of `num_local_steps`.
+        num_local_steps: steps of a device in a round (paper: tau).
+        learning_rate: the devices' step size in round 1 (paper: eta); here it says how far an honest device can move.
+        learning_rate_decay: the step size shrinks by this part every round.
+        weight_decay: L2 coefficient of the devices' loss.
+        batch_sampling: `fixed-size`, without amplification as in the paper, or `poisson`, with it.
+        calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9 (not its eq. 23, which has a
+            wrong sign).
+        num_records: public data sizes, needed for `poisson`: one number, a sequence or a mapping.
+        cost_per_aggregation: of one round to a device (paper: c1).
+        cost_per_step: of one local step to a device (paper: c2).
+        max_cost: of a device in a run (paper: C_th); None: no limit.
+        best_by: the number of `evaluate_fn` by which models are compared: the least, if its name ends in `loss`, or the largest,
+            if it ends in `accuracy`.
+        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Source: Hu, Guo, Ratazzi, Gong, Differentially Private Federated Learning for Resource-Constrained Internet of Things,
+    Algorithm 1.
+
+    Example:
+        >>> from flower_dp.strategies import DPPASGD
+        >>> strategy = DPPASGD(
+        ...     num_clients=16,
+        ...     batch_size=64,
+        ...     clip_norm=1.0,
+        ...     epsilon=10.0,
+        ...     delta=1e-4,
+        ...     num_steps=90,
+        ...     num_local_steps=10,
+        ...     learning_rate=0.5,
+        ...     cost_per_aggregation=100,
+        ...     cost_per_step=1,
+        ...     max_cost=1000,
+        ... )
+        >>> strategy.rules.resources.budget.cost(num_rounds=9, num_steps=90)
+        990.0
+    """
+
+    rules: DPPASGDRules
+
+    def __init__(self, **words: Unpack[DPPASGDArguments]) -> None:
+        own, options = split(words, DPPASGDArguments)
+        super().__init__(DPPASGDRules(**own), **options)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run as `DPStrategy.start` does; the result's model is the best of the run by `evaluate_fn`, else the last.
+
+        Raises:
+            ValueError: as there, or if `evaluate_fn` does not return the number that `best_by` names.
+            TimeoutError: as there.
+            RuntimeError: as there.
+        """
+        best = BestModel(evaluate_fn, self.rules.best_by) if evaluate_fn else None
+
+        def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            self.rules.best = best  # a run forgets the last one's before its first model is evaluated
+            return best(server_round, arrays) if best else None
+
+        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate)
+        if best is not None and best.arrays is not None:
+            result.arrays = best.arrays
+        return result

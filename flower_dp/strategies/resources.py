@@ -1,0 +1,115 @@
+"""The resource ledger: what rounds cost a device in communication and computation, beside what they cost in privacy."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flower_dp.core import checks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceBudget:
+    """What a device pays, in any one unit, and how much of it there is (Hu et al., eq. 8: c1, c2 and C_th).
+
+    Attributes:
+        cost_per_aggregation: of a round's messages.
+        cost_per_step: of a local step.
+        max_cost: of a device in a run; None: no limit.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.strategies.resources import ResourceBudget
+        >>> ResourceBudget(cost_per_aggregation=100, cost_per_step=1, max_cost=1000).cost(num_rounds=9, num_steps=90)
+        990.0
+    """
+
+    cost_per_aggregation: float = 0.0
+    cost_per_step: float = 0.0
+    max_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.number("cost_per_aggregation", self.cost_per_aggregation, at_least=0)
+        checks.number("cost_per_step", self.cost_per_step, at_least=0)
+        if self.max_cost is not None:
+            checks.number("max_cost", self.max_cost, above=0)
+            if not self.has_prices:
+                raise ValueError(f"max_cost={self.max_cost:g}: needs cost_per_aggregation or cost_per_step above 0")
+
+    @property
+    def has_prices(self) -> bool:
+        """Whether anything costs anything."""
+        return bool(self.cost_per_aggregation or self.cost_per_step)
+
+    def cost(self, *, num_rounds: int, num_steps: int) -> float:
+        """Return what so many rounds with so many steps in all cost a device; the planner's sum, to the last bit."""
+        return float(self.cost_per_aggregation * num_rounds + self.cost_per_step * num_steps)
+
+    def allows(self, *, num_rounds: int, num_steps: int) -> bool:
+        """Tell whether that is within the budget."""
+        return self.max_cost is None or self.cost(num_rounds=num_rounds, num_steps=num_steps) <= self.max_cost
+
+
+class ResourceLedger:
+    """How many rounds every device was asked for, and what they cost it.
+
+    A device pays when it is asked, whether or not its reply arrives.
+
+    Args:
+        budget: prices and limit.
+        num_local_steps: steps of a round.
+
+    Raises:
+        ValueError: if the budget does not pay for one round.
+    """
+
+    def __init__(self, budget: ResourceBudget, *, num_local_steps: int) -> None:
+        self.budget = budget
+        self.num_local_steps = num_local_steps
+        if not budget.allows(num_rounds=1, num_steps=num_local_steps):
+            raise ValueError(f"max_cost={budget.max_cost}: must pay for one round, which costs a device {self._of(1):g}")
+        self.num_rounds: dict[str, int] = {}
+
+    def open(self, names: Iterable[str]) -> None:
+        """Begin a run of these devices."""
+        self.num_rounds = dict.fromkeys(names, 0)
+
+    def charge(self, names: Iterable[str]) -> None:
+        """Charge one round to each of these devices."""
+        for name in names:
+            self.num_rounds[name] += 1
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What every device has spent."""
+        return {name: self._of(rounds) for name, rounds in self.num_rounds.items()}
+
+    @property
+    def largest(self) -> float:
+        """What the device that spent most has spent."""
+        return max(self.costs.values(), default=0.0)
+
+    def why_stop(self) -> str | None:
+        """Return that one more round would pass the budget of a device, if so."""
+        most = max(self.num_rounds.values(), default=0)
+        if self.budget.allows(num_rounds=most + 1, num_steps=(most + 1) * self.num_local_steps):
+            return None
+        return (
+            f"the resource budget is spent: a device has spent {self._of(most):g}, and one more round would make that "
+            f"{self._of(most + 1):g}{self._limit}"
+        )
+
+    def line(self) -> str:
+        """Return what was spent, in words."""
+        most = max(self.num_rounds.values(), default=0)
+        return (
+            f"resources: a device spent at most {self.largest:g}{self._limit}, for {most} aggregations at "
+            f"{self.budget.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.budget.cost_per_step:g}"
+        )
+
+    @property
+    def _limit(self) -> str:
+        return "" if self.budget.max_cost is None else f" of max_cost={self.budget.max_cost:g}"
+
+    def _of(self, rounds: int) -> float:
+        return self.budget.cost(num_rounds=rounds, num_steps=rounds * self.num_local_steps)
