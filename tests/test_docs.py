@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flower_dp.privacy import planned_run
 
@@ -75,7 +77,18 @@ def test_broken_links_stop_the_build(tmp_path):
     assert len(warnings) == 3, done.stderr
 
 
+@pytest.fixture
+def as_before():
+    """The tutorial sets the level of Flower's log and torch's generator, for itself alone."""
+    log = logging.getLogger("flwr")
+    level = log.level
+    with torch.random.fork_rng(devices=[]):
+        yield
+    log.setLevel(level)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_before")
 def test_the_tutorial_runs_without_a_network(monkeypatch, capsys):
     def refuse(self, address):
         raise AssertionError(f"the tutorial connects to {address}")
@@ -90,7 +103,6 @@ def test_the_tutorial_runs_without_a_network(monkeypatch, capsys):
     # Of 20 runs: mean 0.896, standard deviation 0.028, least 0.807. A model that learns nothing has 0.63 at most.
     assert names["result"].evaluate_metrics_serverapp[30]["accuracy"] > 0.75
     assert names["statement"].epsilon == pytest.approx(2.0, rel=1e-3)
-    assert not names["greedy"].statement.epsilon
     assert "its budget is spent" in out
 
 
