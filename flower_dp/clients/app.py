@@ -44,7 +44,9 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
         except Exception as error:
             raise RuntimeError(_failure(error)) from None
         client.attach(context.state, context.node_config.get(LEDGER_PATH))
-        arrays, answer = client.answer(*_trained(message))
+        trained, config = _trained(message)
+        beside = trained.pop(wire.BESIDE, None)
+        arrays, answer = client.answer(trained, config, beside)
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 

@@ -1,6 +1,7 @@
 """The client of methods whose every message is private on its own: own budget, own noise, own account."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
 from flower_dp.clients.agreement import why_not
 from flower_dp.clients.client import NodeClient
+from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.pipeline import Job, Pipeline, failure
@@ -100,11 +102,20 @@ class LocalDPClient(NodeClient):
         """The method of the recipe."""
         return (self.recipe.method,)
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         account = account_of(self.ledger, self.clients, self.state)
         order = LocalOrder.of(instruction)
         if self.policy.min_noise_std:
-            raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+            raise ValueError(
+                f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
+            )
+        keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
+        if (keeps is None) != (beside is None):
+            came = "a vector came" if keeps is None else "no vector came"
+            raise ValueError(f"method={instruction.method!r}: {came} beside the model")
+        if keeps is not None and self.state is None:
+            raise ValueError("state: control variates are kept in the node's state; pass state=context.state")
+        kept = ControlVariates(RecordDict() if self.state is None else self.state)
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         agreed, refused = self._agreed(instruction, order)
         refused |= account.charge({name: terms for name, (terms, _) in agreed.items()})
@@ -120,14 +131,19 @@ class LocalDPClient(NodeClient):
                     secret=_Given(self.generator(instruction, name)),
                     weight=weights[name],
                 )
-                made = self.recipe.pipeline(terms.release, model=self.model, server_round=instruction.server_round)
-                yield made, [job]
+                number = instruction.server_round
+                if keeps is None or beside is None:
+                    yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
+                    continue
+                mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
+                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=beside - mine)
+                yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
-        return Work(groups=groups(), refused=dict(refused))
+        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
+        restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
+        return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
-    def _agreed(
-        self, instruction: Instruction, order: LocalOrder
-    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+    def _agreed(self, instruction: Instruction, order: LocalOrder) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
         """Return terms and records of the clients whose own terms are what the server says, and why the others refuse."""
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
@@ -152,6 +168,20 @@ class LocalDPClient(NodeClient):
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
+
+
+class _Keeper:
+    """Keeps a client's control variate, made of the row that leaves: no other noise and no other charge."""
+
+    def __init__(
+        self, kept: ControlVariates, recipe: KeepsControl, *, name: str, own: Tensor, common: Tensor, server_round: int
+    ) -> None:
+        self._kept, self._recipe, self._name = kept, recipe, name
+        self._own, self._common, self._round = own, common, server_round
+
+    def __call__(self, row: Tensor) -> None:
+        change = self._recipe.change(row, server_round=self._round, common=self._common)
+        self._kept.write(self._name, self._own + change)
 
 
 class _Given:

@@ -139,6 +139,18 @@ class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)
     """A round that was paid for does not change the model; the text says why."""
 
 
+@runtime_checkable
+class SendsBeside(Protocol):
+    """Rules that may send a vector beside the model."""
+
+    def beside(self, size: int) -> np.ndarray | None:
+        """Return the vector [size], float32, that goes beside the model in the next round; None for none.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size.
+        """
+
+
 class Rules(Protocol):
     """One method on the server, for one run at a time. Rules see names, vectors and numbers, never messages.
 

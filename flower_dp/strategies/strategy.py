@@ -25,7 +25,7 @@ from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
-from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -244,13 +244,17 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         started = time.monotonic()
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        beside = self.rules.beside(model.layout.size) if isinstance(self.rules, SendsBeside) else None
+        sent = arrays if beside is None else wire.with_beside(arrays, beside)
         asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
         if reason := self.rules.why_stop(server_round, len(cohort)):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model.frozen_positions))
+            wire.train_message(
+                node, roster.dialect, sent, config, self._instruction(server_round, names, len(cohort), model.frozen_positions)
+            )
             for node, names in asked.items()
         ]
         self._round = Round(
