@@ -1,6 +1,7 @@
 # make demo   train a private model on real digits (sets up .venv first)
 # make quick  the unit tests, without those that take long or start Flower
 # make test   checks and all tests
+# make docs   the docs site, in build/site; a broken link is an error
 # make mutants  plant known bugs one by one: no test may miss one (before a release; some ten minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= logical
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo quick test check format mutants clean
+.PHONY: demo quick test check format docs mutants clean
 
 demo: $(STAMP)
 	$(BIN)/flower-dp run .
@@ -30,6 +31,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The variable turns off a notice of mkdocs-material.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/plant.py

@@ -18,7 +18,7 @@ from apps.parts import training_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.losses import Loss
-from flower_dp.running.apps import read_app
+from flower_dp.running.apps import OwnFunction, read_app
 from flower_dp.running.recorded import record_run
 
 # What this app's own model and data are made from.
@@ -140,22 +140,32 @@ def app(
             timeout=settings.round_timeout,
         )
 
-    @lru_cache(maxsize=8)
-    def node(config: tuple[tuple[str, Any], ...], part: int, parts: int) -> NodeClient:
-        run, functions = run_of(dict(config)), given.of(dict(config))
-        names = run.settings.client_names()
-        clients = _Clients(functions.data, names, names[part::parts])
-        everyone = _Clients(functions.data, names, names)
-        return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
+    return Apps(server=server, client=client_app(OwnFunction("own_model", "client_of", (model_fn, data_fn, loss))))
 
-    def client_fn(context: Context) -> NodeClient:
-        for key in ("partition-id", "num-partitions"):
-            if key not in context.node_config:
-                raise ValueError(f"{key}: is missing from the node-config; it tells which clients live on this node")
-        part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-        return node(tuple(sorted(context.run_config.items())), part, parts)
 
-    return Apps(server=server, client=client_app(client_fn))
+def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+    """Return a node's client; made once a process, and kept between messages.
+
+    Raises:
+        ValueError: the node's configuration does not say which clients live there, or as `app`.
+    """
+    for key in ("partition-id", "num-partitions"):
+        if key not in context.node_config:
+            raise ValueError(f"{key}: is missing from the node-config; it tells which clients live on this node")
+    part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
+    return _client(model_fn, data_fn, loss, tuple(sorted(context.run_config.items())), part, parts)
+
+
+@lru_cache(maxsize=8)
+def _client(
+    model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, config: tuple[tuple[str, Any], ...], part: int, parts: int
+) -> NodeClient:
+    run = run_of(dict(config))
+    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(dict(config))
+    names = run.settings.client_names()
+    clients = _Clients(functions.data, names, names[part::parts])
+    everyone = _Clients(functions.data, names, names)
+    return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
 
 
 def run_of(run_config: Mapping[str, Any]) -> Run:

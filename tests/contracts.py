@@ -12,10 +12,20 @@ from typing import Any
 from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, SelfComposedDpEvent
 from scipy import optimize, stats
 
-from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, LocalTraining, NbAFLRecipe
+from flower_dp.clients import (
+    DPClient,
+    DPFedPAQRecipe,
+    DPPASGDRecipe,
+    FedSGDDPCRecipe,
+    LocalDPClient,
+    LocalTraining,
+    NbAFLRecipe,
+    ScaffoldRecipe,
+)
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL, Scaffold
 
 NUM_RECORDS = 8
 
@@ -85,6 +95,7 @@ class Method:
         server_noise: std of each coordinate of the noise in the increment that the server itself has added, by how many were heard.
         fewest: with fewer replies a round is charged, but not released.
         replaces_model: whether a round puts a new model in the place of the last one, and does not add to it.
+        carries_noise: whether a round's messages have noise of earlier rounds in them as well.
         exact: whether sums are exact, so that hosting changes no bit; else models agree up to the rounding of float32.
         poisson: whether the method takes a Poisson sampler.
         target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
@@ -108,6 +119,7 @@ class Method:
     server_noise: Callable[[Words, int], float]
     fewest: int = 1
     replaces_model: bool = False
+    carries_noise: bool = False
     exact: bool
     poisson: bool
     target: bool
@@ -439,6 +451,83 @@ def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
     }
 
 
+def local_steps(
+    cls: type[DPStrategy] = DPFedPAQ, recipe_cls: Any = DPFedPAQRecipe, name: str = "dp-fedpaq", title: str = "DP-FedPAQ"
+) -> dict[str, Any]:
+    """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
+
+    SCAFFOLD's guarantee and noise are the same. Its corrections add up to zero over all clients, and a first message has none.
+    """
+    num_steps = 2
+    batch = NUM_RECORDS // num_steps
+
+    def steps(words: Words) -> FedPAQSteps:
+        return FedPAQSteps(
+            learning_rate=STEP_SIZE,
+            num_local_steps=num_steps,
+            batch_size=batch,
+            clip_norm=words.clip_norm,
+            sensitivity="per-step",
+            decay_iterations=None,
+        )
+
+    def multiplier(words: Words) -> float:
+        return 2 * math.sqrt(words.replies) * gaussian_multiplier(EPSILON, words.delta)
+
+    def message_noise(words: Words) -> float:
+        """Half of 2 eta C (E - 1 + 1 / b) times the multiplier."""
+        return multiplier(words) * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm
+
+    def strategy(words: Words) -> DPStrategy:
+        return cls(
+            steps=steps(words),
+            sampling=FullSampling(),
+            num_clients=words.num_clients,
+            num_records=NUM_RECORDS,
+            epsilon=EPSILON,
+            delta=words.delta,
+            quantization_levels=None,
+            num_replies=words.num_replies,
+            noise_seed=words.noise_seed,
+        )
+
+    def client(words: Words, **node: Any) -> LocalDPClient:
+        recipe = recipe_cls(
+            steps=steps(words), epsilon=EPSILON, delta=words.delta, num_replies=words.replies, quantization_levels=None
+        )
+        return LocalDPClient(**node, recipe=recipe, device="cpu")
+
+    return {
+        "name": name,
+        "title": title,
+        "strategy": strategy,
+        "client": client,
+        "stock": False,
+        "unit": "record",
+        "relation": "replace-one",
+        "delta": lambda words: words.delta,
+        "charges": (
+            Charge(
+                ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+                event=lambda words: GaussianDpEvent(multiplier(words)),
+            ),
+        ),
+        "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
+        "message_noise": message_noise,
+        "server_noise": lambda words, heard: 0.0,
+        "exact": False,
+        "poisson": False,
+        "target": False,
+        "numbers": lambda words: {
+            "clip_norm": words.clip_norm,
+            "update_sensitivity_of_round_1": 2 * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm,
+            "least_noise_multiplier": multiplier(words),
+            "largest_noise_std_of_an_update_of_round_1": message_noise(words),
+        },
+        "sampling": lambda words: f"at most {words.replies} replies a client; all records, {NUM_RECORDS} in each",
+    }
+
+
 METHODS = (
     Method(
         label="dp-fedavg, stock clients",
@@ -508,6 +597,8 @@ METHODS = (
     Method(label="dp-sgd", title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),
     Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
     Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),
+    Method(label="dp-fedpaq", **local_steps()),
+    Method(label="scaffold", **local_steps(Scaffold, ScaffoldRecipe, "scaffold", "SCAFFOLD"), carries_noise=True),
     Method(
         label="nbafl",
         name="nbafl",

@@ -1,17 +1,40 @@
-"""A real deployment on loopback: a SuperLink, two SuperNodes with one client each, and `flwr run`."""
+"""docs/deployment.md on loopback: its commands as they stand, but for ports and host name; and its compose file."""
 
 import json
 import os
+import re
+import shlex
+import shutil
+import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPSConnection
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLE = REPOSITORY / "examples" / "deployment"
 BIN = Path(sys.executable).parent
+DEVICES = ("device-1", "device-2", "device-3")
+HEARTBEAT_SECONDS = 10  # the least that Flower accepts
+GENERATED = ("certs", "devices", "operator", "proxy", "state", "*.fab", "*.csv")
+# Where the tests' user is root, no mode bits hold it back: these capabilities are what lets it pass.
+ACTIVE = "SuperNode ID: "
+UNPRIVILEGED = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"] if os.geteuid() == 0 else []
+
+
+def steps():
+    """The guide's commands by the label in their first line."""
+    blocks = re.findall(r"^```sh\n# (\w+): [^\n]*\n(.*?)^```", (REPOSITORY / "docs" / "deployment.md").read_text(), re.M | re.S)
+    return dict(blocks)
 
 
 def free_ports(count):
@@ -22,90 +45,312 @@ def free_ports(count):
     return ports
 
 
-def wait_for(port, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(f"nothing listens on port {port}")
+class Deployment:
+    """A copy of the example, in which the guide's commands run with free ports."""
 
+    def __init__(self, folder):
+        self.folder = folder / "deployment"
+        shutil.copytree(EXAMPLE, self.folder, ignore=shutil.ignore_patterns(*GENERATED, "__pycache__"))
+        self.link, self.proxy, *self.runtime = free_ports(5)
+        self.has_proxy = shutil.which("nginx") is not None
+        self.started = []
+        config = self.folder / "nginx.conf"
+        text = config.read_text()
+        assert "listen 8443 ssl;" in text
+        assert "proxy_pass https://127.0.0.1:8000/v1/fleet/;" in text
+        config.write_text(text.replace("listen 8443", f"listen 127.0.0.1:{self.proxy}").replace(":8000/", f":{self.link}/"))
+        python = f'exec "{sys.executable}"'
+        (folder / "bin").mkdir()
+        for name, command in (("python", python), ("flower-dp", f"{python} -m flower_dp.cli.main")):
+            (folder / "bin" / name).write_text(f'#!/bin/sh\n{command} "$@"\n')
+            (folder / "bin" / name).chmod(0o755)
+        self.environment = os.environ | {
+            "PATH": os.pathsep.join([str(folder / "bin"), str(BIN), os.environ["PATH"]]),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+        }
+        # Flower's default is 30 s, and a node is given up after twice that.
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(
+            f"from flwr.common import constant\nconstant.HEARTBEAT_DEFAULT_INTERVAL = {HEARTBEAT_SECONDS}\n"
+        )
+        self.node_environment = self.environment | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(REPOSITORY)])}
 
-@pytest.mark.flwr_run
-def test_two_supernodes_with_one_client_each_train_privately(tmp_path):
-    link, *nodes = free_ports(3)
-    environment = os.environ | {
-        "FLWR_HOME": str(tmp_path / "home"),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    }
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "config.toml").write_text(f'[superlink.loop]\naddress = "127.0.0.1:{link}"\ninsecure = true\n')
-    settings = {
-        "method": '"dp-fedsam"',
-        "num-clients": 2,
-        "sampling": '"full"',
-        "num-rounds": 2,
-        "dp-fedsam.noise-multiplier": 5.0,
-        "dp-fedsam.delta": 1e-3,
-        "batch-size": 100,
-        "output-dir": f'"{tmp_path / "run"}"',
-    }
-    (tmp_path / "run.toml").write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
-    started = []
+    def command(self, label, device=""):
+        """A step's commands, with free ports and this machine's name."""
+        text = steps()[label].replace("127.0.0.1:8000", f"127.0.0.1:{self.link}").replace("--port 8000", f"--port {self.link}")
+        text = text.replace("fleet.example.org:8443", f"localhost:{self.proxy if self.has_proxy else self.link}")
+        port = self.runtime[DEVICES.index(device)] if device else ""
+        variables = f'set -eu\n{steps()["0"]}export DEVICE={device} RUNTIME_PORT={port} FLWR_HOME="$PWD/operator"\n'
+        return variables + text.replace("fleet.example.org", "localhost")
 
-    def spawn(*command):
-        with (tmp_path / f"{len(started)}.log").open("w") as log:
-            started.append(
-                subprocess.Popen(
-                    [BIN / command[0], *command[1:]],
-                    cwd=tmp_path,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-
-    try:
-        spawn("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(link))
-        wait_for(link)
-        for index, port in enumerate(nodes):
-            spawn(
-                "flower-supernode",
-                "--insecure",
-                "--superlink",
-                f"127.0.0.1:{link}",
-                "--port",
-                str(port),
-                "--node-config",
-                f"partition-id={index} num-partitions=2",
-            )
+    def run(self, label, device=""):
+        """Run a step to its end; return what it said."""
         done = subprocess.run(
-            [BIN / "flwr", "run", REPOSITORY, "loop", "--stream", "-c", tmp_path / "run.toml"],
-            cwd=tmp_path,
-            env=environment,
+            ["bash", "-c", self.command(label, device)],
+            cwd=self.folder,
+            env=self.environment,
             capture_output=True,
             text=True,
             timeout=200,
             check=False,
         )
-        statement_file = tmp_path / "run" / "statement.json"
-        assert statement_file.is_file(), done.stdout[-3000:] + done.stderr[-1000:]
+        assert done.returncode == 0, f"step {label}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+    def spawn(self, label, device="", change=lambda command: command):
+        """Start a step that runs until it is stopped, in a process group of its own."""
+        with (self.folder / f"{label}{device}.log").open("a") as log:
+            process = subprocess.Popen(
+                [*UNPRIVILEGED, "bash", "-c", change(self.command(label, device))],
+                cwd=self.folder,
+                env=self.node_environment if device else self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def bring_back(self, device):
+        """Start a SuperNode again and again, as `Restart=always` does: its key is refused until its heartbeat has run out."""
+        before = self.log("5d", device).count(ACTIVE)
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            process = self.spawn("5d", device)
+            while self.log("5d", device).count(ACTIVE) == before and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            if process.poll() is None:
+                return
+            end_group(process, signal.SIGKILL)
+        raise TimeoutError(f"{device} does not come back: {self.log('5d', device)[-2000:]}")
+
+    def log(self, label, device=""):
+        return (self.folder / f"{label}{device}.log").read_text()
+
+    def replies(self, device):
+        return json.loads((self.folder / "devices" / device / "ledger.json").read_text())["clients"][device]["replies"]
+
+    def post(self, port, path, context):
+        connection = HTTPSConnection("localhost", port, timeout=30, context=context)
+        try:
+            connection.request("POST", path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    def stop(self):
+        for process in reversed(self.started):
+            end_group(process, signal.SIGTERM)
+        for process in self.started:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                end_group(process, signal.SIGKILL)
+
+
+def end_group(process, kind):
+    """Signal the processes of a group that this test has started."""
+    try:
+        os.killpg(process.pid, kind)
+    except ProcessLookupError:
+        return
+
+
+def wait_until(true, what, seconds=120):
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+
+
+def listens(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def hold_records(made, device, released):
+    """Be the records of a device: a pipe that gives them at once, but in round 1 only when they are released."""
+    path = made.folder / "devices" / device / "records.csv"
+    text = path.read_text()
+    path.unlink()
+    os.mkfifo(path)
+    while True:
+        with path.open("w") as pipe:  # returns when the app opens them
+            if "ROUND 1]" in made.log("5d", device):
+                released.wait()
+            with suppress(BrokenPipeError):
+                pipe.write(text)
+        time.sleep(0.5)  # until the app has closed them
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    made = Deployment(tmp_path)
+    try:
+        yield made
     finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait(30)
-    statement = json.loads(statement_file.read_text())
-    rounds = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # Two Gaussian releases of multiplier 5 are one of 5 / sqrt(2); its exact epsilon at delta = 2^-1.1 is 0.
+        made.stop()
+
+
+@pytest.mark.flwr_run
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None or shutil.which("openssl") is None, reason="needs openssl and ssh-keygen")
+@pytest.mark.skipif(bool(UNPRIVILEGED) and shutil.which("setpriv") is None, reason="root can write everything: needs setpriv")
+def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
+    """TLS, keys, a proxy, pinned bundles, ledgers: a node is killed -9 in round 1, is back under its key, and replies in round 2."""
+    made = deployment
+    made.run("1")
+    made.spawn("2")
+    if made.has_proxy:
+        made.spawn("3")
+    made.run("4")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda device: made.run("5a", device) + made.run("5b", device), DEVICES))
+    wait_until(lambda: listens(made.link), f"the SuperLink doesn't listen: {made.log('2')[-2000:]}")
+    for device in DEVICES[:2]:
+        made.run("5c", device)
+    nodes = {device: made.spawn("5d", device) for device in DEVICES}
+
+    # TLS is on, and only /v1/fleet is behind the proxy.
+    trusting = ssl.create_default_context(cafile=made.folder / "certs" / "ca.crt")
+    assert made.post(made.link, "/v1/control/list-runs", trusting) != 404
+    with pytest.raises(ssl.SSLCertVerificationError):
+        made.post(made.link, "/v1/fleet/register-node", ssl.create_default_context())
+    if made.has_proxy:
+        assert made.post(made.proxy, "/v1/fleet/register-node", trusting) not in (404, 502)
+        for path in ("control/list-runs", "runtime/get-nodes", "fleet/../control/list-runs", "fleet/%2e%2e/control/list-runs"):
+            assert made.post(made.proxy, f"/v1/{path}", trusting) == 404
+
+    # A key that is not registered is refused.
+    assert nodes["device-3"].wait(60) != 0
+    assert "Failed to activate SuperNode" in made.log("5d", "device-3")
+    made.run("5c", "device-3")
+    made.spawn("5d", "device-3")
+
+    # Round 1 lasts until device-2 is back.
+    back = Event()
+    Thread(target=hold_records, args=(made, "device-3", back), daemon=True).start()
+    run = made.spawn("6", change=lambda text: text.replace("num-rounds=3", "num-rounds=2 round-timeout=300.0"))
+    # Charged, and not yet sent: the node looks for replies to send every three seconds.
+    wait_until(lambda: made.replies("device-2") == 1, f"round 1 doesn't begin: {made.log('6')[-3000:]}")
+    end_group(nodes["device-2"], signal.SIGKILL)
+    killed = time.monotonic()
+
+    # A bundle that is not the pinned one can't come in meanwhile.
+    changed = made.folder / "app" / "three_devices" / "task.py"
+    changed.write_text(changed.read_text() + "\n")
+    installed = subprocess.run(
+        [*UNPRIVILEGED, "bash", "-c", "mkdir changed && cd changed && flwr build --app ../app && flwr install *.fab"],
+        cwd=made.folder,
+        env=made.environment | {"FLWR_HOME": str(made.folder / "devices" / "device-1" / "flower")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert installed.returncode != 0
+    assert "PermissionError" in installed.stderr
+
+    time.sleep(max(0.0, killed + 1.5 * HEARTBEAT_SECONDS - time.monotonic()))
+    made.bring_back("device-2")
+    back.set()
+    assert run.wait(300) == 0
+    statement = json.loads((made.folder / "state" / "run" / "statement.json").read_text())
+    # Two of six replies of a pure budget of 3; the one that was lost is charged like the others, by the device too.
     assert statement["private"]
-    assert statement["num_rounds"] == 2
-    assert [line["replies"] for line in rounds[1:]] == [2, 2]
-    assert rounds[-1]["accuracy"] > rounds[0]["accuracy"]
+    assert (statement["num_rounds"], statement["delta"]) == (2, 0.0)
+    assert statement["epsilon"] == pytest.approx(1.0)
+    assert [line for line in statement["incidents"] if line.startswith("1 replies that were asked for did not count")]
+    assert [made.replies(device) for device in DEVICES] == [2, 2, 2], made.log("6")
+    assert "device-2: 2 of 6 replies, epsilon 1.0000 at delta 0 (replace-one)" in made.run("7", "device-2")
+    assert len(set(re.findall(rf"{ACTIVE}(\d+)", made.log("5d", "device-2")))) == 1  # it has a key
+
+
+# The compose file
+
+
+def compose():
+    return yaml.safe_load((EXAMPLE / "compose.yaml").read_text())["services"]
+
+
+def words(command, device="", port=""):
+    """A command's words, without the settings of the environment before it."""
+    text = command if isinstance(command, str) else shlex.join(command)
+    for name, value in (("$PWD", "/work"), ("$DEVICE", device), ("$RUNTIME_PORT", port)):
+        text = text.replace(name, value)
+    listed = shlex.split(text.replace("\\\n", " "))
+    return [" ".join(word.split()) for word in listed if not word.startswith("FLWR_HOME=")]
+
+
+def test_the_commands_of_the_compose_file_are_the_guides():
+    services = compose()
+    assert words(services["superlink"]["command"]) == words(steps()["2"])
+    assert words(steps()["3"]) == ["nginx", "-p", "proxy", "-c", "/work/nginx.conf"]
+    assert "exec nginx -p /tmp -c /work/nginx.conf" in services["proxy"]["command"]
+    for index, device in enumerate(DEVICES, 1):
+        assert words(services[device]["command"]) == words(steps()["5d"], device, f"910{index}")
+
+
+def test_the_containers_can_do_no_more_than_they_must():
+    services = compose()
+    assert set(services) == {"superlink", "proxy", "operator", *DEVICES}
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
+        assert service["user"].startswith("${DEPLOYMENT_UID:?"), name
+        assert service["user"].endswith("}:65534"), name
+        assert not service.get("privileged"), name
+        sources = [volume.split(":")[0] for volume in service["volumes"]]
+        for source in sources:
+            assert not source.endswith(("ca.key", "docker.sock", "ledger.json")), name
+            assert source.removeprefix("./").split("/")[0] in (
+                "certs",
+                "devices",
+                "state",
+                "operator",
+                "app",
+                "nginx.conf",
+                "public.csv",
+            )
+    # Port 8443 is the proxy's, which shares the SuperLink's network; no device shares it.
+    assert [name for name, service in services.items() if "ports" in service] == ["superlink"]
+    assert services["superlink"]["ports"] == ["8443:8443"]
+    assert {name for name, service in services.items() if service.get("network_mode") == "service:superlink"} == {
+        "proxy",
+        "operator",
+    }
+    for device in DEVICES:
+        assert [volume for volume in services[device]["volumes"] if "devices/" in volume] == [
+            f"./devices/{device}:/work/devices/{device}"
+        ]
+
+
+def test_keys_and_records_are_neither_in_the_image_nor_in_the_repository():
+    ignored = (EXAMPLE / "Dockerfile.dockerignore").read_text().split()
+    for name in (*GENERATED[:5], "public.csv"):
+        assert f"examples/deployment/{name}" in ignored
+    listed = (EXAMPLE / ".gitignore").read_text().split()
+    assert {"certs/", "devices/", "operator/", "proxy/", "state/", "public.csv", "*.fab"} <= set(listed)
+
+
+def test_the_proxy_passes_on_the_fleets_paths_and_no_others():
+    text = (EXAMPLE / "nginx.conf").read_text()
+    locations = dict(re.findall(r"location (\S+) \{\n(.*?)\n        \}", text, re.S))
+    assert set(locations) == {"/", "/v1/fleet/"}
+    assert locations["/"].split() == ["return", "404;"]
+    assert "proxy_pass https://127.0.0.1:8000/v1/fleet/;" in locations["/v1/fleet/"]
+    assert "proxy_ssl_verify on;" in locations["/v1/fleet/"]
+    assert text.count("proxy_pass ") == len(re.findall(r"^ *listen ", text, re.M)) == 1
+
+
+def test_the_files_that_the_containers_mount_are_what_the_guide_makes():
+    made = " ".join(steps().values()) + (EXAMPLE / "keys.sh").read_text()
+    for service in compose().values():
+        for volume in service["volumes"]:
+            source = EXAMPLE / volume.split(":")[0]
+            assert source.exists() or source.name in DEVICES or source.name.rpartition(".")[0] in made or source.name in made

@@ -1,17 +1,22 @@
-"""The README's own examples run."""
+"""The README's own examples run, with the client of docs/your-own-app.md."""
 
 import logging
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from torch import nn
 
 from tests.grids import LocalGrid
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+REPOSITORY = Path(__file__).resolve().parent.parent
+README, OWN_APP = REPOSITORY / "README.md", REPOSITORY / "docs" / "your-own-app.md"
 
 
 def make_model():
@@ -19,13 +24,14 @@ def make_model():
     return nn.Linear(3, 2)
 
 
-def blocks():
-    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def block(page, word):
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if word in code]
+    return found
 
 
 @pytest.mark.slow
 def test_the_drop_in_server_and_the_client_run_together(caplog):
-    server, client = blocks()
+    server, client = block(README, "DPFedAvg("), block(OWN_APP, "DPClient(")
     inputs, targets = torch.randn(8, 3), torch.randint(0, 2, (8,))
     names = {"make_model": make_model, "inputs": inputs, "targets": targets}
     exec(server.replace("num_clients=100", "num_clients=1"), server_names := dict(names))  # noqa: S102
@@ -35,4 +41,20 @@ def test_the_drop_in_server_and_the_client_run_together(caplog):
         server_names["main"](grid, Context)
     shown = [record.getMessage() for record in caplog.records]
     assert shown.count("Privacy statement: DP-FedAvg") == 1
-    assert sum("over 50 rounds" in line for line in shown) == 1
+    told = re.search(r"^```\nPrivacy statement: DP-FedAvg\n(.*\n.*)\n```", README.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert [line for line in shown if "over 50 rounds" in line or line.startswith("Protected")] == told.splitlines()
+
+
+@pytest.mark.parametrize("page", [README, OWN_APP])
+def test_the_lines_for_a_model_and_data_of_ones_own_make_both_apps(page, monkeypatch):
+    own = types.ModuleType("my_model")
+    own.make_model, own.evaluate, own.load_records = make_model, lambda model: {}, lambda client, num_clients: None
+    monkeypatch.setitem(sys.modules, "my_model", own)
+    exec(block(page, "flower_dp.app("), told := {})  # noqa: S102
+    assert (type(told["app"].server), type(told["app"].client)) == (ServerApp, ClientApp)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8"))
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith("https://") and not (REPOSITORY / link).exists()] == []

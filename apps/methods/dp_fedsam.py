@@ -26,6 +26,7 @@ class Own:
     trusted_server: bool = True
     min_reply_ratio: float = 0.0
     keep_ratio: float = 1.0
+    quantization_levels: int = 0
     sam_radius: float = 0.05
 
 
@@ -35,6 +36,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedSAM:
         **client_level_words(settings, own),
         placement=own.placement,
         keep_ratio=own.keep_ratio,
+        quantization_levels=own.quantization_levels or None,
         trusted_server=own.trusted_server,
         min_reply_ratio=own.min_reply_ratio or None,
     )

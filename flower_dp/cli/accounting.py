@@ -13,6 +13,9 @@ SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
 RELATIONS = ("add-or-remove-one", "replace-one")
 
 Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="What noise a release gets.")]
+NoiseMultiplier = Annotated[
+    float | None, typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.", show_default=False)
+]
 Sampling = Annotated[
     str,
     typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are drawn; full: all take part."),
@@ -20,7 +23,6 @@ Sampling = Annotated[
 SamplingRate = Annotated[float | None, typer.Option(help="poisson: each client's chance to be in a round.", show_default=False)]
 CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in a round.", show_default=False)]
 NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in all.", show_default=False)]
-NumRounds = Annotated[int, typer.Option(help="Releases in all, one a round.")]
 Delta = Annotated[
     float | None, typer.Option(help="Delta of the guarantee; 0 (laplace only) for pure epsilon.", show_default=False)
 ]
@@ -36,85 +38,63 @@ AsJson = Annotated[bool, typer.Option("--json", help="Answer with a JSON object.
 
 
 def epsilon(
+    context: typer.Context,
     *,
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.", show_default=False),
-    ] = None,
+    noise_multiplier: NoiseMultiplier = None,
     mechanism: Mechanism = "gaussian",
     sampling: Sampling = "full",
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,
-    num_rounds: NumRounds = 1,
+    num_rounds: Annotated[int, typer.Option(help="Releases in all, one a round.")] = 1,
     delta: Delta = None,
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell what a noise multiplier costs: the tight epsilon of a whole run."""
-    from flower_dp.core import checks
-    from flower_dp.privacy import planned_run
-
-    try:
-        if noise_multiplier is None:
-            raise ValueError("--noise-multiplier is missing")
-        noise = checks.number("--noise-multiplier", noise_multiplier, at_least=0)
-        plan = planned_run.from_options(
-            mechanism=mechanism,
-            sampling=sampling,
-            sampling_rate=sampling_rate,
-            cohort_size=cohort_size,
-            num_clients=num_clients,
-            num_rounds=num_rounds,
-            delta=delta,
-            relation=relation,
-        )
-        _answer(plan.cost(noise), as_json)
-    except ValueError as error:
-        refuse(str(error))
+    if noise_multiplier is None:
+        refuse("--noise-multiplier is missing")
+    _answer(context.params)
 
 
 def calibrate(
+    context: typer.Context,
     *,
     epsilon: Annotated[float | None, typer.Option(help="The largest epsilon allowed.", show_default=False)] = None,
+    noise_multiplier: NoiseMultiplier = None,
     mechanism: Mechanism = "gaussian",
     sampling: Sampling = "full",
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,
-    num_rounds: NumRounds = 1,
+    num_rounds: Annotated[int | None, typer.Option(help="Releases in all, one a round.", show_default=False)] = None,
     delta: Delta = None,
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell the least noise multiplier that keeps a whole run within an epsilon."""
-    from flower_dp.core import checks
+    """Tell what an epsilon buys: the least noise multiplier for a number of rounds, or the most rounds for a noise multiplier."""
+    if epsilon is None:
+        refuse("--epsilon is missing")
+    if (noise_multiplier is None) == (num_rounds is None):
+        both = "both missing" if num_rounds is None else "both given"
+        refuse(f"--noise-multiplier and --num-rounds are {both}: give one, the other is computed")
+    _answer(context.params)
+
+
+def _answer(options: dict[str, Any]) -> None:
+    """Compute what the options leave open (epsilon, noise multiplier or number of rounds), and show the whole cost."""
     from flower_dp.privacy import planned_run
 
+    as_json = options.pop("as_json")
     try:
-        if epsilon is None:
-            raise ValueError("--epsilon is missing")
-        target = checks.number("--epsilon", epsilon, above=0)
-        plan = planned_run.from_options(
-            mechanism=mechanism,
-            sampling=sampling,
-            sampling_rate=sampling_rate,
-            cohort_size=cohort_size,
-            num_clients=num_clients,
-            num_rounds=num_rounds,
-            delta=delta,
-            relation=relation,
-        )
-        _answer(plan.cost(plan.calibrate(target)) | {"target_epsilon": target}, as_json)
+        cost = planned_run.solve(**options)
     except ValueError as error:
         refuse(str(error))
-
-
-def _answer(cost: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(cost, allow_nan=False))
         return
     for key, label in (
+        ("num_rounds", "rounds"),
         ("noise_multiplier", "noise multiplier"),
         ("epsilon", "epsilon"),
         ("epsilon_rdp", "epsilon by RDP"),

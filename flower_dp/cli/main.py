@@ -1,4 +1,4 @@
-"""The command line: flower-dp run | presets | compare | epsilon | calibrate | plan."""
+"""The command line: flower-dp run | presets | compare | epsilon | calibrate | plan | ledger."""
 
 import sys
 from typing import Annotated, NoReturn
@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 import click
 import typer
 
-from flower_dp.cli import accounting, comparison, plans, runs
+from flower_dp.cli import accounting, comparison, ledgers, plans, runs
 from flower_dp.cli.errors import refuse
 
 app = typer.Typer(
@@ -14,7 +14,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (runs.run, runs.presets, comparison.compare, accounting.epsilon, accounting.calibrate, plans.plan):
+for _command in (
+    runs.run,
+    runs.presets,
+    comparison.compare,
+    accounting.epsilon,
+    accounting.calibrate,
+    plans.plan,
+    ledgers.ledger,
+):
     app.command()(_command)
 
 

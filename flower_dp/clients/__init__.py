@@ -13,6 +13,7 @@ from flower_dp.clients.policy import ClientPolicy
 if TYPE_CHECKING:
     from flower_dp.clients.app import client_app
     from flower_dp.clients.client import DPClient
+    from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
     from flower_dp.clients.dp_pasgd import DPPASGDRecipe
     from flower_dp.clients.engines import local_updates
     from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from flower_dp.clients.local import LocalDPClient
     from flower_dp.clients.nbafl import NbAFLRecipe
     from flower_dp.clients.records import DatasetRecords, Records, TensorRecords, as_records
+    from flower_dp.clients.scaffold import ScaffoldRecipe
     from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
 
 __all__ = [
     "ClientPolicy",
     "DatasetRecords",
     "DPClient",
+    "DPFedPAQRecipe",
     "DPPASGDRecipe",
     "FedSGDDPCRecipe",
     "FlatModel",
@@ -34,6 +37,7 @@ __all__ = [
     "NbAFLRecipe",
     "NbAFLTerms",
     "Records",
+    "ScaffoldRecipe",
     "TensorRecords",
     "as_records",
     "client_app",
@@ -49,6 +53,7 @@ _WITH_TORCH = {
     "as_records": "records",
     "fix_batchnorm": "fixes",
     "DPClient": "client",
+    "DPFedPAQRecipe": "dp_fedpaq",
     "DPPASGDRecipe": "dp_pasgd",
     "FedSGDDPCRecipe": "fedsgd_dpc",
     "FlatModel": "training",
@@ -56,6 +61,7 @@ _WITH_TORCH = {
     "LocalTraining": "training",
     "NbAFLRecipe": "nbafl",
     "Records": "records",
+    "ScaffoldRecipe": "scaffold",
     "TensorRecords": "records",
     "client_app": "app",
     "local_updates": "engines",

@@ -1,25 +1,40 @@
-"""A client's own account: how many replies it has paid for, kept in the node's Flower state.
+"""A client's own account: how many replies it has paid for, in the node's Flower state or in a file on the device.
 
-The state outlives client objects and worker processes within one run, so a client that is made anew for every message still
-knows what it has spent. It does not outlive the run: budgets of several runs on the same records add up.
+The state outlives client objects and worker processes within one run, so a client that is made anew for every message still knows
+what it has spent. It is empty in the next run, and after a restart of the SuperNode: budgets of several runs on the same records
+add up. A file keeps one count for all of them: `flower_dp.privacy.ledger_file`.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import Terms, value_of
+from flower_dp.privacy.ledger_file import LedgerFile
 
 log = logging.getLogger("flwr")
 
 KEY = "flower-dp.account"
+# The key of the node's config, which the device's owner writes and no server can change.
+LEDGER_PATH = "ledger-path"
+
+# One file for all clients of a node, or one each, by the client's name.
+LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+
+
+class Payer(Protocol):
+    """What counts the replies of a node's clients."""
+
+    def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
+        """Charge one reply to each client that can pay it, for good when this returns; return why the others can't."""
 
 
 class Account:
-    """The account of every client that a node hosts.
+    """The account of every client that a node hosts, in the node's state: it lasts one run.
 
     Raises:
         ValueError: if the state's record isn't one that this class has written.
@@ -46,15 +61,19 @@ class Account:
         Returns:
             Why each of the others can't pay; they must not reply.
         """
-        refused = {}
+        refused, paid = {}, {}
         for name, terms in asked.items():
-            spent, opened = self._entries.get(name, (0, terms.text))
-            if opened != terms.text:
-                refused[name] = f"its account was opened on other terms ({opened}), not {terms.text}"
-            elif spent >= terms.num_replies:
-                refused[name] = f"its budget is spent: num_replies={terms.num_replies}, all of them sent"
+            spent, opened = self._entries.get(name, (0, None))
+            if reason := terms.why_not(spent, opened):
+                refused[name] = reason
             else:
-                self._entries[name] = (spent + 1, opened)
+                paid[name] = (spent + 1, terms.text)
+        self.note(paid)
+        return refused
+
+    def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
+        """Write down how many replies clients have paid for, and on which terms."""
+        self._entries |= paid
         names = list(self._entries)
         self._state[KEY] = ConfigRecord(
             {
@@ -63,7 +82,82 @@ class Account:
                 "terms": [self._entries[name][1] for name in names],
             }
         )
+
+
+class FileAccount:
+    """The account of every client that a node hosts, in files on the device: it lasts as long as they do.
+
+    A client whose file can't be used does not reply; the server learns no more than that, the node's own log has the reason. The
+    node's state remembers what the files said in this run: one that says less later is an older copy, and refused.
+
+    Args:
+        files: every client's file; several may share one.
+        state: the node's state; None where there is none, and older copies aren't noticed then.
+    """
+
+    def __init__(self, files: Mapping[str, LedgerFile], state: RecordDict | None) -> None:
+        self._files = files
+        self._seen = Account(RecordDict() if state is None else state)
+
+    def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
+        """Charge one reply to each client that can pay it, on the disk when this returns.
+
+        To be called before anything is computed from the clients' records.
+
+        Returns:
+            Why each of the others can't pay; they must not reply.
+        """
+        refused: dict[str, str] = {}
+        for file, names in self._by_file(asked):
+            known = {name: self._seen.replies(name) for name in names}
+            try:
+                spent, counts = file.charge({name: asked[name] for name in names}, at_least=known)
+            except Exception as error:  # whatever it is, there is no account
+                log.error("%s: no reply of %s", error, ", ".join(names))
+                refused |= dict.fromkeys(names, f"its ledger can't be used ({type(error).__name__}); the node's own log says why")
+                continue
+            self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
+            refused |= spent
         return refused
+
+    def _by_file(self, names: Iterable[str]) -> list[tuple[LedgerFile, list[str]]]:
+        groups: dict[str, tuple[LedgerFile, list[str]]] = {}
+        for name in names:
+            groups.setdefault(str(self._files[name].path), (self._files[name], []))[1].append(name)
+        return list(groups.values())
+
+
+def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -> Payer:
+    """Return the account of a node's clients: in files where there is a ledger, else in the node's state.
+
+    Args:
+        ledger: a path, or one for each client; None for none.
+        names: of the node's clients.
+        state: the node's state.
+
+    Raises:
+        ValueError: if there is neither, or the ledger is no path.
+    """
+    if ledger is not None:
+        return FileAccount(ledger_files(ledger, names), state)
+    if state is None:
+        raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
+    return Account(state)
+
+
+def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
+    """Return every client's ledger file.
+
+    Raises:
+        ValueError: if a path is none, or a client has none.
+    """
+    files = {}
+    for name in names:
+        path = value_of("ledger", ledger, name)
+        if not isinstance(path, str | os.PathLike) or not str(path):
+            raise ValueError(f"ledger={path!r}: must be the path of a file; flower-dp ledger FILE --create NAME makes one")
+        files[name] = LedgerFile(path)
+    return files
 
 
 @contextmanager

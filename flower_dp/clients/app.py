@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
+from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.client import NodeClient
 
 log = logging.getLogger("flwr")
@@ -23,7 +24,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
     Args:
         client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
-            node's state is attached to the client before it trains, so that an account outlives client and process.
+            node's state is attached to the client before it trains, so that an account outlives client and process; so is the file
+            that the device's owner names as `ledger-path` in the node's config, so that it outlives the run.
     """
     app = ClientApp()
 
@@ -41,8 +43,10 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             client = client_fn(context)
         except Exception as error:
             raise RuntimeError(_failure(error)) from None
-        client.attach(context.state)
-        arrays, answer = client.answer(*_trained(message))
+        client.attach(context.state, context.node_config.get(LEDGER_PATH))
+        trained, config = _trained(message)
+        beside = trained.pop(wire.BESIDE, None)
+        arrays, answer = client.answer(trained, config, beside)
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 
@@ -52,6 +56,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             client = client_fn(context)
         except Exception as error:
             raise RuntimeError(_failure(error)) from None
+        client.attach(context.state, context.node_config.get(LEDGER_PATH))
         answer = client.evaluation(*_trained(message))
         return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
 

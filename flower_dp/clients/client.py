@@ -77,8 +77,16 @@ class NodeClient(NumPyClient):
         """
         return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
 
-    def attach(self, state: RecordDict) -> None:
-        """Take the node's Flower state, for clients that keep an account there; called before `fit`."""
+    def attach(self, state: RecordDict, ledger_path: object = None) -> None:
+        """Take the node's Flower state and its config's `ledger-path`, for clients that keep an account; called before `fit`.
+
+        Raises:
+            ValueError: for a ledger, if this client keeps no account: what it sends would not be counted there.
+        """
+        if ledger_path is not None:
+            raise ValueError(
+                f"ledger-path={ledger_path!r}: {type(self).__name__} keeps no account, and would send without counting"
+            )
         self.state = state
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -99,17 +107,21 @@ class NodeClient(NumPyClient):
         frozen = wire.instruction_of(config).frozen
         trained = [array for position, array in enumerate(parameters) if position not in frozen]
         names = self.model.layout.names
+        beside = trained.pop() if len(trained) == len(names) + 1 else None
         if len(trained) != len(names):
             raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
-        arrays, answer = self.answer(dict(zip(names, trained, strict=True)), config)
+        arrays, answer = self.answer(dict(zip(names, trained, strict=True)), config, beside)
         return arrays, 1, answer
 
-    def answer(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def answer(
+        self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any], beside: np.ndarray | None = None
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Return the payload arrays, and the answer that describes them.
 
         Args:
             trained: the arrays of the server's model that are trained, by name.
             config: holds the instruction.
+            beside: a vector [d] that the server has sent beside the model, for methods that read one.
 
         Raises:
             ValueError: as `fit`.
@@ -123,7 +135,7 @@ class NodeClient(NumPyClient):
             if set(trained) != set(layout.names):
                 raise ValueError(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
             vector = torch.from_numpy(layout.flatten(trained)).to(self.model.device)
-            work = self._work(vector, instruction)
+            work = self._work(vector, instruction, _beside(beside, vector))
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
         made = add_up(vector, work)
@@ -136,6 +148,7 @@ class NodeClient(NumPyClient):
             payload_bytes=made.payload_bytes,
             seeded_noise=self.noise_seed is not None,
             metrics=metrics,
+            restarted=tuple(name for name in work.restarted if name not in made.refused),
         )
         return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
 
@@ -161,8 +174,11 @@ class NodeClient(NumPyClient):
         raise ValueError(f"{wire.DECLINED}: this client does not evaluate")
 
     @abstractmethod
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
-        """Return what this node's clients do; charge accounts before any record is touched."""
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
+        """Return what this node's clients do; charge accounts before any record is touched.
+
+        `beside` is the vector [d] that came beside the model, None for none.
+        """
 
 
 class DPClient(NodeClient):
@@ -248,10 +264,10 @@ class DPClient(NodeClient):
         answer = wire.EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
         return {wire.KEY: answer.to_json(instruction.clients)}
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
-        train = LocalUpdates(
-            training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine
-        )
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
+        if beside is not None:
+            raise ValueError(f"method={instruction.method!r}: reads the model alone, and another vector came beside it")
+        train = LocalUpdates(training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine)
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
         self.policy.check_noise(pipeline.noise)
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
@@ -266,3 +282,18 @@ class DPClient(NodeClient):
             secret = partial(self.generator, instruction, name, on=vector)
             jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
         return Work(groups=[(pipeline, jobs)], refused=refused)
+
+
+def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
+    """Return what came beside the model as a vector like it [d].
+
+    Raises:
+        ValueError: if it has another shape or type, or is not finite.
+    """
+    if array is None:
+        return None
+    if array.shape != tuple(vector.shape) or array.dtype != np.float32 or not np.isfinite(array).all():
+        raise ValueError(
+            f"what came beside the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape {tuple(vector.shape)}"
+        )
+    return torch.from_numpy(np.array(array)).to(vector.device)

@@ -1,14 +1,17 @@
 """The client of methods whose every message is private on its own: own budget, own noise, own account."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import cast
 
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
-from flower_dp.clients.account import Account
+from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
 from flower_dp.clients.agreement import why_not
 from flower_dp.clients.client import NodeClient
+from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.pipeline import Job, Pipeline, failure
@@ -27,8 +30,9 @@ class LocalDPClient(NodeClient):
 
     Noise follows from each client's own terms. What the server takes them to be is compared with them, and a client that finds
     them different, or its own noise to be less, does not reply: the server would state too small an epsilon. Each reply is
-    charged to the client's account, in the node's Flower state, before its records are touched; who can't pay does not reply,
-    whatever the server says of the round.
+    charged to the client's account before its records are touched; who can't pay does not reply, whatever the server says of the
+    round. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in
+    a file on the device (`ledger`), which counts the replies of all runs.
 
     The node answers with the weighted sum of its clients' rows, with the weights that the server names: weighing a private row
     costs nothing.
@@ -38,6 +42,8 @@ class LocalDPClient(NodeClient):
         clients: the records of every client that lives here, by its stable name; on a device one.
         recipe: how a reply is made, for example `FedSGDDPCRecipe`.
         state: the node's state, `context.state` of the Context that `client_fn` receives; `client_app` attaches it itself.
+        ledger: the file of the clients' accounts, or one each by the client's name; `client_app` takes it from the node's config,
+            key `ledger-path`. None: the accounts last one run, in `state`.
         policy: more limits of this client.
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never noise or the choice of records.
@@ -63,6 +69,7 @@ class LocalDPClient(NodeClient):
         clients: Mapping[str, Records],
         recipe: LocalRecipe,
         state: RecordDict | None = None,
+        ledger: LedgerPaths | None = None,
         policy: ClientPolicy | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -70,23 +77,48 @@ class LocalDPClient(NodeClient):
     ) -> None:
         super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
         self.recipe = recipe
+        self.ledger = ledger
+        if ledger is not None:
+            ledger_files(ledger, clients)
         if state is not None:
             self.attach(state)
+
+    def attach(self, state: RecordDict, ledger_path: object = None) -> None:
+        """Take the node's Flower state, and the ledger that the device's owner names in the node's config.
+
+        Raises:
+            ValueError: if the owner's ledger is another one than the app's.
+        """
+        self.state = state
+        if ledger_path is None:
+            return
+        if self.ledger not in (None, ledger_path):
+            raise ValueError(f"ledger-path={ledger_path!r}: the app has its own, ledger={self.ledger!r}; give one of them")
+        ledger_files(ledger_path, self.clients)
+        self.ledger = cast("LedgerPaths", ledger_path)
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The method of the recipe."""
         return (self.recipe.method,)
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
-        if self.state is None:
-            raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
+        account = account_of(self.ledger, self.clients, self.state)
         order = LocalOrder.of(instruction)
         if self.policy.min_noise_std:
-            raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+            raise ValueError(
+                f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
+            )
+        keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
+        if (keeps is None) != (beside is None):
+            came = "a vector came" if keeps is None else "no vector came"
+            raise ValueError(f"method={instruction.method!r}: {came} beside the model")
+        if keeps is not None and self.state is None:
+            raise ValueError("state: control variates are kept in the node's state; pass state=context.state")
+        kept = ControlVariates(RecordDict() if self.state is None else self.state)
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         agreed, refused = self._agreed(instruction, order)
-        refused |= Account(self.state).charge({name: terms for name, (terms, _) in agreed.items()})
+        refused |= account.charge({name: terms for name, (terms, _) in agreed.items()})
 
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
             for name, (terms, records) in agreed.items():
@@ -99,14 +131,19 @@ class LocalDPClient(NodeClient):
                     secret=_Given(self.generator(instruction, name)),
                     weight=weights[name],
                 )
-                made = self.recipe.pipeline(terms.release, model=self.model, server_round=instruction.server_round)
-                yield made, [job]
+                number = instruction.server_round
+                if keeps is None or beside is None:
+                    yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
+                    continue
+                mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
+                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=beside - mine)
+                yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
-        return Work(groups=groups(), refused=dict(refused))
+        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
+        restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
+        return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
-    def _agreed(
-        self, instruction: Instruction, order: LocalOrder
-    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+    def _agreed(self, instruction: Instruction, order: LocalOrder) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
         """Return terms and records of the clients whose own terms are what the server says, and why the others refuse."""
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
@@ -131,6 +168,20 @@ class LocalDPClient(NodeClient):
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
+
+
+class _Keeper:
+    """Keeps a client's control variate, made of the row that leaves: no other noise and no other charge."""
+
+    def __init__(
+        self, kept: ControlVariates, recipe: KeepsControl, *, name: str, own: Tensor, common: Tensor, server_round: int
+    ) -> None:
+        self._kept, self._recipe, self._name = kept, recipe, name
+        self._own, self._common, self._round = own, common, server_round
+
+    def __call__(self, row: Tensor) -> None:
+        change = self._recipe.change(row, server_round=self._round, common=self._common)
+        self._kept.write(self._name, self._own + change)
 
 
 class _Given:

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
-from flower_dp.clients.account import Account
+from flower_dp.clients.account import LEDGER_PATH, account_of
 from flower_dp.clients.agreement import why_not
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
@@ -144,7 +144,7 @@ class _PrivacyMod:
             client.check(instruction)
             model = _model(wire.arrays_of(message.content), instruction)
             train = AppTraining(call=call_next, message=message, context=context, dialect=dialect, model=model)
-            work = client.work(instruction, train, context.state)
+            work = client.work(instruction, train, context)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
         made = add_up(model.vector, work)
@@ -181,18 +181,20 @@ class _Client:
         if self.terms is not None and self.policy.min_noise_std:
             raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
 
-    def work(self, instruction: Instruction, train: AppTraining, state: RecordDict) -> Work:
+    def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet."""
         refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
         if self.terms is not None:
-            return self._local_work(instruction, train, state, refused)
+            return self._local_work(instruction, train, context, refused)
+        if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
+            raise ValueError(f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting")
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
         return Work(groups=[(pipeline, jobs)], refused=refused)
 
     def _local_work(
-        self, instruction: Instruction, train: AppTraining, state: RecordDict, refused: dict[str, str]
+        self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]
     ) -> Work:
         order = LocalOrder.of(instruction)
         if self.terms is None or self.name not in instruction.clients:
@@ -204,7 +206,10 @@ class _Client:
             return Work(groups=[], refused=refused | {self.name: str(error)})
         multiplier = order.noise_multipliers[place]
         reason = why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier)
-        refused |= {self.name: reason} if reason else Account(state).charge({self.name: terms})
+        if reason:
+            return Work(groups=[], refused=refused | {self.name: reason})
+        account = account_of(context.node_config.get(LEDGER_PATH), [self.name], context.state)
+        refused |= account.charge({self.name: terms})
         if self.name in refused:
             return Work(groups=[], refused=refused)
         pipeline = self.terms.pipeline(terms.release, train=train, length=train.model.layout.size)

@@ -5,9 +5,11 @@ clip and noise; rounding to the lattice belongs to the clip. What chooses by val
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from array_api_compat import array_namespace
 
 from flower_dp.clients.parts import (
     Clip,
@@ -22,8 +24,9 @@ from flower_dp.clients.parts import (
     ServerNoise,
     StepNoise,
 )
-from flower_dp.clients.sending import Encoder, Lossless, RandK, Selection, bytes_a_value
+from flower_dp.clients.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
 from flower_dp.core.compression import Payload
+from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.wire import FAILED
 
@@ -47,6 +50,7 @@ class Job:
         seed: public; governs the order of the records, never a secret.
         secret: gives the generator of noise and secret choices, made for this reply.
         weight: public; what the reply counts in the node's sum.
+        left: told the row that leaves, for what a client keeps of it until the next round.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Job:
     seed: int
     secret: Secret
     weight: float = 1.0
+    left: Callable[[Array], None] | None = None
 
 
 class Train(Protocol):
@@ -72,14 +77,16 @@ class Reply:
     """What leaves a client, and what stays.
 
     Attributes:
-        row: the row [k] that leaves; float32 or float64.
+        row: the row [k] that leaves, with its weight; float32 or float64.
         loss: the mean training loss, a 0-d tensor; it stays unless metrics are asked for.
         num_bytes: of the row, had the client sent it alone.
+        alone: what the client sends if it is the only one in the node's sum, where that is not the sum's payload.
     """
 
     row: Array
     loss: Array
     num_bytes: int
+    alone: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +107,7 @@ class Pipeline:
         clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
         noise: what this client adds to the clipped row, or in training to the clipped sum of every step.
         after_noise: any function of the noised row, for example a selection of its largest entries.
-        encode: how the sum of a node's rows is sent.
+        encode: how the sum of a node's rows is sent; quantisation stands here, and changes every row before that.
 
     Raises:
         ValueError: for a part in a slot where it may not stand, naming the slot.
@@ -203,10 +210,32 @@ class Pipeline:
             clipped = self.clip(row)
         except ValueError as error:  # it names no value of the row
             return Refusal(reason=f"{FAILED}: {error}")
-        noised = self.noise.add(clipped, self.clip.step, job.secret)
+        secret = _Once(job.secret)
+        noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
-        num_bytes = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise))
-        return Reply(row=leaving, loss=loss, num_bytes=num_bytes)
+        num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
+        if job.weight != 1:  # of a row with all its noise
+            xp = array_namespace(leaving)
+            leaving = job.weight * xp.astype(leaving, xp.float64)
+        if isinstance(self.encode, QSGD):
+            leaving, alone = self.encode.quantize(leaving, secret())
+            num_bytes = alone.num_bytes
+        if job.left is not None:
+            job.left(leaving)
+        return Reply(row=leaving, loss=loss, num_bytes=num_bytes, alone=alone)
+
+
+class _Once:
+    """One generator a reply: what is drawn after the noise never repeats it, with a seed for tests either."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._rng: Generator | None = None
+
+    def __call__(self) -> Generator:
+        if self._rng is None:
+            self._rng = self._secret()
+        return self._rng
 
 
 def failure(name: str, error: Exception) -> Refusal:

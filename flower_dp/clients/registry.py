@@ -3,16 +3,20 @@
 from collections.abc import Mapping
 
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
+from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.dp_pasgd import DPPASGDRecipe
 from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
 from flower_dp.clients.local_recipe import LocalRecipe
 from flower_dp.clients.nbafl import NbAFLRecipe
+from flower_dp.clients.scaffold import ScaffoldRecipe
 
 __all__ = ["CLIENT_LEVEL", "LOCAL"]
 
 # What `LocalDPClient` runs: a recipe holds the client's own terms, by which its pipeline is made.
 LOCAL: Mapping[str, type[LocalRecipe]] = {
+    "dp-fedpaq": DPFedPAQRecipe,
     "dp-pasgd": DPPASGDRecipe,
     "fedsgd-dpc": FedSGDDPCRecipe,
     "nbafl": NbAFLRecipe,
+    "scaffold": ScaffoldRecipe,
 }

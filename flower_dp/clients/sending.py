@@ -1,4 +1,4 @@
-"""The parts of a client's pipeline after its noise: a selection, and the way in which a node's sum is sent.
+"""The parts of a client's pipeline after its noise: a selection, quantisation, and the way in which a node's sum is sent.
 
 Any part of the right protocol may stand there: it sees nothing that is not noised yet, unless the server adds the noise.
 """
@@ -11,6 +11,7 @@ from array_api_compat import array_namespace, device, is_numpy_array
 from flower_dp.clients.parts import Clip, Mask, Noise
 from flower_dp.core import checks, compression
 from flower_dp.core.compression import Payload
+from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 
 # Values of this many steps are exact in float32, and no noise that is ever drawn is so many standard deviations large.
@@ -102,6 +103,56 @@ class SinglePrecision:
     def row_bytes(self, length: int, width: int) -> int:
         """Return 4 bytes a value."""
         return 4 * length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QSGD:
+    """Quantise every row at random to a few levels, before rows are added up; send a row that is alone as it is then, packed.
+
+    A row is private when it comes here, and so is everything that is made of it: its norm, which is sent, and the size of the
+    payload. The sum of several rows has no levels; it is sent as float32.
+
+    Attributes:
+        levels: levels above 0 (paper: s); 1 is ternary.
+
+    Raises:
+        ValueError: if there are not 1 to 32767 levels.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.clients.sending import QSGD
+        >>> row, alone = QSGD(levels=1).quantize(np.array([3.0, 0.0, -4.0]), np.random.default_rng(0))
+        >>> sorted(set(np.abs(row).tolist()) | {0.0, 5.0}), alone.num_bytes
+        ([0.0, 5.0], 5)
+    """
+
+    slot: ClassVar[Literal["encode"]] = "encode"
+    levels: int
+
+    def __post_init__(self) -> None:
+        compression.check_levels(self.levels)
+
+    def quantize(self, row: Array, rng: Generator) -> tuple[Array, Payload]:
+        """Return the quantised row [d], float32, and the payload of it alone.
+
+        Args:
+            row: with its noise.
+            rng: secret, the generator of the reply.
+
+        Raises:
+            ValueError: if the row has a NaN or infinite entry, or a norm beyond float32.
+        """
+        payload = compression.qsgd(row, self.levels, rng)
+        quantized = compression.decode(payload, int(row.shape[0]))
+        return quantized if is_numpy_array(row) else array_namespace(row).asarray(quantized, device=device(row)), payload
+
+    def encode(self, total: Array) -> Payload:
+        """Return the payload of a sum of quantised rows."""
+        return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
+
+    def row_bytes(self, length: int, width: int) -> int:
+        """Return the most bytes that a quantised row takes."""
+        return compression.qsgd_bytes(length, self.levels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,12 @@ class Work:
     Attributes:
         groups: pipelines and the clients that each is run for; all send their rows in one way.
         refused: why other clients that were asked don't reply.
+        restarted: clients that had kept nothing from an earlier round, in methods in which they keep something.
     """
 
     groups: Iterable[tuple[Pipeline, Sequence[Job]]]
     refused: dict[str, str]
+    restarted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ def add_up(vector: Array, work: Work) -> Sum:
     xp = array_namespace(vector)
     total, first = xp.zeros_like(vector, dtype=xp.float64), None
     refused, losses, num_bytes = dict(work.refused), [], 0
+    alone: list[Payload | None] = []
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(vector.shape[0])]
@@ -48,8 +51,10 @@ def add_up(vector: Array, work: Work) -> Sum:
             if isinstance(reply, Refusal):
                 refused[job.name] = reply.reason
                 continue
-            total += reply.row if job.weight == 1 else job.weight * xp.astype(reply.row, xp.float64)
+            total += reply.row
+            alone.append(reply.alone)
             losses.append(reply.loss)
             num_bytes += reply.num_bytes
-    payload = Lossless().encode(total) if first is None else first.payload(total)
+    only = alone[0] if len(alone) == 1 else None
+    payload = only or (Lossless().encode(total) if first is None else first.payload(total))
     return Sum(payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)

@@ -141,6 +141,13 @@ def laplace(like: Array, scale: float, step: float, rng: np.random.Generator) ->
     return _to(like, np.where(rng.random(like.shape) < 0.5, magnitude, -magnitude) * step + 0.0)
 
 
+def uniform(like: Array, rng: Generator) -> Array:
+    """Draw a float64 number of [0, 1) for every entry of `like`: for secret choices that are made after the noise."""
+    if _is_numpy(rng):
+        return _to(like, rng.random(tuple(like.shape)))
+    return _zeros(like).uniform_(0.0, 1.0, generator=rng)
+
+
 def exact(values: Array, step: float) -> bool:
     """Tell whether a float64 sum of multiples of a step is exact: its entries have at most 53 bits."""
     xp = array_namespace(values)

@@ -60,6 +60,19 @@ class Terms:
         """The terms as one line; different terms have different lines."""
         return f"{self.kind}, noise_multiplier={self.release.mechanism.noise_multiplier!r}"
 
+    def why_not(self, replies: int, opened: str | None) -> str | None:
+        """Return why a client that has paid for so many replies can't pay for another one; None if it can.
+
+        Args:
+            replies: those that it has paid for.
+            opened: `text` of the terms on which its account was opened, which can't change; None if there is none yet.
+        """
+        if opened is not None and opened != self.text:
+            return f"its account was opened on other terms ({opened}), not {self.text}"
+        if replies >= self.num_replies:
+            return f"its budget is spent: num_replies={self.num_replies}, all of them sent"
+        return None
+
 
 def value_of(field: str, value: Any, name: str) -> Any:
     """Return one client's value: of a mapping by client name, or the one value for all.

@@ -1,7 +1,7 @@
 """What a run would cost, before it is run: options that fit each other, an event, an epsilon."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dp_accounting as dp
@@ -10,6 +10,8 @@ from flower_dp.core import checks
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
+
+MOST_ROUNDS = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,31 @@ class PlannedRun:
         """Return the noise multiplier that keeps the run within `epsilon`, never too little."""
         return accounting.calibrate(self.event, epsilon=epsilon, delta=self.delta, relation=self.relation)
 
+    def longest(self, epsilon: float, noise_multiplier: float) -> "PlannedRun":
+        """Return this run with the largest number of rounds that costs at most `epsilon` with this noise.
+
+        Raises:
+            ValueError: if `epsilon` does not pay for one round, or pays for more than `MOST_ROUNDS`.
+        """
+
+        def event(num_rounds: int) -> dp.DpEvent:
+            return replace(self, num_rounds=num_rounds).event(noise_multiplier)
+
+        limit, rounds = 1, 1
+        while rounds == limit <= MOST_ROUNDS:
+            limit *= 8
+            rounds = accounting.affordable(event, epsilon=epsilon, delta=self.delta, relation=self.relation, limit=limit)
+        if rounds > MOST_ROUNDS:
+            raise ValueError(
+                f"--noise-multiplier={noise_multiplier:g}: epsilon={epsilon:g} pays for more than {MOST_ROUNDS:,} rounds; "
+                "less noise would do"
+            )
+        if rounds == 0:
+            one = _finite(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
+            costs = "has no finite epsilon" if one is None else f"costs epsilon={one:.6g}"
+            raise ValueError(f"--epsilon={epsilon:g}: one round with --noise-multiplier={noise_multiplier:g} {costs}")
+        return replace(self, num_rounds=rounds)
+
     def cost(self, noise_multiplier: float) -> dict[str, Any]:
         """Return what the run costs, as JSON can hold it: an infinite epsilon is None, and `private` is false.
 
@@ -88,6 +115,35 @@ class PlannedRun:
             **{key: value for key, value in settings.items() if value is not None},
             "num_rounds": self.num_rounds,
         }
+
+
+def solve(
+    *, epsilon: float | None = None, noise_multiplier: float | None = None, num_rounds: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """Return the cost of a run of which one of epsilon, noise multiplier and number of rounds is left out, and computed.
+
+    Args:
+        epsilon: the largest that is allowed.
+        noise_multiplier: noise std / clip norm; for Laplace noise scale / L1 clip norm.
+        num_rounds: releases in all.
+        options: those of `from_options` besides.
+
+    Raises:
+        ValueError: naming the option that is missing, out of range or out of place, or the target that can't be met.
+    """
+    target = None if epsilon is None else checks.number("--epsilon", epsilon, above=0)
+    multiplier = None if noise_multiplier is None else checks.number("--noise-multiplier", noise_multiplier, at_least=0)
+    run = from_options(num_rounds=1 if num_rounds is None else num_rounds, **options)
+    match (target, multiplier, num_rounds):
+        case (None, float(noise), int()):
+            return run.cost(noise)
+        case (float(most), None, int()):
+            noise = run.calibrate(most)
+        case (float(most), float(noise), None):
+            run = run.longest(most, noise)
+        case _:
+            raise ValueError("of --epsilon, --noise-multiplier and --num-rounds two must be given; the third is computed")
+    return run.cost(noise) | {"target_epsilon": target}
 
 
 def from_options(

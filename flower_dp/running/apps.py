@@ -121,6 +121,22 @@ def own_module(name: str) -> ModuleType:
     return importlib.import_module(f"apps.{name}")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnFunction:
+    """A function of the package `apps`, with its first arguments; found where it is called.
+
+    Flower pickles a simulation's ClientApp for Ray's workers, which can't import `apps` by its name.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, *more: Any) -> Any:
+        """Return what the function returns."""
+        return getattr(own_module(self.module), self.name)(*self.arguments, *more)
+
+
 @contextlib.contextmanager
 def unpacked(app: App) -> Iterator[Path]:
     """Yield the folder from which `flwr run` can bundle an app.

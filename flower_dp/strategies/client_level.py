@@ -83,6 +83,8 @@ class ClientLevelRules:
         relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         placement: `central`: the server adds the noise; `distributed`: every client adds its share to its own update.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
+        quantization_levels: levels above 0 to which every client rounds its own noised update, without bias (QSGD); None for
+            none. Under distributed placement alone.
         trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
             are sized for the fewest clients that may answer, and the ledger counts on no sampling.
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
@@ -108,6 +110,7 @@ class ClientLevelRules:
         relation: Relation | None = None,
         placement: str = "central",
         keep_ratio: float = 1.0,
+        quantization_levels: int | None = None,
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
@@ -119,6 +122,12 @@ class ClientLevelRules:
         checks.number("delta", delta, above=0, below=1)
         self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
         self.keep_ratio = checks.number("keep_ratio", keep_ratio, above=0, at_most=1)
+        self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
+        if self.quantization_levels is not None and self.placement == "central":
+            raise ValueError(
+                f"quantization_levels={quantization_levels}: is read with placement='distributed' only; under 'central' clients "
+                "send updates without noise, and what is made of them is not private"
+            )
         self.target_epsilon = None if target_epsilon is None else checks.number("target_epsilon", target_epsilon, above=0)
         self.trusted_server = checks.flag("trusted_server", trusted_server)
         if min_reply_ratio is not None and (self.trusted_server or self.placement == "central"):
@@ -228,25 +237,42 @@ class ClientLevelRules:
         rules, every = self._evaluation
         return ComposedDpEvent([events, *(rules.charged.event(number) for number in range(every, num_rounds + 1, every))])
 
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norm that the noise on the mean has about, and the largest norm of the mean without noise.
+
+        Args:
+            dimension: of the model's vector.
+        """
+        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(self._num_kept(dimension)), self.clip_norm
+
     # Noise
 
     @property
-    def sparse_messages(self) -> bool:
-        """Whether every client chooses the coordinates that it sends from its own noised update."""
-        return self.placement == "distributed" and self.keep_ratio < 1
+    def lossy_messages(self) -> bool:
+        """Whether every client sends its own noised update's largest coordinates alone, or levels: no function of the noised sum."""
+        return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
 
     @property
     def cohort_shows(self) -> bool:
         """Whether the release reveals the cohort, which voids amplification by sampling.
 
-        It does by the coordinates that are sent, or by a noise that depends on how many clients answered.
+        It does by what each client makes of its own noised update, or by a noise that depends on how many clients answered.
         """
-        return self.sparse_messages or (self.placement == "distributed" and not self.trusted_server)
+        return self.lossy_messages or (self.placement == "distributed" and not self.trusted_server)
 
     @property
     def secret_cohort(self) -> bool:
         """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
         return self.release.sampler.secret_size and not self.cohort_shows
+
+    @property
+    def open_population(self) -> bool:
+        """Whether clients that come later may take part.
+
+        Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
+        round robin would another number change whose turn it is.
+        """
+        return not isinstance(self.release.sampler, RoundRobinSampling)
 
     @property
     def outside(self) -> Release:
@@ -255,7 +281,7 @@ class ClientLevelRules:
         if self.cohort_shows and not isinstance(release.sampler, RoundRobinSampling):
             # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
             release = replace(release, sampler=FullSampling())
-        if self.sparse_messages:
+        if self.lossy_messages:
             # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
             release = replace(release, mechanism=Gaussian(noise_multiplier=self.share(0) / release.clip_norm))
         return release
@@ -267,7 +293,7 @@ class ClientLevelRules:
             shares: how many shares make up the noise of the release.
         """
         release = self.outside
-        if self.placement == "central" or self.sparse_messages or shares <= 1:
+        if self.placement == "central" or self.lossy_messages or shares <= 1:
             return release
         left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
         return replace(release, mechanism=Gaussian(noise_multiplier=left))
@@ -302,7 +328,7 @@ class ClientLevelRules:
         """Return the std of the noise that each of a cohort's clients adds to its own update."""
         if self.placement == "central":
             return 0.0
-        if self.sparse_messages:
+        if self.lossy_messages:
             return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.release.expected_cohort)))
         return gaussian_share(self.release.noise_scale, self._shares(cohort_size))
 
@@ -327,7 +353,7 @@ class ClientLevelRules:
         if self.cohort_shows:
             return 0.0
         shares = self._most_shares()
-        return self.release.noise_scale * math.sqrt((shares - heard) / shares)
+        return self.release.noise_scale * math.sqrt(max(0, shares - heard) / shares)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.
@@ -366,7 +392,12 @@ class ClientLevelRules:
 
         def honest_norm(names: Sequence[str]) -> float:
             count = len(names)
-            return count * clip_norm + math.sqrt(count) * share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
+            together = count * clip_norm + math.sqrt(count) * share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
+            if self.quantization_levels is None:
+                return together
+            # Each row is as long as it can be, and then longer by its quantisation.
+            each = clip_norm + share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
+            return count * each * compression.qsgd_stretch(num_kept, self.quantization_levels)
 
         return Bounds(
             clip_norm=clip_norm if self.placement == "central" else None,
@@ -387,11 +418,18 @@ class ClientLevelRules:
             placement=self.placement,
             noise_std=self.share(cohort_size),
             keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
+            quantization_levels=self.quantization_levels or 0,
         )
         return asdict(order)
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the bytes of a dense update: what is really sent may depend on data, or tell the size of a secret cohort."""
+        """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
+
+        Else the bytes of a dense update: what is really sent may depend on data that a noised sum hides, or tell the size of a
+        secret cohort.
+        """
+        if self.lossy_messages and collected.clients:
+            return collected.payload_bytes / len(collected.clients)
         return 4.0 * self._num_kept(now.layout.size)
 
     # Cost
@@ -471,7 +509,9 @@ class ClientLevelRules:
                 paper_formula=self.paper_formula,
                 placement=self.placement,
                 trusted_server=self.trusted_server,
-                sparse_messages=self.sparse_messages,
+                lossy_messages=self.lossy_messages,
+                keep_ratio=self.keep_ratio,
+                quantization_levels=self.quantization_levels,
                 cohort_shows=self.cohort_shows,
                 secret_cohort=self.secret_cohort,
                 smallest_share=self.smallest_share,
@@ -494,6 +534,7 @@ class ClientLevelRules:
             noise_multiplier=rules.release.mechanism.noise_multiplier,
             sampling=str(rules.sampling),
             parts={
-                name: accounting.epsilon(event, delta=self.delta, relation=self._relation).epsilon for name, event in events.items()
+                name: accounting.epsilon(event, delta=self.delta, relation=self._relation).epsilon
+                for name, event in events.items()
             },
         )

@@ -45,7 +45,9 @@ class ClientLevelFacts:
         paper_formula: what the paper's epsilon is called.
         placement: `central` or `distributed`.
         trusted_server: whether the server tops up missing shares.
-        sparse_messages: whether clients choose the coordinates that they send.
+        lossy_messages: whether every client sends a function of its own noised update, not the update.
+        keep_ratio: part of the coordinates that are kept.
+        quantization_levels: of what clients send; None where it is not quantised.
         cohort_shows: whether the release reveals the cohort.
         secret_cohort: whether the epsilon counts on nobody knowing the size of a cohort.
         smallest_share: std of the least noise that a client adds itself.
@@ -64,7 +66,9 @@ class ClientLevelFacts:
     paper_formula: str
     placement: str
     trusted_server: bool
-    sparse_messages: bool
+    lossy_messages: bool
+    keep_ratio: float
+    quantization_levels: int | None
     cohort_shows: bool
     secret_cohort: bool
     smallest_share: float
@@ -159,8 +163,8 @@ def _paper(facts: ClientLevelFacts) -> PaperEpsilon | None:
         faults.append("it assumes Poisson sampling, and cohorts were drawn otherwise")
     if release.relation != "add-or-remove-one":
         faults.append("it holds for add-or-remove-one")
-    if facts.sparse_messages:
-        faults.append("top-k of each client's own noised update is not post-processing of the noised sum")
+    if facts.lossy_messages:
+        faults.append(f"{_made(facts)} of each client's own noised update is not post-processing of the noised sum")
     elif facts.cohort_shows and sampling_rate < 1:
         faults.append("it counts on cohorts that nobody knows, and missing shares of noise tell who takes part")
     if facts.run.seeded_noise:
@@ -173,8 +177,10 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
     if facts.placement == "central":
         lines.append("the server is trusted: it sees single updates and adds the noise")
-    elif facts.sparse_messages:
-        lines.append("epsilon rests on each client's own share of noise")
+    elif facts.lossy_messages:
+        lines.append(
+            f"epsilon rests on each client's own share of noise: what it sends is {_made(facts)} of its own noised update"
+        )
     else:
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
         if facts.trusted_server:
@@ -193,6 +199,13 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
     if facts.run.seeded_noise:
         lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
     return lines
+
+
+def _made(facts: ClientLevelFacts) -> str:
+    """What a client makes of its own noised update."""
+    levels = facts.quantization_levels
+    parts = ["top-k"] if facts.keep_ratio < 1 else []
+    return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
 
 
 def _not_covered(facts: ClientLevelFacts) -> list[str]:

@@ -13,6 +13,7 @@ class DPFedSAMArguments(ClientLevelArguments, total=False):
     """What `DPFedSAM` takes."""
 
     keep_ratio: float
+    quantization_levels: int | None
     placement: str
     trusted_server: bool
     min_reply_ratio: float | None
@@ -34,6 +35,10 @@ class DPFedSAM(DPStrategy):
     sum, so the tight epsilon then rests on each client's own share alone and is very large. The paper's value stays in the
     statement, flagged as not valid.
 
+    With `quantization_levels` every client rounds its own noised update at random to so few levels (QSGD, `DPFedPAQ`), and sends
+    a few bits a coordinate. The same holds: a single quantised message is no function of the noised sum. Distributed placement
+    only, since nothing else is private when it leaves a client.
+
     >>> from flower_dp.core.sampling import PoissonSampling
     >>> from flower_dp.strategies import DPFedSAM
     >>> strategy = DPFedSAM(
@@ -44,7 +49,7 @@ class DPFedSAM(DPStrategy):
 
     Args:
         words: clip_norm (paper: C), noise_multiplier (paper: sigma), sampling, num_clients (paper: M), delta, and optionally
-            target_epsilon, relation, keep_ratio (paper: p), placement, trusted_server, min_reply_ratio: see `ClientLevelRules`;
+            target_epsilon, relation, keep_ratio (paper: p), quantization_levels, placement, trusted_server, min_reply_ratio: see `ClientLevelRules`;
             report_client_metrics, registration_timeout, noise_seed: see `Options`.
 
     Raises:

@@ -32,6 +32,7 @@ class DPPASGDRules:
     name = "dp-pasgd"
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,

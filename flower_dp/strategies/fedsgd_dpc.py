@@ -31,6 +31,7 @@ class FedSGDDPCRules:
     name = "fedsgd-dpc"
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,
@@ -130,8 +131,8 @@ class FedSGDDPCRules:
         return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
-        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
+        """Return the mean of what each would send alone: messages carry their own noise, and who takes part is public."""
+        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
 
     def _weight(self, name: str) -> float:
         """Return what a client's row counts: N/b times its share."""

@@ -69,6 +69,7 @@ def state(
     paper: PaperEpsilon | None = None,
     sampling: str = "",
     assumptions: tuple[str, ...] = (),
+    incidents: tuple[str, ...] = (),
     adversaries: tuple[Adversary, ...] = (),
 ) -> PrivacyStatement:
     """Return the statement of what the clients' ledgers hold: the worst client's epsilon, and the distribution over clients.
@@ -79,6 +80,7 @@ def state(
         paper: the paper's epsilon of the worst client.
         sampling: who was asked, in words.
         assumptions: what this method leans on besides.
+        incidents: what happened besides.
         adversaries: where adversaries see different things; the statement's epsilon is the largest.
     """
     costs = dict(facts.costs)
@@ -106,7 +108,7 @@ def state(
         events=tuple(facts.ledgers[worst].lines()) if worst is not None else (),
         assumptions=(*_assumptions(facts), *assumptions),
         not_covered=tuple(_not_covered(facts)),
-        incidents=tuple(_incidents(facts)),
+        incidents=(*_incidents(facts), *incidents),
         adversaries=(adversaries or _everyone(costs, worst, facts)) if private else (),
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}),
     )
@@ -159,7 +161,8 @@ def _assumptions(facts: LocalFacts) -> list[str]:
 
 def _not_covered(facts: LocalFacts) -> list[str]:
     lines = [
-        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up",
+        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up, unless its device keeps "
+        "a ledger file (docs/deployment.md), which this statement can't know",
         "everything else that is computed from client data: choice of settings, timing, logs on devices",
     ]
     if facts.run.report_client_metrics:
@@ -172,7 +175,9 @@ def _not_covered(facts: LocalFacts) -> list[str]:
 def _incidents(facts: LocalFacts) -> list[str]:
     lines = list(facts.run.incidents)
     if facts.run.missing.total:
-        lines.append(f"{facts.run.missing.total} replies that were asked for did not count: {facts.run.missing}; they are charged")
+        lines.append(
+            f"{facts.run.missing.total} replies that were asked for did not count: {facts.run.missing}; they are charged"
+        )
     if facts.num_unasked:
         lines.append(f"{facts.num_unasked} times a client whose budget was spent was not asked")
     return lines

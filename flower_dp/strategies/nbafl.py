@@ -32,6 +32,7 @@ class NbAFLRules:
     title = "NbAFL"
     stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
     secret_cohort = False
+    open_population = False
 
     def __init__(
         self,
@@ -150,8 +151,8 @@ class NbAFLRules:
         return self.books.bounds(now, self.books.share)
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
-        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
+        """Return the mean of what each would send alone: messages carry their own noise, and who takes part is public."""
+        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
 
     @property
     def charges(self) -> object:

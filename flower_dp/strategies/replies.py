@@ -78,6 +78,7 @@ class Collected:
     num_bytes: int = 0
     payload_bytes: int = 0
     seeded_noise: bool = False
+    restarted: list[str] = field(default_factory=list)
 
     def leave_out(self, node: int, names: tuple[str, ...], reason: str, missing: Missing) -> None:
         """Write down why a node's clients do not count."""
@@ -187,9 +188,7 @@ def accepted(update: np.ndarray, clients: Sequence[str], bounds: Bounds) -> np.n
     return update
 
 
-def _add(
-    collected: Collected, reply: Message, names: tuple[str, ...], model: Model, bounds: Bounds, stock: bool
-) -> None:
+def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Model, bounds: Bounds, stock: bool) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
     layout = model.layout
     # Twice the model in float64, and what an array's name and header take.
@@ -219,6 +218,7 @@ def _add(
     if answer is not None:
         collected.add_refused(answer.refused)
         collected.seeded_noise |= answer.seeded_noise
+        collected.restarted.extend(name for name in answer.restarted if name not in answer.refused)
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
 

@@ -1,204 +1,187 @@
-"""The roster: which clients there are, and on which node each lives.
+"""The roster: which clients are known, and on which node each lives now.
 
-A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names, node ids change with
-every run. All nodes of a run execute the same ClientApp, so one node's answer tells whether nodes can be asked for names;
-where they can't, as with stock clients, every node is one client.
+A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names; node ids change with
+every run, and with every restart of a SuperNode without a registered key.
 """
 
-import itertools
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_dp import wire
-from flower_dp.strategies.held_errors import HeldErrors
-from flower_dp.strategies.replies import APP_RAISED
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
+from flower_dp.strategies.roll_call import Hosted, RollCall
+from flower_dp.wire import MESSAGE_API, Dialect
 
 log = logging.getLogger("flwr")
 
-# Node id -> the message that asks whom it hosts.
-_Question = Callable[[int], Message]
-
 _POLL_SECONDS = 0.1
-_ANSWER_SECONDS = 600.0
 _SETTLED_SECONDS = 3.0
-_MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
-# What Flower says for a ClientApp that does not answer a question: one of the Message API, and one around a client_fn.
-_NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
+_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """All clients, in the order of their names, and the node that hosts each.
+    """All known clients, and the node that hosts each.
 
     Attributes:
-        names: of all clients.
-        nodes: the node of each client.
+        names: of all clients that were ever there in this run.
+        nodes: the node of each client; None for one that is not there now.
         dialect: what the nodes' app speaks.
         hosting: whether nodes name the clients that they host; else every node is one stock client.
         methods: the methods that every node runs; empty for stock clients.
     """
 
     names: tuple[str, ...]
-    nodes: tuple[int, ...]
+    nodes: tuple[int | None, ...]
     dialect: Dialect
     hosting: bool
     methods: frozenset[str] = frozenset()
 
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
-        """Group the clients of a cohort by the nodes that host them."""
+        """Group the clients of a cohort by the nodes that host them; who is not there now is left out."""
         groups: dict[int, list[str]] = {}
         for index in indices:
-            groups.setdefault(self.nodes[index], []).append(self.names[index])
+            if (node := self.nodes[index]) is not None:
+                groups.setdefault(node, []).append(self.names[index])
         return {node: tuple(names) for node, names in groups.items()}
 
 
-def call_roll(grid: Grid, num_clients: int, *, timeout: float) -> Roster:
-    """Wait until exactly `num_clients` clients have registered, and return them.
+class Register:
+    """Keeps the roster of a run, while nodes join, leave and come back under another id.
 
-    Starting with fewer would make the true sampling rate, and so the cost, another than the accounted one.
+    A client is known by its name. If its node is gone and another one hosts the name, the client lives there from now on; while
+    its node is there, nobody else can have the name, so that no client is asked twice in a round.
 
-    Raises:
-        TimeoutError: if fewer have registered after `timeout` seconds.
-        ValueError: if there are more, or two clients have the same name, or a node can't say whom it hosts.
+    Args:
+        num_clients: how many clients must have registered before the first round; the number that cohorts and cost are made for.
+        timeout: seconds to wait for them.
+        newcomers: whether clients that come later take part. If not, there must be exactly `num_clients`.
+        unfit: why a node that runs these methods can't take part, None if it can; of later nodes only.
     """
-    deadline = time.monotonic() + timeout
-    hosted: dict[int, _Hosted] = {}
-    dialect: Dialect | None = None
-    question: _Question | None = None
-    seen, settled = -1, 0.0
-    while True:
-        new = sorted(set(grid.get_node_ids()) - set(hosted))
-        if new and dialect is None:
-            log.info("Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error")
-            question, dialect = _kind(grid, new)
-        if new and dialect is not None:
-            stock = {node: _Hosted(names=(f"node-{node}",), methods=frozenset()) for node in new}
-            hosted |= stock if question is None else _ask(grid, new, question)
-        count = sum(len(node.names) for node in hosted.values())
-        if count >= num_clients:
-            break
-        if count != seen:
-            seen, settled = count, time.monotonic()
-            log.info("%s of %s clients registered", count, num_clients)
-        # In a simulation all nodes are there from the start, a moment after the server.
-        if type(grid).__name__ == "InMemoryGrid" and hosted and time.monotonic() > settled + _SETTLED_SECONDS:
-            raise ValueError(f"num_clients={num_clients}: the simulation has {count} clients on {len(hosted)} nodes")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"num_clients={num_clients}: only {count} clients on {len(hosted)} nodes after {timeout:g} s")
-        time.sleep(_POLL_SECONDS)
-    pairs = sorted((name, node) for node, told in hosted.items() for name in told.names)
-    names = tuple(name for name, _ in pairs)
-    if len(set(names)) != len(names):
-        twice = next(name for name, after in itertools.pairwise(names) if name == after)
-        raise ValueError(f"client name {twice!r} is hosted twice: names must be unique")
-    if len(names) != num_clients:
-        raise ValueError(f"num_clients={num_clients}: {len(names)} clients have registered; set num_clients={len(names)}")
-    return Roster(
-        names=names,
-        nodes=tuple(node for _, node in pairs),
-        dialect=dialect or MESSAGE_API,
-        hosting=question is not None,
-        methods=frozenset.intersection(*(told.methods for told in hosted.values())),
-    )
 
+    def __init__(
+        self, num_clients: int, *, timeout: float, newcomers: bool, unfit: Callable[[frozenset[str]], str | None] = lambda _: None
+    ) -> None:
+        self._num_clients, self._timeout, self._newcomers, self._unfit = num_clients, timeout, newcomers, unfit
+        self._roll_call = RollCall()
+        # What nodes said of themselves, in the order in which they came.
+        self._hosted: dict[int, Hosted] = {}
+        self._there: set[int] = set()
+        self._roster: Roster | None = None
 
-def _properties_query(node: int) -> Message:
-    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
+    def roster(self, grid: Grid) -> Roster:
+        """Return the roster of now: at first wait for `num_clients`, later look which nodes have come and gone.
 
-
-# In the order in which an app is asked them, and what it speaks if it answers. Only a `NumPyClient` has properties. Flower has no
-# way to answer a query for an app without a query function, but a mod sees what its train function is asked: a stock one finds no
-# model in that message and raises.
-_QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
-    (partial(wire.roll_call, message_type="query"), MESSAGE_API),
-    (_properties_query, NUMPY_CLIENT),
-    (partial(wire.roll_call, message_type="train"), MESSAGE_API),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hosted:
-    """What a node says of itself."""
-
-    names: tuple[str, ...]
-    methods: frozenset[str]
-
-
-def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | None]:
-    """Find out what the run's ClientApp speaks from the first node that answers at all, and the question that it answers."""
-    for node in nodes:
-        message_api = False
-        for question, dialect in _QUESTIONS:
-            if message_api and dialect is NUMPY_CLIENT:
-                continue
-            with HeldErrors() as held:
-                reply = next(iter(_send(grid, [question(node)])), None)
-                reason = reply.error.reason or "" if reply is not None and reply.has_error() else ""
-                if _NO_QUERIES in reason or _NO_SUCH_MESSAGE in reason or (reason and question is _QUESTIONS[-1][0]):
-                    held.drop()
-            if reply is None:
-                break
-            if not reply.has_error():
-                if _told(reply) is not None:
-                    return question, dialect
-                if dialect is NUMPY_CLIENT:
-                    return None, NUMPY_CLIENT
-                # A stock app may answer queries of its own; its train function may have a mod of ours.
-                message_api = True
-            elif reply.error.code not in APP_RAISED:
-                log.warning("node %s: %s", node, reason)
-                break
-            elif _NO_QUERIES in reason:
-                message_api = True
+        Raises:
+            TimeoutError: if too few clients have registered in time, or none is there any more.
+            ValueError: if a node can't say whom it hosts, or two clients have the same name, or there are more clients than
+                `num_clients` and newcomers can't take part.
+        """
+        if self._roster is None:
+            self._wait(grid)
+            self._roster = self._first(grid)
         else:
-            return None, MESSAGE_API
-    return None, None
+            self._roster = self._next(grid, self._roster)
+        return self._roster
+
+    def _wait(self, grid: Grid) -> None:
+        """Wait until at least `num_clients` clients have registered.
+
+        Starting with fewer would make the true sampling rate, and so the cost, another than the accounted one.
+        """
+        deadline, seen, settled = time.monotonic() + self._timeout, -1, 0.0
+        while True:
+            self._there = set(grid.get_node_ids())
+            self._hosted |= self._roll_call.ask(grid, self._there - set(self._hosted))
+            count = sum(len(told.names) for node, told in self._hosted.items() if node in self._there)
+            if count >= self._num_clients:
+                return
+            if count != seen:
+                seen, settled = count, time.monotonic()
+                log.info("%s of %s clients registered", count, self._num_clients)
+            # In a simulation all nodes are there from the start, a moment after the server.
+            if _is_simulation(grid) and self._hosted and time.monotonic() > settled + _SETTLED_SECONDS:
+                raise ValueError(f"num_clients={self._num_clients}: the simulation has {count} clients on {len(self._hosted)} nodes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"num_clients={self._num_clients}: only {count} clients on {len(self._hosted)} nodes after {self._timeout:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _first(self, grid: Grid) -> Roster:
+        names = sorted(name for node in self._there for name in self._names(node))
+        for name, after in zip(names, names[1:], strict=False):
+            if name == after:
+                raise ValueError(f"client name {name!r} is hosted twice: names must be unique")
+        if len(names) != self._num_clients and (_is_simulation(grid) or not self._newcomers):
+            raise ValueError(f"num_clients={self._num_clients}: {len(names)} clients have registered; set num_clients={len(names)}")
+        return self._placed(tuple(names), {})
+
+    def _next(self, grid: Grid, before: Roster) -> Roster:
+        there = set(grid.get_node_ids())
+        if there == self._there and there <= set(self._hosted):
+            return before
+        deadline = time.monotonic() + self._timeout
+        while not self._ask_new(grid, there):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no client is there any more, and none has come within {self._timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+            there = set(grid.get_node_ids())
+        known = dict.fromkeys(before.names)
+        come = [name for node in there for name in self._names(node) if name not in known]
+        if come and self._newcomers:
+            log.info("%s clients have joined: %s; %s are known, num_clients=%s", *_few(come), len(known) + len(come), self._num_clients)
+        elif come:
+            log.warning("%s clients have joined and are not asked: %s; this method has terms for those of its start", *_few(come))
+            come = []
+        after = self._placed((*before.names, *sorted(come)), dict(zip(before.names, before.nodes, strict=True)))
+        gone = [name for name, was, now in zip(before.names, before.nodes, after.nodes, strict=False) if now is None is not was]
+        if gone:
+            log.info("%s clients have left: %s", *_few(gone))
+        return after
+
+    def _ask_new(self, grid: Grid, there: set[int]) -> bool:
+        """Ask nodes that are new; return whether any client is there."""
+        for node in sorted(there - set(self._hosted)):
+            try:
+                for one, told in self._roll_call.ask(grid, [node]).items():
+                    reason = self._unfit(told.methods) if self._roll_call.hosting else None
+                    if reason is not None:
+                        log.warning("node %s is not asked: %s", one, reason)
+                    self._hosted[one] = told if reason is None else Hosted(names=(), methods=frozenset())
+            except ValueError as error:  # a node that comes late must not end the run of the others
+                log.warning("node %s is not asked: %s", node, error)
+                self._hosted[node] = Hosted(names=(), methods=frozenset())
+        self._there = there
+        return any(self._names(node) for node in there)
+
+    def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> Roster:
+        """Return the roster of these clients; a client stays where it was while that node is there."""
+        home = {name: node for name, node in before.items() if node in self._there}
+        known = set(names)
+        for node, told in self._hosted.items():
+            for name in told.names if node in self._there else ():
+                if name in known and home.setdefault(name, node) != node:
+                    log.warning("client %r is hosted by nodes %s and %s: the first one is asked", name, home[name], node)
+        hosts = [self._hosted[node].methods for node in self._there if self._names(node)]
+        return Roster(
+            names=names,
+            nodes=tuple(home.get(name) for name in names),
+            dialect=self._roll_call.dialect or MESSAGE_API,
+            hosting=self._roll_call.hosting,
+            methods=frozenset.intersection(*hosts) if hosts else frozenset(),
+        )
+
+    def _names(self, node: int) -> tuple[str, ...]:
+        return self._hosted[node].names if node in self._hosted else ()
 
 
-def _ask(grid: Grid, nodes: list[int], question: _Question) -> dict[int, _Hosted]:
-    """Ask nodes whom they host; who does not answer now is asked again."""
-    hosted = {}
-    for reply in _send(grid, [question(node) for node in nodes]):
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            log.warning("node %s: %s", node, reply.error.reason)
-            continue
-        told = _told(reply)
-        if told is None:
-            raise ValueError(f"node {node} does not say which clients it hosts")
-        hosted[node] = told
-    return hosted
+def _few(names: list[str]) -> tuple[int, str]:
+    return len(names), ", ".join(sorted(names)[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
 
 
-def _send(grid: Grid, messages: list[Message]) -> list[Message]:
-    return list(grid.send_and_receive(messages, timeout=_ANSWER_SECONDS))
-
-
-def _told(reply: Message) -> _Hosted | None:
-    """Read the names of hosted clients and their methods off either kind of answer; None if the node has no such thing."""
-    for record in list(reply.content.config_records.values())[:_MOST_RECORDS]:
-        text = record.get(wire.KEY)
-        if isinstance(text, str):
-            node = reply.metadata.src_node_id
-            if len(text) > _MOST_CHARACTERS:
-                raise ValueError(f"node {node}: its list of clients has {len(text)} characters: at most {_MOST_CHARACTERS}")
-            data = json.loads(text)
-            if not isinstance(data, dict) or "error" in data or not isinstance(data.get("clients"), list):
-                reason = str(data.get("error", "a malformed answer"))[:500] if isinstance(data, dict) else "a malformed answer"
-                raise ValueError(f"node {node} has no clients: {reason}")
-            names, methods = data["clients"], data.get("methods")
-            if not all(isinstance(name, str) and name for name in names):
-                raise ValueError(f"node {node}: clients={str(names)[:500]}: must be names that are not empty")
-            if not isinstance(methods, list) or not all(isinstance(method, str) for method in methods):
-                raise ValueError(f"node {node}: methods={str(methods)[:500]}: must be names; is its flower-dp an older release?")
-            return _Hosted(names=tuple(names), methods=frozenset(methods))
-    return None
+def _is_simulation(grid: Grid) -> bool:
+    return type(grid).__name__ == "InMemoryGrid"

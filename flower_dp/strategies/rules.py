@@ -139,6 +139,18 @@ class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)
     """A round that was paid for does not change the model; the text says why."""
 
 
+@runtime_checkable
+class SendsBeside(Protocol):
+    """Rules that may send a vector beside the model."""
+
+    def beside(self, size: int) -> np.ndarray | None:
+        """Return the vector [size], float32, that goes beside the model in the next round; None for none.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size.
+        """
+
+
 class Rules(Protocol):
     """One method on the server, for one run at a time. Rules see names, vectors and numbers, never messages.
 
@@ -151,6 +163,7 @@ class Rules(Protocol):
         delta: the delta at which epsilon is stated.
         clip_norm: norm bound of what every client sends.
         secret_cohort: whether the epsilon counts on nobody knowing how many clients take part in a round.
+        open_population: whether clients beyond those of the first roll call may take part.
     """
 
     @property
@@ -169,6 +182,8 @@ class Rules(Protocol):
     def clip_norm(self) -> float: ...  # noqa: D102
     @property
     def secret_cohort(self) -> bool: ...  # noqa: D102
+    @property
+    def open_population(self) -> bool: ...  # noqa: D102
 
     # The run
 

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,9 +22,10 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.replies import Collected, Missing, collect
-from flower_dp.strategies.roster import Roster, call_roll
-from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts
+from flower_dp.strategies.roster import Register, Roster
+from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -92,7 +93,7 @@ class DPStrategy(Strategy):
         self.missing = Missing()
         self.seeded_noise = self.noise_seed is not None
         self._refusal = "no reply"
-        self._roster: Roster | None = None
+        self._register: Register | None = None
         self._round: Round | None = None
         self._sent: list[Message] = []
         self._looked = False
@@ -188,6 +189,7 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
+        self._log_outlook(layout.size)
         self._evaluate(evaluate_fn, 0, result)
         try:
             configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
@@ -242,13 +244,17 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         started = time.monotonic()
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        beside = self.rules.beside(model.layout.size) if isinstance(self.rules, SendsBeside) else None
+        sent = arrays if beside is None else wire.with_beside(arrays, beside)
         asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
         if reason := self.rules.why_stop(server_round, len(cohort)):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
         messages = [
-            wire.train_message(node, roster.dialect, arrays, config, self._instruction(server_round, names, len(cohort), model.frozen_positions))
+            wire.train_message(
+                node, roster.dialect, sent, config, self._instruction(server_round, names, len(cohort), model.frozen_positions)
+            )
             for node, names in asked.items()
         ]
         self._round = Round(
@@ -302,7 +308,7 @@ class DPStrategy(Strategy):
             return []
         roster = self._call_roll(grid)
         rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, self.num_clients, rng))
+        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, len(roster.names), rng))
         evaluator.rules.charge(server_round, tuple(name for names in asked.values() for name in names))
         return evaluator.messages(server_round, roster, arrays, config, asked)
 
@@ -327,7 +333,24 @@ class DPStrategy(Strategy):
         if self._optimizer is not None:
             log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
 
+    def initialize_parameters(self, client_manager: Any) -> NoReturn:
+        """Raise `LegacyAppError`: Flower's old server API calls this first, and nothing of it is here."""
+        raise LegacyAppError(type(self).__name__)
+
     # Small things
+
+    def _log_outlook(self, dimension: int) -> None:
+        """Say before the first round how the noise compares with the updates."""
+        if not isinstance(self.rules, ClientLevelRules):
+            return
+        noise, signal = self.rules.outlook(dimension)
+        log.info("norm of the noise on the mean %.3g, of the mean of updates at most %.3g (the clip norm)", noise, signal)
+        if noise > signal:
+            log.warning(
+                "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a round, "
+                "less noise or a smaller model help, and so do more rounds if they are paid for",
+                noise / signal,
+            )
 
     def _make_evaluator(self, plan: PrivateEvaluation) -> Evaluator:
         """Return what runs private evaluations.
@@ -343,14 +366,23 @@ class DPStrategy(Strategy):
         return Evaluator(plan, self.rules)
 
     def _call_roll(self, grid: Grid) -> Roster:
-        """Return the roster, made once a run."""
-        if self._roster is None:
-            roster = call_roll(grid, self.num_clients, timeout=self.registration_timeout)
+        """Return the roster of now: nodes may have joined, left or come back since the last round."""
+        first = self._register is None
+        if self._register is None:
+            rules = self.rules
+            self._register = Register(
+                rules.num_clients,
+                timeout=self.registration_timeout,
+                newcomers=rules.open_population,
+                unfit=lambda methods: self._unfit(methods),
+            )
+        roster = self._register.roster(grid)
+        if first:
             if reason := self._fits(roster):
+                self._register = None
                 raise ValueError(reason)
             self.rules.open(roster.names)
-            self._roster = roster
-        return self._roster
+        return roster
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
         self.missing += collected.missing
@@ -419,17 +451,21 @@ class DPStrategy(Strategy):
         rules = self.rules
         if not roster.hosting:
             return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
-        if rules.name not in roster.methods:
-            runs = ", ".join(sorted(roster.methods)) or "no common method"
-            return f"{rules.title}: clients must run {rules.name!r}; these run {runs}"
-        if self._evaluator is not None and wire.EVALUATION not in roster.methods:
+        return self._unfit(roster.methods)
+
+    def _unfit(self, methods: frozenset[str]) -> str | None:
+        """Return why clients that run these methods can't take part, None if they can."""
+        if self.rules.name not in methods:
+            runs = ", ".join(sorted(methods)) or "no common method"
+            return f"{self.rules.title}: clients must run {self.rules.name!r}; these run {runs}"
+        if self._evaluator is not None and wire.EVALUATION not in methods:
             return f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient"
         return None
 
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
         """Return the indices of the clients that are asked in a round."""
         rng = self._generator("cohort", server_round)
-        return self.rules.able(self.rules.sampling.choose(server_round, self.num_clients, rng), roster.names)
+        return self.rules.able(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
 
     def _instruction(
         self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ memory is taken, and every refusal is a ValueError that says why.
 """
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
-from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
+from flower_dp.wire.arrays import BESIDE, Model, numpy_arrays, payload_of, with_beside
 from flower_dp.wire.evaluation import EVALUATION, EvaluationAnswer, EvaluationOrder
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
@@ -28,6 +28,7 @@ from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
 from flower_dp.wire.text import KEY, PROTOCOL
 
 __all__ = [
+    "BESIDE",
     "DECLINED",
     "EVALUATION",
     "FAILED",
@@ -58,4 +59,5 @@ __all__ = [
     "payload_of",
     "roll_call",
     "train_message",
+    "with_beside",
 ]

@@ -12,6 +12,8 @@ from flwr.app import ArrayRecord
 from flower_dp.core.compression import Header, Payload
 from flower_dp.core.vectors import Layout
 
+# The name of a vector that is sent beside the model, behind its arrays.
+BESIDE = "flower-dp.beside"
 _NPY_HEADER_BYTES = 1024
 # Of the server's own model.
 _LARGEST_ARRAY = 2**40
@@ -35,6 +37,11 @@ def payload_of(record: ArrayRecord, header: Header, length: int) -> Payload:
     if len(record) > _MOST_PAYLOAD_ARRAYS:
         raise ValueError(f"payload has {len(record)} arrays: at most {_MOST_PAYLOAD_ARRAYS}")
     return Payload(arrays=tuple(numpy_arrays(record, limit=8 * length).values()), header=header)
+
+
+def with_beside(arrays: ArrayRecord, vector: np.ndarray) -> ArrayRecord:
+    """Return a model's record with another vector behind its arrays."""
+    return ArrayRecord({**arrays, BESIDE: FlowerArray(np.ascontiguousarray(vector))})
 
 
 def numpy_arrays(record: ArrayRecord, *, limit: int) -> dict[str, np.ndarray]:

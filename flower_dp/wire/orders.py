@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flower_dp.core import checks
-from flower_dp.core.compression import random_mask
+from flower_dp.core.compression import MOST_LEVELS, random_mask
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.text import check_keys
 
@@ -18,6 +18,7 @@ class ClientLevelOrder:
         placement: who adds the noise: `central`, the server; `distributed`, each client its share.
         noise_std: standard deviation of the share that each client adds to its own clipped update; 0 when the server adds it.
         keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
+        quantization_levels: levels above 0 to which every client rounds its noised update; 0 for no quantisation.
 
     Example:
         >>> from flower_dp.wire import ClientLevelOrder
@@ -28,15 +29,17 @@ class ClientLevelOrder:
     placement: str
     noise_std: float = 0.0
     keep_ratio: float = 1.0
+    quantization_levels: int = 0
 
     def __post_init__(self) -> None:
         checks.one_of("placement", self.placement, ("central", "distributed"))
         checks.number("noise_std", self.noise_std, at_least=0)
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
-        if self.placement == "central" and (self.noise_std or self.keep_ratio != 1):
+        checks.integer("quantization_levels", self.quantization_levels, at_least=0, at_most=MOST_LEVELS)
+        if self.placement == "central" and (self.noise_std or self.keep_ratio != 1 or self.quantization_levels):
             raise ValueError(
-                f"noise_std={self.noise_std:g}, keep_ratio={self.keep_ratio:g}: must be 0 and 1 for placement='central', where "
-                "the server adds the noise and chooses the coordinates"
+                f"noise_std={self.noise_std:g}, keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}: "
+                "must be 0, 1 and 0 for placement='central', where the server adds the noise and chooses the coordinates"
             )
 
     @classmethod
@@ -46,7 +49,7 @@ class ClientLevelOrder:
         Raises:
             ValueError: if it has other keys, or values that make no sense; or if clients are to add noise and it has none.
         """
-        check_keys(instruction.method, instruction.order, ("placement", "noise_std", "keep_ratio"))
+        check_keys(instruction.method, instruction.order, ("placement", "noise_std", "keep_ratio", "quantization_levels"))
         order = cls(**instruction.order)
         _check_share(order.placement, order.noise_std, instruction)
         return order

@@ -162,6 +162,15 @@ def test_the_five_lines_are_an_app(tmp_path, monkeypatch):
         sys.modules.pop(name)
 
 
+def test_the_client_app_names_nothing_that_a_worker_can_not_import():
+    # Flower pickles it for Ray's workers, where `apps` is on no path.
+    import cloudpickle
+
+    packed = cloudpickle.dumps(flower_dp.app(model_fn=nn.Identity, data_fn=zip).client)
+    assert b"own_model" in packed  # as a text
+    assert b"apps.own_model" not in packed
+
+
 def test_another_package_called_apps_is_named(monkeypatch):
     import types
 

@@ -9,8 +9,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import dp_accounting
 import psutil
 import pytest
+from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 import flower_dp
@@ -120,7 +122,7 @@ def test_no_noise_is_not_private_and_still_json(answer, call):
 
 
 def test_calibrated_noise_is_enough_and_hardly_more(answer):
-    got = answer("calibrate", "--epsilon", "1", "--delta", "1e-6")
+    got = answer("calibrate", "--epsilon", "1", "--num-rounds", "1", "--delta", "1e-6")
     noise = got["noise_multiplier"]
 
     def delta(z):  # Balle & Wang 2018, equation 6
@@ -136,6 +138,41 @@ def test_calibrate_and_epsilon_agree(answer):
     rounds = [*POISSON, "0.1", "--num-rounds", "50", "--delta", "5e-4"]
     noise = answer("calibrate", "--epsilon", "8", *rounds)["noise_multiplier"]
     assert 7.9 < answer("epsilon", "--noise-multiplier", repr(noise), *rounds)["epsilon"] <= 8
+
+
+@pytest.mark.parametrize(("relation", "sensitivity"), [("add-or-remove-one", 1), ("replace-one", 2)])
+def test_calibrated_rounds_are_the_most_that_the_closed_form_allows(answer, relation, sensitivity):
+    words = ["--epsilon", "8", "--noise-multiplier", "2", "--delta", "1e-5", "--relation", relation]
+    got = answer("calibrate", *words)
+    rounds = got["num_rounds"]
+
+    def delta(rounds):  # Balle & Wang 2018, equation 6, of n releases as one with std / sqrt(n)
+        z = 2 / sensitivity / math.sqrt(rounds)
+        return norm.cdf(0.5 / z - 8 * z) - math.exp(8) * norm.cdf(-0.5 / z - 8 * z)
+
+    assert delta(rounds) <= 1e-5 < delta(rounds + 1)
+    assert (got["noise_multiplier"], got["target_epsilon"]) == (2.0, 8.0)
+    assert got["epsilon"] <= 8.0
+
+
+def test_calibrated_rounds_of_laplace_noise_by_hand(answer):
+    laplace = ["calibrate", "--epsilon", "3.05", "--mechanism", "laplace", "--noise-multiplier", "10", "--delta", "0"]
+    assert answer(*laplace)["num_rounds"] == 30  # of 1 / 10 each
+    turns = ["--sampling", "round-robin", "--cohort-size", "5", "--num-clients", "20"]
+    assert answer(*laplace, *turns)["num_rounds"] == 120  # everybody once in four rounds
+
+
+@pytest.mark.slow
+def test_calibrated_rounds_of_poisson_sampling_are_the_librarys(answer):
+    words = [*POISSON, "0.1", "--delta", "0.002"]
+    rounds = answer("calibrate", "--epsilon", "7.31", "--noise-multiplier", "0.95", *words)["num_rounds"]
+    assert rounds == 200  # prv-accountant brackets 200 rounds at 7.2928-7.3144
+
+    def library(count):  # another way to the distribution: dp_accounting's own accountant
+        event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(0.95))
+        return PLDAccountant().compose(event, count).get_epsilon(0.002)
+
+    assert library(rounds) <= 7.31 < library(rounds + 1)
 
 
 def test_plain_text(call):
@@ -155,8 +192,16 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["epsilon", *D], "--noise-multiplier"),
         (["epsilon", *Z], "--delta"),
         (["calibrate", *D], "--epsilon"),
-        (["calibrate", *D, "--epsilon", "0"], "--epsilon=0.0: must be"),
-        (["calibrate", *D, "--epsilon", "inf"], "--epsilon"),
+        (["calibrate", *D, "--epsilon", "1"], "--noise-multiplier and --num-rounds are both missing"),
+        (["calibrate", *D, *Z, "--epsilon", "1", "--num-rounds", "3"], "--noise-multiplier and --num-rounds are both given"),
+        (["calibrate", *D, *Z, "--epsilon", "4"], "--epsilon=4: one round with --noise-multiplier=1 costs epsilon=4.37718"),
+        (["calibrate", *D, "--noise-multiplier", "0", "--epsilon", "4"], "--noise-multiplier=0 has no finite epsilon"),
+        (
+            ["calibrate", *D, "--noise-multiplier", "5000", "--epsilon", "8"],
+            "--noise-multiplier=5000: epsilon=8 pays for more than",
+        ),
+        (["calibrate", *D, "--epsilon", "0", "--num-rounds", "1"], "--epsilon=0.0: must be"),
+        (["calibrate", *D, "--epsilon", "inf", "--num-rounds", "1"], "--epsilon"),
         (["epsilon", *Z, "--delta", "0"], "--delta=0.0: must be"),
         (["epsilon", *Z, "--delta", "1"], "--delta"),
         (["epsilon", *Z, "--delta", "nan"], "--delta"),

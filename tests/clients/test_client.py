@@ -54,7 +54,7 @@ def _instruction(names: tuple[str, ...], *, noise_std: float = 0.0, keep_ratio: 
     """What a server asks: noise on the clients if they are to add some or there is none at all, else its own."""
     words = {"server_round": 1, "method": "dp-fedsam", "clip_norm": 1.0, "noise_multiplier": 1.0, **changes}
     placement = words.pop("placement", "distributed" if noise_std or not words["noise_multiplier"] else "central")
-    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio}
+    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio, "quantization_levels": 0}
     return Instruction(clients=names, order=order, **words)
 
 
@@ -271,7 +271,7 @@ def test_a_run_without_privacy_may_choose_by_size() -> None:
     np.testing.assert_allclose(total, [0.5, 0, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("placement", "words"), [("central", "must be 0 and 1"), ("distributed", "does not go with")])
+@pytest.mark.parametrize(("placement", "words"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
 @pytest.mark.parametrize("noise_multiplier", [1.0, 1e-9])
 def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, words: str, noise_multiplier: float) -> None:
     """A server that asks for it gets nothing."""
@@ -409,12 +409,15 @@ def test_instructions_of_other_methods_are_refused(method: str) -> None:
     [
         {},
         {"placement": "central"},
-        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "extra": 1},
-        {"placement": "edge", "noise_std": 0.0, "keep_ratio": 1.0},
-        {"placement": "central", "noise_std": 0.1, "keep_ratio": 1.0},
-        {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0},
-        {"placement": "distributed", "noise_std": -0.1, "keep_ratio": 1.0},
-        {"placement": "distributed", "noise_std": "0.1", "keep_ratio": 1.0},
+        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0, "extra": 1},
+        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 1},
+        {"placement": "distributed", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": -1},
+        {"placement": "distributed", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": 32768},
+        {"placement": "edge", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "central", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "distributed", "noise_std": -0.1, "keep_ratio": 1.0, "quantization_levels": 0},
+        {"placement": "distributed", "noise_std": "0.1", "keep_ratio": 1.0, "quantization_levels": 0},
         {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]},
     ],
 )
@@ -422,7 +425,7 @@ def test_orders_that_make_no_sense_are_refused(order: dict[str, Any]) -> None:
     instruction = Instruction(
         server_round=1, method="dp-fedsam", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=order
     )
-    with pytest.raises(ValueError, match=r"placement|noise_std|keys"):
+    with pytest.raises(ValueError, match=r"placement|noise_std|quantization_levels|keys"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: instruction.to_json()})
 
 

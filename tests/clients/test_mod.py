@@ -32,12 +32,13 @@ from flower_dp.clients import (
     client_app,
     privacy_mod,
 )
-from flower_dp.clients.account import KEY, Account
+from flower_dp.clients.account import KEY, LEDGER_PATH, Account
 from flower_dp.core import compression
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
+from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, FedSMPOrder, Instruction, LocalOrder
 from tests.grids import LocalGrid
 from tests.stock import arrays, stock_app
@@ -695,6 +696,18 @@ def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budge
     assert answer.refused == {"a": "its budget is spent: num_replies=3, all of them sent"}
 
 
+def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    LedgerFile.create(path, ["a"])
+    app = replying(lambda message: Message(RecordDict({"arrays": zeros(4)}), reply_to=message))(privacy_mod(name="a", terms=NBAFL))
+    refused = []
+    for _ in range(5):  # a run of its own each, as after a restart
+        context = context_of()
+        context.node_config["ledger-path"] = str(path)
+        refused.append(bool(ask(app, local_instruction(), zeros(4), context=context)[1].refused))
+    assert refused == [False, False, False, True, True]
+
+
 def test_an_app_that_fails_has_been_charged() -> None:
     context = context_of()
     ask(failing("raises")(privacy_mod(name="a", terms=NBAFL)), local_instruction(), zeros(4), context=context)
@@ -801,3 +814,12 @@ def test_orders_of_these_tests_are_what_servers_send() -> None:
     assert ClientLevelOrder.of(CENTRAL).placement == "central"
     assert FedSMPOrder.of(INSTRUCTIONS["fed-smp"]) == SMP
     assert compression.num_kept(SMP.keep_ratio, 500) == 150
+
+
+# The ledger of the device's owner
+
+
+def test_a_client_without_terms_refuses_a_ledger() -> None:
+    app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a"))
+    with pytest.raises(ValueError, match=r"ledger-path='l\.json': a client without terms of its own keeps no account"):
+        ask(app, instruction_of(), zeros(), context=context_of(**{LEDGER_PATH: "l.json"}))

@@ -20,7 +20,7 @@ from flower_dp.clients.parts import (
 )
 from flower_dp.clients.pipeline import Job, Pipeline, Refusal, Reply
 from flower_dp.clients.registry import CLIENT_LEVEL, LOCAL
-from flower_dp.clients.sending import Lossless, RandK, SinglePrecision, TopK, bytes_a_value
+from flower_dp.clients.sending import QSGD, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
 from flower_dp.clients.training import FlatModel
 from flower_dp.core import compression
 from flower_dp.core.noise import noise_generator
@@ -142,7 +142,7 @@ def test_a_pipeline_and_its_parts_can_not_be_changed() -> None:
 SNIPPET = """
 from flower_dp.clients.parts import GaussianShare, Mask, RowClip, ServerNoise
 from flower_dp.clients.pipeline import Pipeline, Train
-from flower_dp.clients.sending import Lossless, RandK, TopK
+from flower_dp.clients.sending import QSGD, Lossless, RandK, TopK
 
 def good(train: Train) -> None:
     clip, noise = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0)
@@ -270,3 +270,61 @@ def test_top_k_bytes_are_those_of_a_payload(kept: int, length: int) -> None:
     vector = np.random.default_rng(kept).standard_normal(length)
     for values, width in ((vector.astype(np.float32), 4), (vector, 8)):
         assert compression.top_k(values, kept / length).num_bytes == compression.top_k_bytes(length, kept, width)
+
+
+# Quantisation
+
+
+def test_rows_without_noise_are_not_quantised():
+    """The server adds the noise later: levels and scale of the row itself would leave the client."""
+    with pytest.raises(ValueError, match="encode: QSGD would change rows without noise"):
+        Pipeline(train=Rows(), clip=RowClip(clip_norm=1.0, step=2.0**-14), noise=ServerNoise(), encode=QSGD(levels=1))
+
+
+def test_each_row_is_quantised_by_itself_before_rows_are_added_up():
+    """Ternary rows of unit vectors are exact: a quantised sum would have one scale for both."""
+    rows = [torch.tensor([0.5, 0.0, 0.0]), torch.tensor([0.0, 0.0, -0.25])]
+    clip = RowClip(clip_norm=1.0, step=0.0)
+    made = Pipeline(train=Rows(*rows), clip=clip, noise=NotPrivate(), encode=QSGD(levels=1))
+    secret = np.random.default_rng
+    replies = list(made.replies(torch.zeros(3), [Job(name=name, records=[], seed=0, secret=secret) for name in "ab"]))
+    assert [reply.row.tolist() for reply in replies] == [[0.5, 0.0, 0.0], [0.0, 0.0, -0.25]]
+    for reply in replies:
+        assert reply.num_bytes == reply.alone.num_bytes
+        assert compression.decode(reply.alone, 3).tolist() == reply.row.tolist()
+    total = made.payload(sum(reply.row.to(torch.float64) for reply in replies))
+    assert total.header["encoding"] != "qsgd"
+    assert compression.decode(total, 3).tolist() == [0.5, 0.0, -0.25]
+
+
+def test_a_weight_is_applied_before_quantisation_so_that_a_lone_message_has_it():
+    clip = RowClip(clip_norm=1.0, step=0.0)
+    made = Pipeline(train=Rows(torch.tensor([0.5, 0.0])), clip=clip, noise=NotPrivate(), encode=QSGD(levels=1))
+    reply = made.reply(torch.zeros(2), Job(name="a", records=[], seed=0, secret=np.random.default_rng, weight=0.25))
+    assert reply.row.tolist() == compression.decode(reply.alone, 2).tolist() == [0.125, 0.0]
+
+
+def test_what_is_drawn_after_the_noise_does_not_repeat_it():
+    """One generator a reply, also with a seed: a second one from the same seed would draw the noise's own numbers again."""
+    made = []
+
+    def secret() -> np.random.Generator:
+        made.append(np.random.default_rng(7))
+        return made[-1]
+
+    share = GaussianShare(noise_std=1.0)
+    clip = RowClip(clip_norm=1.0, step=2.0**-14)
+    pipeline = Pipeline(train=Rows(torch.zeros(50)), clip=clip, noise=share, encode=QSGD(levels=1))
+    pipeline.reply(torch.zeros(50), Job(name="a", records=[], seed=0, secret=secret))
+    assert len(made) == 1
+
+
+def test_what_a_client_keeps_is_the_row_that_leaves():
+    kept = []
+    clip = RowClip(clip_norm=1.0, step=2.0**-14)
+    pipeline = Pipeline(train=Rows(torch.ones(50)), clip=clip, noise=GaussianShare(noise_std=1.0), encode=QSGD(levels=3))
+    job = Job(name="a", records=[], seed=0, secret=np.random.default_rng, left=kept.append)
+    reply = pipeline.reply(torch.zeros(50), job)
+    (row,) = kept
+    assert torch.equal(row, reply.row)
+    assert compression.decode(reply.alone, 50).tobytes() == row.numpy().tobytes()

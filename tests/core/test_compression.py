@@ -244,7 +244,7 @@ def test_malformed_payloads_are_refused(payload: Payload) -> None:
         decode(payload, LENGTH)
 
 
-ABSURD: list[Any] = [None, [], ["dense"], {}, {"dense": 1}, 0, 1.5, True, "", "DENSE", "qsgd", "dense\0", ("dense",), math.nan]
+ABSURD: list[Any] = [None, [], ["dense"], {}, {"dense": 1}, 0, 1.5, True, "", "DENSE", "QSGD", "dense\0", ("dense",), math.nan]
 
 
 @pytest.mark.parametrize("encoding", ABSURD)
@@ -275,7 +275,7 @@ def test_rand_k_values_must_fit_the_mask() -> None:
 _HEADERS = st.fixed_dictionaries(
     {},
     optional={
-        "encoding": st.one_of(st.sampled_from(["dense", "top-k", "rand-k"]), st.sampled_from(ABSURD)),
+        "encoding": st.one_of(st.sampled_from(["dense", "top-k", "rand-k", "qsgd"]), st.sampled_from(ABSURD)),
         "length": st.one_of(st.just(LENGTH), st.integers(), st.sampled_from(ABSURD)),
     },
 )

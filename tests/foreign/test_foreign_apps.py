@@ -89,7 +89,7 @@ def changed_lines(shape):
     for stock in (HERE / shape).glob("stock_*.py"):
         private = stock.with_name(stock.name.removeprefix("stock_"))
         texts = [file.read_text().splitlines() for file in (stock, private)]
-        count += sum(line.startswith("+ ") for line in difflib.ndiff(*texts))
+        count += sum(line.startswith("+ ") and bool(line[2:].strip()) for line in difflib.ndiff(*texts))
     return count
 
 

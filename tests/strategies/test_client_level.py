@@ -224,6 +224,58 @@ def test_central_top_k_keeps_the_largest_of_the_noised_mean():
 
 
 @pytest.mark.slow
+def test_quantised_messages_are_small_and_claim_only_what_each_share_proves():
+    strategy = DPFedSAM(
+        clip_norm=0.5,
+        noise_multiplier=0.8,
+        sampling=PoissonSampling(sampling_rate=0.5),
+        num_clients=8,
+        delta=1e-3,
+        quantization_levels=1,
+    )
+    grid = LocalGrid(still_app(8), 8)
+    start = model_arrays(still_model())
+    result = strategy.start(grid, start, num_rounds=4)
+    assert grid.received
+    total = 0.0
+    for reply in grid.received:
+        (array,) = next(iter(reply.content.array_records.values())).values()
+        # 4,000 coordinates of 1.7 bits; as they are most of them 0, far less.
+        assert array.numpy().dtype == np.uint8
+        assert array.numpy().nbytes < 0.3 * 4000 / 8
+        total += array.numpy().nbytes
+    assert strategy.missing.total == 0
+    assert sum(report.bytes_per_client * report.replies for report in strategy.rounds) == pytest.approx(total)
+    # A round of noise alone: the mean of ternary rows of length share x sqrt(4,000) each, at random signs.
+    assert np.isfinite(result.arrays["weight"].numpy()).all()
+    share = GaussianDpEvent(0.8 / math.sqrt(4))
+    expected = accounting.epsilon(SelfComposedDpEvent(share, 4), delta=1e-3, relation="add-or-remove-one").epsilon
+    assert strategy.statement.epsilon == pytest.approx(expected)
+    assert not strategy.rules.secret_cohort
+    assert not strategy.statement.paper.valid
+    assert "quantisation (1 levels above 0)" in strategy.statement.paper.reason
+    assert "not post-processing" in strategy.statement.paper.reason
+    assert "epsilon rests on each client's own share of noise: what it sends is a random quantisation" in str(strategy.statement)
+    assert "known to nobody" not in str(strategy.statement)
+
+
+def test_top_k_and_levels_go_together_and_the_statement_names_both():
+    own = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
+    strategy = DPFedSAM(**own, keep_ratio=0.1, quantization_levels=3)
+    grid = LocalGrid(still_app(2), 2)
+    strategy.start(grid, model_arrays(still_model()), num_rounds=1)
+    assert "top-k and a random quantisation (3 levels above 0)" in str(strategy.statement)
+
+
+def test_levels_without_noise_on_the_client_are_refused():
+    own = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
+    with pytest.raises(ValueError, match="quantization_levels=2: is read with placement='distributed' only"):
+        DPFedSAM(**own, placement="central", quantization_levels=2)
+    with pytest.raises(ValueError, match="quantization_levels=0"):
+        DPFedSAM(**own, quantization_levels=0)
+
+
+@pytest.mark.slow
 def test_distributed_top_k_sends_small_payloads_and_claims_only_what_each_share_proves():
     strategy = DPFedSAM(
         clip_norm=0.5,

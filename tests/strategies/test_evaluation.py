@@ -104,24 +104,31 @@ def test_values_are_those_of_the_clients(name):
 
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement):
-    """The noised vector of 400 evaluations; a chi-square of 1,200 degrees of freedom is 4 % off in std with probability 0.05."""
-    strategy = DPFedSAM(**WORDS, placement=placement, evaluation=evaluation(metrics={"loss": 4.0, "accuracy": 1.0}))
-    evaluator = strategy._evaluator
-    strategy.rules.num_rounds = 1
-    grid = LocalGrid(client_app(lambda context: own(context, clients_per_node=20)), 2)
-    roster = strategy._call_roll(grid)
-    asked = roster.by_node(np.arange(40))
-    noiseless = np.array([sum(SHARES.values()), 40]) / math.sqrt(3)
+    """6,400 entries of noised vectors: their std is 2.5 % off with probability 0.005; seeds are fixed."""
+    bounds = {f"metric {number}": 1.0 for number in range(15)}
+    words = WORDS | {"num_clients": 4, "noise_seed": 1}
+    strategy = DPFedSAM(**words, placement=placement, evaluation=evaluation(metrics=bounds))
+    grid = LocalGrid(
+        client_app(
+            lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: dict.fromkeys(bounds, 0.5))
+        ),
+        1,
+    )
+    roster, evaluator = strategy._call_roll(grid), strategy._evaluator
+    asked = roster.by_node(np.arange(4))
+    noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
-    for number in range(400):
-        messages = evaluator.messages(1, roster, flat(), {}, asked)
-        collected = evaluator.collect(grid.send_and_receive(messages))
-        sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", number)) * 40
-        draws.append(sums[1:] - noiseless)
-    std = np.std(draws, ddof=0)
-    wrong = {factor: abs(std / (0.5 * factor) - 1) < 0.04 for factor in (0.9, 1.0, 1.1)}
-    assert wrong == {0.9: False, 1.0: True, 1.1: False}
-    assert abs(np.mean(draws)) < 5 * 0.5 / math.sqrt(800)
+    for server_round in range(1, 401):
+        collected = evaluator.collect(grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked)))
+        sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", server_round)) * 4
+        draws.append(sums - noiseless)
+    std = np.std(draws)
+    assert {factor: bool(abs(std / (0.5 * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)} == {
+        0.95: False,
+        1.0: True,
+        1.05: False,
+    }
+    assert abs(np.mean(draws)) < 5 * 0.5 / math.sqrt(6400)
 
 
 def test_no_value_before_the_noise_is_told_anywhere(caplog):

@@ -16,7 +16,7 @@ from flower_dp import wire
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, replies
-from flower_dp.strategies.roster import call_roll
+from flower_dp.strategies.roster import Register
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -166,7 +166,7 @@ def test_waiting_says_how_many_clients_have_registered(caplog):
     nodes, calls = list(grid.contexts), count()
     grid.get_node_ids = lambda: nodes[: next(calls) + 1]
     with caplog.at_level(logging.INFO, "flwr"):
-        call_roll(grid, 3, timeout=10)
+        Register(3, timeout=10, newcomers=True).roster(grid)
     said = [record.getMessage() for record in caplog.records]
     assert [f"{number} of 3 clients registered" in said for number in (1, 2)] == [True, True]
 
@@ -178,7 +178,7 @@ def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch):
     monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.2)
     grid = InMemoryGrid(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
-        call_roll(grid, 5, timeout=30)
+        Register(5, timeout=30, newcomers=True).roster(grid)
 
 
 # a run that can't pay
@@ -187,7 +187,7 @@ def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch):
 def test_a_run_that_can_not_pay_for_one_round_fails():
     words = WORDS | {"noise_multiplier": 0.1, "target_epsilon": 0.5}
     strategy = DPFedAvg(**words)
-    with pytest.raises(ValueError, match=r"no round was run: it would pass target_epsilon=0\.5"):
+    with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
         strategy.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(weight=np.zeros(4, np.float32)))
     assert strategy.statement.epsilon == 0
 
@@ -256,3 +256,19 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
     assert list(result.arrays) == ["mask", "weight", "bias"]
     np.testing.assert_array_equal(result.arrays["mask"].numpy(), MASK)
     assert result.arrays["bias"].numpy()[0] > 0.4  # the only label
+
+
+# will it learn?
+
+
+@pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
+def test_the_log_compares_noise_with_the_signal_before_round_1(noise_multiplier, warns, caplog):
+    words = WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier}
+    with caplog.at_level(logging.INFO, "flwr"):
+        app = stock_app(shifted(lambda node: 1.0))
+        DPFedAvg(**words).start(LocalGrid(app, 2), arrays(w=np.zeros(100, np.float32)), num_rounds=1)
+    norm = noise_multiplier * 0.5 / 2 * 10  # std of the mean of 2, times sqrt(100)
+    said = caplog.text
+    assert f"norm of the noise on the mean {norm:.3g}, of the mean of updates at most 0.5" in said
+    assert (f"the noise on the mean is {norm / 0.5:.1f} times as long" in said) == warns
+    assert said.index("norm of the noise") < said.index("[ROUND 1/1]")

@@ -232,7 +232,7 @@ def test_client_level_orders_that_make_no_sense_are_refused(field: str, value: A
 @pytest.mark.parametrize("keep_ratio", [1.0, 0.4])
 def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) -> None:
     """A client that adds noise is told what it is part of, and one that adds none, that there is none."""
-    order = {"placement": "distributed", "noise_std": 0.0, "keep_ratio": keep_ratio}
+    order = {"placement": "distributed", "noise_std": 0.0, "keep_ratio": keep_ratio, "quantization_levels": 0}
     assert ClientLevelOrder.of(replace(INSTRUCTION, noise_multiplier=0.0, order=order)).keep_ratio == keep_ratio
     with pytest.raises(ValueError, match="does not go with noise_multiplier=0"):
         ClientLevelOrder.of(replace(INSTRUCTION, noise_multiplier=0.0))
@@ -241,7 +241,7 @@ def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) 
 @pytest.mark.parametrize(("noise_std", "keep_ratio"), [(0.1, 1.0), (0.0, 0.5)])
 def test_where_the_server_adds_the_noise_clients_add_and_choose_nothing(noise_std: float, keep_ratio: float) -> None:
     ClientLevelOrder(placement="central")
-    with pytest.raises(ValueError, match="must be 0 and 1 for placement='central'"):
+    with pytest.raises(ValueError, match="must be 0, 1 and 0 for placement='central'"):
         ClientLevelOrder(placement="central", noise_std=noise_std, keep_ratio=keep_ratio)
 
 

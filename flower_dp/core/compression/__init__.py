@@ -11,6 +11,7 @@ import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.core.compression import dense as _dense
+from flower_dp.core.compression import qsgd as _qsgd
 from flower_dp.core.compression import rand_k as _rand_k
 from flower_dp.core.compression import top_k as _top_k
 from flower_dp.core.compression.payload import Codec, Header, Payload
@@ -18,16 +19,25 @@ from flower_dp.core.compression.payload import Codec, Header, Payload
 dense = _dense.dense
 rand_k, random_mask = _rand_k.rand_k, _rand_k.random_mask
 top_k, top_k_bytes, top_k_indices = _top_k.top_k, _top_k.top_k_bytes, _top_k.top_k_indices
+qsgd = _qsgd.qsgd
+check_levels, qsgd_bytes, MOST_LEVELS = _qsgd.check_levels, _qsgd.qsgd_bytes, _qsgd.MOST_LEVELS
+qsgd_stretch, qsgd_variance = _qsgd.qsgd_stretch, _qsgd.qsgd_variance
 num_kept, smallest = _top_k.num_kept, _top_k.smallest
 
 __all__ = [
     "CODECS",
+    "MOST_LEVELS",
     "Codec",
     "Header",
     "Payload",
+    "check_levels",
     "decode",
     "dense",
     "num_kept",
+    "qsgd",
+    "qsgd_bytes",
+    "qsgd_stretch",
+    "qsgd_variance",
     "rand_k",
     "random_mask",
     "smallest",
@@ -37,7 +47,7 @@ __all__ = [
 ]
 
 # Every codec, by the header's `encoding`.
-CODECS = {codec.name: codec for codec in (_dense.CODEC, _top_k.CODEC, _rand_k.CODEC)}
+CODECS = {codec.name: codec for codec in (_dense.CODEC, _top_k.CODEC, _rand_k.CODEC, _qsgd.CODEC)}
 
 
 def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> np.ndarray:

@@ -1,0 +1,47 @@
+"""SCAFFOLD, with and without privacy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from apps.methods.dp_fedpaq import shared, steps_of, strategy_words
+from apps.parts import Sizes
+from apps.settings import Settings
+from apps.tasks.models import loss_of
+from flower_dp.clients import ClientPolicy, LocalDPClient, Records, ScaffoldRecipe
+from flower_dp.strategies import Scaffold
+
+READS: tuple[str, ...] = ("batch_size",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """The table `scaffold`."""
+
+    epsilon: float = 4.0
+    delta: float = 0.0001
+    clip_norm: float = 1.0
+    num_local_steps: int = 10
+    sensitivity: str = "clip-update"
+    update_clip_norm: float = 0.0
+    smoothness: float = 0.0
+    decay_iterations: float = 100.0
+    quantization_levels: int = 0
+    num_replies: int = 0
+
+
+def strategy(settings: Settings, own: Own, sizes: Sizes) -> Scaffold:
+    """Return the server's side."""
+    return Scaffold(**strategy_words(settings, own, sizes))
+
+
+def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+    """Return a node's client."""
+    return LocalDPClient(
+        model=model,
+        clients=clients,
+        seed=settings.seed,
+        recipe=ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model)),
+        policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
+    )

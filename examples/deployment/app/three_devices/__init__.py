@@ -1,0 +1,1 @@
+"""Private logistic regression on three devices."""

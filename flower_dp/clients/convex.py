@@ -1,0 +1,139 @@
+"""Linear models with one score a record and a convex loss: gradients in float64, whose steps bring no two models further apart.
+
+The clipped gradient of such a loss is the derivative of another convex loss of the score, as smooth as the first (Song et al.
+2021): a step of size eta <= 2 / smoothness is non-expansive, for any mixture of records. For three classes or more it is not:
+clipping a softmax gradient to a norm can turn it so that a step drives two models apart.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients.draws import OwnDraws, draws_seed
+from flower_dp.clients.losses import Loss
+from flower_dp.clients.per_record import UnfitModelError
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+
+_WIRING = (nn.Flatten, nn.Identity, nn.Sequential)
+# The largest second derivative of the loss in the score, and how many outputs make the score.
+_LOSSES: dict[Loss, tuple[float, int]] = {
+    nn.functional.binary_cross_entropy_with_logits: (0.25, 1),
+    nn.functional.mse_loss: (2.0, 1),
+    nn.functional.cross_entropy: (0.25, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvexModel:
+    """A linear model with one score: w x + b, or the difference of two outputs.
+
+    Attributes:
+        model: the model.
+        linear: its one layer.
+        loss: binary cross-entropy on one logit, cross-entropy on two, or the squared error of one output.
+        clip_norm: L2 bound on one record's gradient.
+        largest_input: L2 bound of a record's features, so that the loss is as smooth as was said; longer ones are scaled down.
+    """
+
+    model: FlatModel
+    linear: nn.Linear
+    loss: Loss
+    clip_norm: float
+    largest_input: float
+
+    @classmethod
+    def of(cls, model: FlatModel, loss: Loss, steps: FedPAQSteps) -> "ConvexModel":
+        """Return the model as one of these.
+
+        Raises:
+            ValueError: if model, loss or smoothness are not such that `convex-glm` is proved.
+        """
+        needs = "sensitivity='convex-glm' needs"
+        layers = [layer for layer in model.module.modules() if type(layer) not in _WIRING]
+        if len(layers) != 1 or type(layers[0]) is not nn.Linear or model.layout.size != _size(layers[0]):
+            kinds = ", ".join(type(layer).__name__ for layer in layers) or "none"
+            raise ValueError(f"model: {needs} one trainable Linear layer, and no other but Flatten; has {kinds}")
+        linear = layers[0]
+        if loss not in _LOSSES:
+            names = ", ".join(known.__name__ for known in _LOSSES)
+            raise ValueError(f"loss: {needs} one of torch.nn.functional's {names}")
+        curvature, outputs = _LOSSES[loss]
+        if linear.out_features != outputs:
+            raise ValueError(
+                f"model: {needs} {outputs} outputs with {loss.__name__}, has {linear.out_features}; for more classes use "
+                "'per-step' or 'clip-update': norm-clipped steps of a softmax may drive models apart"
+            )
+        assert steps.smoothness is not None  # noqa: S101 (FedPAQSteps has checked it)
+        square = steps.smoothness / (curvature * outputs) - (linear.bias is not None)
+        if not square > 0:
+            raise ValueError(
+                f"smoothness={steps.smoothness:g}: the bias alone is less smooth; must be above {curvature * outputs:g}"
+            )
+        return cls(model=model, linear=linear, loss=loss, clip_norm=steps.clip_norm, largest_input=square**0.5)
+
+    def clipped_sum(self, weights: Tensor, records: Records, positions: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the float64 sum [d] of the records' clipped gradients at some weights [d], and their mean loss.
+
+        A record counts as zero if it can't be read, does not fit the model, is no class, or its loss or gradient is not finite.
+        """
+        with OwnDraws(weights.device, draws_seed(seed)):
+            parts = self._read(records, positions)
+        if not parts:
+            return torch.zeros_like(weights), torch.zeros((), device=weights.device)
+        inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+        inputs = inputs * (self.largest_input / torch.linalg.vector_norm(inputs, dim=1, keepdim=True)).clamp(max=1)
+        if self.linear.bias is not None:
+            inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
+        slopes, losses = self._slopes(self._matrix(weights), inputs, targets)
+        lengths = torch.linalg.vector_norm(inputs, dim=1) * self.linear.out_features**0.5
+        slopes = slopes * (self.clip_norm / (slopes.abs() * lengths)).clamp(max=1)
+        finite = slopes.isfinite() & losses.isfinite() & inputs.isfinite().all(dim=1)
+        slopes, inputs = slopes.where(finite, 0.0), inputs.where(finite[:, None], 0.0)
+        row = slopes @ inputs
+        counted = losses[finite]
+        return self._vector(row), counted.mean() if len(counted) else torch.zeros((), device=weights.device)
+
+    def _slopes(self, matrix: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivative of every record's loss in its score, and the loss."""
+        outputs = inputs @ matrix.T
+        score = outputs[:, 0] if self.linear.out_features == 1 else outputs[:, 1] - outputs[:, 0]
+        if self.loss is nn.functional.mse_loss:
+            return 2 * (score - targets), (score - targets) ** 2
+        return torch.sigmoid(score) - targets, nn.functional.softplus(score) - targets * score
+
+    def _read(self, records: Records, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return features [n, f] and targets [n] of the records that can be read, in float64."""
+        try:
+            inputs, targets = records.batch(positions, self.model.device)
+            if not isinstance(inputs, Tensor):
+                raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(inputs).__name__}")
+            inputs = inputs.to(torch.float64).reshape(len(positions), self.linear.in_features)
+            classes = targets.reshape(len(positions))
+            targets = classes.to(torch.float64)
+            if self.linear.out_features == 2:
+                targets = targets.where((classes == 0) | (classes == 1), torch.nan)
+            return [(inputs, targets)]
+        except UnfitModelError:
+            raise
+        except Exception:
+            if len(positions) == 1:
+                return []
+        return [part for position in torch.split(positions, 1) for part in self._read(records, position)]
+
+    def _matrix(self, weights: Tensor) -> Tensor:
+        """Return the weights [outputs, features], with a column for the bias."""
+        columns = [part.reshape(self.linear.out_features, -1) for part in torch.split(weights, list(self.model.layout.sizes))]
+        return torch.cat(columns, dim=1)
+
+    def _vector(self, row: Tensor) -> Tensor:
+        """Return the gradient [d] of a derivative in the score times features."""
+        rows = row[None] if self.linear.out_features == 1 else torch.stack([-row, row])
+        features = self.linear.in_features
+        return torch.cat([rows[:, :features].reshape(-1), rows[:, features:].reshape(-1)])
+
+
+def _size(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)

@@ -1,0 +1,135 @@
+"""DP-FedPAQ on the client: a noised update of local steps on clipped gradients, quantised to a few levels."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients.local_steps import ClippedSteps
+from flower_dp.clients.parts import Clip, FullNoise, RecordClip, RowClip
+from flower_dp.clients.pipeline import Pipeline
+from flower_dp.clients.records import Records
+from flower_dp.clients.sending import QSGD, SinglePrecision
+from flower_dp.clients.training import FlatModel
+from flower_dp.core import checks, compression
+from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
+from flower_dp.privacy.release import Release
+
+# A sum that is not clipped as a whole may be longer than its bound by rounding; it is not to be clipped for that.
+_UNCLIPPED = 1 + 2.0**-10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The update that a noised sum of gradients makes, times a public number and plus a public vector.
+
+    Attributes:
+        factor: -eta / b.
+        shift: [d]; None for none.
+    """
+
+    slot: ClassVar[Literal["after_noise"]] = "after_noise"
+    factor: float
+    shift: Tensor | None = None
+
+    def __call__(self, noised: Tensor) -> Tensor:
+        """Return the row in float32."""
+        update = self.factor * noised.to(torch.float64)
+        return (update if self.shift is None else update + self.shift).to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPFedPAQRecipe:
+    """One reply: the update of E local steps, each along the mean of b clipped gradients, plus noise from the client's own budget.
+
+    A record whose gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can
+    make the client refuse. A client with fewer than E b records, a public number, does not reply.
+
+    Attributes:
+        steps: what both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
+        epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
+        delta: of the budget, in (0, 1).
+        num_replies: the most replies that a client will ever send, one number or one by client name.
+        quantization_levels: levels above 0 of what is sent (paper: s); None: float32.
+        loss: model outputs, targets -> loss, for batches of one record.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.clients import DPFedPAQRecipe
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+        >>> recipe = DPFedPAQRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=3, quantization_levels=1)
+        >>> recipe.terms("device-17", range(8)).num_replies
+        3
+    """
+
+    steps: FedPAQSteps
+    epsilon: float | Mapping[str, float]
+    delta: float
+    num_replies: int | Mapping[str, int]
+    quantization_levels: int | None = 10
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    method = "dp-fedpaq"
+
+    def __post_init__(self) -> None:
+        if self.quantization_levels is not None:
+            compression.check_levels(self.quantization_levels)
+        for replies in values_in(self.num_replies):
+            checks.integer("num_replies", replies, at_least=1)
+        for epsilon in values_in(self.epsilon):
+            # Refuses every other impossible value as well.
+            self._terms(epsilon, 1, self.steps.num_records)
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return one client's terms.
+
+        Raises:
+            ValueError: if it has no budget, or fewer records than a round takes.
+        """
+        replies = value_of("num_replies", self.num_replies, name)
+        return self._terms(value_of("epsilon", self.epsilon, name), replies, len(records))
+
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        return steps_pipeline(
+            self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=None
+        )
+
+    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
+        return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
+
+
+def steps_pipeline(
+    steps: FedPAQSteps,
+    release: Release,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    quantization_levels: int | None,
+    *,
+    model: FlatModel,
+    server_round: int,
+    drift: Tensor | None,
+) -> Pipeline:
+    """Return how one client makes its reply; `drift` is added to every step's mean gradient, and is public."""
+    step = steps.lattice_step(release.noise_scale, model.layout.size)
+    record_clip = RecordClip(clip_norm=steps.clip_norm, step=step)
+    clip: Clip = record_clip
+    if steps.sensitivity == "clip-update":
+        clip = RowClip(clip_norm=steps.sum_norm, step=step)
+    elif steps.sensitivity == "convex-glm":  # for the lattice alone
+        clip = RowClip(clip_norm=_UNCLIPPED * steps.longest_sum, step=step)
+    step_size = steps.step_size(server_round)
+    train = ClippedSteps(model=model, steps=steps, record_clip=record_clip, step_size=step_size, loss=loss, drift=drift)
+    shift = None if drift is None else -steps.num_local_steps * step_size * drift
+    return Pipeline(
+        train=train,
+        clip=clip,
+        noise=FullNoise(release=release),
+        after_noise=Update(factor=steps.update_factor(server_round), shift=shift),
+        encode=SinglePrecision() if quantization_levels is None else QSGD(levels=quantization_levels),
+    )

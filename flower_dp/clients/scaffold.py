@@ -1,0 +1,87 @@
+"""SCAFFOLD on the client (Karimireddy et al. 2020, option II): local steps with control variates, with and without privacy."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe, steps_pipeline
+from flower_dp.clients.pipeline import Pipeline
+from flower_dp.clients.records import Records
+from flower_dp.clients.training import FlatModel
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.privacy.release import Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaffoldRecipe:
+    """One reply: the update of E local steps along g + c - c_i, with noise as in `DPFedPAQRecipe`.
+
+    c_i is the client's own control variate, c the server's, which comes beside the model. Both are made of messages that left
+    with all their noise, so they are public: one record moves an update as far as without them. After its reply a client
+    changes c_i by -c - Dx_i / (E eta), where Dx_i is the *very row that left*. So one noise draw and one charge pay for both,
+    and the server computes the same change from the message. A client without a c_i starts at zero, and the server is told.
+
+    Attributes:
+        steps: what both sides know, as for `DPFedPAQRecipe`.
+        epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
+        delta: of the budget, in (0, 1).
+        num_replies: the most replies that a client will ever send, one number or one by client name.
+        quantization_levels: levels above 0 of what is sent; None: float32.
+        loss: model outputs, targets -> loss, for batches of one record.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.clients import ScaffoldRecipe
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+        >>> ScaffoldRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=3).method
+        'scaffold'
+    """
+
+    steps: FedPAQSteps
+    epsilon: float | Mapping[str, float]
+    delta: float
+    num_replies: int | Mapping[str, int]
+    quantization_levels: int | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    method = "scaffold"
+
+    def __post_init__(self) -> None:
+        self._plain()  # refuses everything impossible
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return one client's terms; those of DP-FedPAQ.
+
+        Raises:
+            ValueError: if it has no budget, or fewer records than a round takes.
+        """
+        return self._plain().terms(name, records)
+
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return how a client replies whose control variate, and the server's, are zero."""
+        return self._plain().pipeline(release, model=model, server_round=server_round)
+
+    def corrected(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor) -> Pipeline:
+        """Return how one client makes its reply, with `drift` = c - c_i [d] added to every step's gradient."""
+        return steps_pipeline(
+            self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=drift
+        )
+
+    def change(self, row: Tensor, *, server_round: int, common: Tensor) -> Tensor:
+        """Return c_i' - c_i = -c - Dx_i / (E eta) [d] (eq. 9 of the DP-FedPAQ paper)."""
+        return -common - row / (self.steps.num_local_steps * self.steps.step_size(server_round))
+
+    def _plain(self) -> DPFedPAQRecipe:
+        return DPFedPAQRecipe(
+            steps=self.steps,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            num_replies=self.num_replies,
+            quantization_levels=self.quantization_levels,
+            loss=self.loss,
+        )

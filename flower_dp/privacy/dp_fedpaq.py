@@ -1,0 +1,251 @@
+"""DP-FedPAQ's noise: how far one record moves a client's update, the terms of one client, and the paper's formula.
+
+The unit of privacy is one record; every message is private on its own. In round k a client draws E b of its n records without
+replacement, splits them into E mini-batches, and takes E steps of size eta_k along means of clipped gradients:
+x_E - x_k = -(eta_k / b) u, where u is the sum of the E b clipped gradients. Noise is added to u, so neither the step
+size nor its decay changes a guarantee: sensitivity and noise of the update follow eta_k together.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dp_accounting import GaussianDpEvent
+from scipy.stats import binom
+
+from flower_dp.core import checks, noise
+from flower_dp.core.sampling import FixedSizeSampling
+from flower_dp.privacy import accounting
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+
+# How the sensitivity of an update is proved, under replace-one.
+SENSITIVITIES = ("clip-update", "per-step", "convex-glm")
+# Where nothing bounds the whole sum (`convex-glm`), rounding adds to the distance of two neighbours' sums: to the lattice at most
+# 2^-20 of the clip norm, the lattice is that much finer; to float32 2^-24 of each sum, which is at most E b clip norms long.
+_ROUNDING = 2.0**-18
+_ROUNDING_A_RECORD = 2.0**-22
+_FINER = 2.0**-12
+# How many clients may find their budget spent before the run ends, where nobody says how often they reply.
+_SPENT_EARLY = 0.01
+# Beyond this base epsilon 2 gamma epsilon is no bound of the amplified one (the paper's eq. 16).
+_LARGEST_AMPLIFIED = 1.256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedPAQSteps:
+    """What a client does between two messages: public numbers that both sides know.
+
+    Attributes:
+        learning_rate: step size of round 1 (paper: eta_0).
+        num_local_steps: steps a round, each on its own mini-batch (paper: E).
+        batch_size: records of a mini-batch (paper: b).
+        clip_norm: L2 bound on the gradient of one record (paper: C).
+        sensitivity: how it is proved how far one record moves an update, replaced by another one:
+            `clip-update`: the whole update is clipped to `update_clip_norm` (S): 2 S, for any model;
+            `per-step`: 2 eta C (E - 1 + 1 / b), for any model: the record is in one mini-batch alone, and moves the mean of that
+            by 2 C / b; every later step is at most eta C long, whichever way it goes (2 E eta C in all, or less);
+            `convex-glm`: 2 eta C / b, for a linear model with one score a record, a convex loss and eta <= 2 / smoothness:
+            such steps bring no two models further apart, and the record is in one of them alone.
+        update_clip_norm: S, the L2 bound of the whole update in round 1, for `clip-update` only; it shrinks as the step size.
+        smoothness: for `convex-glm` only: of the loss of one record in the weights; features are scaled down so that it holds.
+        decay_iterations: local steps after which the step size is half as large: eta_k = eta_0 / (1 + k E / decay_iterations),
+            k = 0, 1, ... (paper: 100); None for a constant one.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=10, batch_size=12, clip_norm=1.0, sensitivity="per-step")
+        >>> round(steps.update_sensitivity(1), 4), round(steps.update_sensitivity(11), 4)
+        (1.8167, 0.9083)
+    """
+
+    learning_rate: float
+    num_local_steps: int
+    batch_size: int
+    clip_norm: float
+    sensitivity: str = "clip-update"
+    update_clip_norm: float | None = None
+    smoothness: float | None = None
+    decay_iterations: float | None = 100.0
+
+    def __post_init__(self) -> None:
+        checks.number("learning_rate", self.learning_rate, above=0)
+        checks.integer("num_local_steps", self.num_local_steps, at_least=1)
+        checks.integer("batch_size", self.batch_size, at_least=1)
+        checks.number("clip_norm", self.clip_norm, above=0)
+        checks.one_of("sensitivity", self.sensitivity, SENSITIVITIES)
+        if self.decay_iterations is not None:
+            checks.number("decay_iterations", self.decay_iterations, above=0)
+        for field, owner in (("update_clip_norm", "clip-update"), ("smoothness", "convex-glm")):
+            value = getattr(self, field)
+            if self.sensitivity == owner:
+                checks.number(field, value, above=0)
+            elif value is not None:
+                raise ValueError(f"{field}={value!r}: is read with sensitivity={owner!r} only; must be None")
+        longest = self.num_local_steps * self.learning_rate * self.clip_norm
+        if self.update_clip_norm is not None and self.update_clip_norm > longest * (1 + 1e-9):
+            raise ValueError(
+                f"update_clip_norm={self.update_clip_norm:g}: no update is longer than num_local_steps x learning_rate x "
+                f"clip_norm = {longest:g}; must be at most that, or use sensitivity='per-step'"
+            )
+        if self.smoothness is not None and self.learning_rate > 2 / self.smoothness:
+            raise ValueError(
+                f"learning_rate={self.learning_rate:g}: must be at most 2 / smoothness = {2 / self.smoothness:g} for "
+                "sensitivity='convex-glm'"
+            )
+
+    @property
+    def num_records(self) -> int:
+        """Records that a client draws for a round: E b."""
+        return self.num_local_steps * self.batch_size
+
+    def step_size(self, server_round: int) -> float:
+        """Return eta_k of round 1, 2, ..., k = round - 1."""
+        if self.decay_iterations is None:
+            return self.learning_rate
+        return self.learning_rate / (1 + (server_round - 1) * self.num_local_steps / self.decay_iterations)
+
+    @property
+    def sum_norm(self) -> float:
+        """Half of the distance that one replaced record can move u, the sum of the clipped gradients of a round."""
+        if self.update_clip_norm is not None:
+            return self.update_clip_norm * self.batch_size / self.learning_rate
+        if self.sensitivity == "per-step":
+            return ((self.num_local_steps - 1) * self.batch_size + 1) * self.clip_norm
+        return self.clip_norm * (1 + _ROUNDING + self.num_records * _ROUNDING_A_RECORD)
+
+    @property
+    def longest_sum(self) -> float:
+        """The largest norm of u."""
+        return self.sum_norm if self.update_clip_norm is not None else self.num_records * self.clip_norm
+
+    def lattice_step(self, noise_scale: float, dimension: int) -> float:
+        """Return the step of the lattice of u [dimension] and its noise."""
+        finer = _FINER if self.sensitivity == "convex-glm" else 1.0
+        # Single records are rounded to it as well, under `per-step` and `clip-update` alike.
+        return noise.lattice_step(noise_scale, clip_norm=finer * self.clip_norm, dimension=dimension)
+
+    def update_factor(self, server_round: int) -> float:
+        """Return what u is multiplied with to be an update."""
+        return -self.step_size(server_round) / self.batch_size
+
+    def update_sensitivity(self, server_round: int) -> float:
+        """Return how far one replaced record can move the update of a round."""
+        return 2 * self.sum_norm * -self.update_factor(server_round)
+
+    @property
+    def proof(self) -> str:
+        """How the sensitivity is proved, in words."""
+        words = {
+            "clip-update": "the whole update is clipped: 2 S, any model",
+            "per-step": "one step differs by 2 eta C / b, and E - 1 later ones by 2 eta C each at most, any model",
+            "convex-glm": "steps on convex losses of a linear model with one score bring models no further apart: 2 eta C / b",
+        }
+        return f"sensitivity of an update by {self.sensitivity!r} ({words[self.sensitivity]})"
+
+
+@lru_cache(maxsize=4096)
+def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int) -> Terms:
+    """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantised after that.
+
+    All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
+    takes its own E b of the client's records at random, which nobody else knows: amplified by sampling without
+    replacement, with the Renyi bound of Wang, Balle and Kasiviswanathan 2019 and a sensitivity of twice the norm.
+
+    The release is u, the sum of E b clipped gradients: `noise_scale` x eta_k / b is the noise on the update.
+
+    Args:
+        steps: what the client does.
+        epsilon: budget of all replies, > 0; math.inf means no noise, and no privacy.
+        delta: in (0, 1).
+        num_replies: the most replies that the client will send.
+        num_records: the client's public data size.
+
+    Raises:
+        ValueError: for a value out of range, naming it; if the client has fewer than E b records.
+
+    Example:
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+        >>> terms = update_terms(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, num_records=8)
+        >>> round(terms.release.mechanism.noise_multiplier, 2)  # no amplification: the classical 2 x 3.73
+        7.46
+    """
+    size = checks.integer("num_records", num_records, at_least=1)
+    if size < steps.num_records:
+        raise ValueError(
+            f"num_records={size}: a round takes num_local_steps x batch_size = {steps.num_records} of a client's records, "
+            "without replacement; use fewer steps or smaller batches"
+        )
+    sampler = FixedSizeSampling(cohort_size=steps.num_records)
+    replies = checks.integer("num_replies", num_replies, at_least=1)
+    multiplier = _multiplier(budget(epsilon), checks.number("delta", delta, above=0, below=1), replies, size, sampler)
+    release = Release(
+        what="the noised update of some local steps, in every reply",
+        seen_by=SEEN_BY,
+        unit="record",
+        relation="replace-one",
+        clip_norm=steps.sum_norm,
+        mechanism=Gaussian(noise_multiplier=multiplier),
+        sampler=sampler,
+        num_clients=size,
+    )
+    return Terms(release=release, num_replies=replies)
+
+
+@lru_cache(maxsize=1024)
+def _multiplier(epsilon: float, delta: float, num_replies: int, num_records: int, sampler: FixedSizeSampling) -> float:
+    if math.isinf(epsilon):
+        return 0.0
+    return accounting.calibrate(
+        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, num_records), num_replies),
+        epsilon=epsilon,
+        delta=delta,
+        relation="replace-one",
+    )
+
+
+def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_random: bool) -> int:
+    """Return how many replies a client's budget should pay for in a run.
+
+    In turn (round robin, or all clients) nobody replies more than ceil(M K / N) times. At random it is a number of replies that a
+    client exceeds with a probability of at most 1 %; who would is not asked any more then.
+    """
+    mean = num_rounds * cohort_size / num_clients
+    if not at_random or cohort_size == num_clients:
+        return max(1, math.ceil(mean - 1e-9))
+    return max(1, int(binom.isf(_SPENT_EARLY, num_rounds, cohort_size / num_clients)))
+
+
+def paper_epsilon(*, noise_std: float, sensitivity: float, sampled_part: float, delta: float) -> float:
+    """Return the paper's epsilon of one round: 2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma (eq. 17).
+
+    Args:
+        noise_std: sigma, on the update.
+        sensitivity: Delta, of the update.
+        sampled_part: gamma = E b / n.
+        delta: of the round.
+
+    Raises:
+        ValueError: if 1.25 gamma <= delta: the formula has no value then; or for a value out of range.
+    """
+    checks.number("noise_std", noise_std, above=0)
+    checks.number("delta", delta, above=0, below=1.25 * checks.number("sampled_part", sampled_part, above=0, at_most=1))
+    return 2 * sampled_part * sensitivity * math.sqrt(2 * math.log(1.25 * sampled_part / delta)) / noise_std
+
+
+def paper_faults(epsilon: float, sampled_part: float) -> list[str]:
+    """Return what speaks against the paper's epsilon of one round: limits of the two formulas that it joins."""
+    base = epsilon / (2 * sampled_part)
+    faults = []
+    if base > _LARGEST_AMPLIFIED:
+        faults.append(
+            f"2 gamma epsilon bounds the amplified one up to a base epsilon of {_LARGEST_AMPLIFIED}, which is {base:.4g} here"
+        )
+    if base >= 1:
+        faults.append(f"the classical Gaussian formula needs a base epsilon < 1, which is {base:.4g} here")
+    return faults

@@ -1,0 +1,323 @@
+"""DP-FedPAQ: noised updates of local steps on clipped gradients, in a few bits a coordinate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Required, Unpack
+
+import numpy as np
+
+from flower_dp.core import checks, compression
+from flower_dp.core.noise import Generator
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
+from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, paper_faults, update_terms
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
+from flower_dp.strategies.local_statement import local_facts, state
+from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts, split
+from flower_dp.strategies.strategy import DPStrategy
+
+_SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
+# More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
+_NORM_DEVIATIONS = 10.0
+
+
+class Control(Protocol):
+    """A vector that the server sends beside the model, and that follows from the messages (SCAFFOLD's c)."""
+
+    def begin(self) -> None:
+        """Forget the last run."""
+
+    def vector(self, size: int) -> np.ndarray:
+        """Return what is sent beside a model of so many parameters [d], float32."""
+
+    def learn(self, collected: Collected, *, divisor: float, num_clients: int) -> None:
+        """Take the messages of a round; an update is `divisor` = E eta long for a mean gradient of 1."""
+
+    def longest(self, sum_norm: float) -> float:
+        """Return the largest norm of a mean gradient and its correction, given that of the noised gradient."""
+
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """What happened to the clients' own vectors, in words."""
+
+
+class DPFedPAQRules:
+    """The rules of DP-FedPAQ; its arguments are those of `DPFedPAQ`, and what else Scaffold is made of.
+
+    Args:
+        name: the method's name on the wire.
+        title: the method's name for people.
+        control: a vector that is sent beside the model; None for none.
+    """
+
+    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    secret_cohort = False
+    open_population = False
+
+    def __init__(
+        self,
+        *,
+        steps: FedPAQSteps,
+        sampling: Sampler,
+        num_clients: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        epsilon: float | PerClient,
+        delta: float,
+        quantization_levels: int | None = 10,
+        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        name: str = "dp-fedpaq",
+        title: str = "DP-FedPAQ",
+        control: Control | None = None,
+    ) -> None:
+        self.name, self.title, self.control = name, title, control
+        if not isinstance(steps, FedPAQSteps):
+            raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
+        self.steps = steps
+        if not isinstance(sampling, _SAMPLERS):
+            words = ", ".join(kind.__name__ for kind in _SAMPLERS)
+            raise ValueError(f"sampling={sampling!r}: must be one of {words}; every message is seen, so none amplifies anything")
+        self.sampling = sampling
+        self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
+        population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform")
+        self.books = ClientBooks(population, relation="replace-one", delta=checks.number("delta", delta, above=0, below=1))
+        self.cohort_size = sampling.largest_cohort(num_clients)
+        self._epsilon = epsilon
+        check_count("epsilon", epsilon, num_clients)
+        self.begin()
+        for size in values_in(num_records):  # finds everything impossible, without any calibration
+            update_terms(steps=steps, epsilon=math.inf, delta=delta, num_replies=1, num_records=size)
+        for budget in values_in(epsilon):
+            self._terms(budget, steps.num_records, 1)
+
+    @property
+    def clip_norm(self) -> float:
+        """Bound of the sum of clipped gradients that noise is added to: half of what one replaced record can change."""
+        return self.steps.sum_norm
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return self.books.population.num_clients
+
+    @property
+    def delta(self) -> float:
+        """The delta of every budget."""
+        return self.books.delta
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self.books.begin()
+        self._planned_rounds: int | None = None
+        if self.control is not None:
+            self.control.begin()
+
+    def plan(self, num_rounds: int) -> None:
+        """Remember the number of rounds: it tells how often a client replies."""
+        self._planned_rounds = num_rounds
+
+    def open(self, names: tuple[str, ...]) -> None:
+        """Open a ledger for every client, on the terms of its own budget."""
+        budgets = per_client("epsilon", self._epsilon, names)
+        rounds = self._planned_rounds
+        at_random = isinstance(self.sampling, FixedSizeSampling)
+        most = None if rounds is None else expected_replies(rounds, self.cohort_size, self.num_clients, at_random=at_random)
+        self.books.open(names, most, lambda name, size, replies: self._terms(budgets[name], size, replies))
+
+    def _terms(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
+        return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
+
+    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return that every budget is spent, if so."""
+        return self.books.why_stop()
+
+    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        """Return those of the drawn who can pay."""
+        return self.books.able(chosen, names)
+
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge one reply to each client."""
+        self.books.charge(names)
+
+    def noise_multiplier(self, names: tuple[str, ...]) -> float:
+        """Return the least noise multiplier of these clients."""
+        return self.books.noise_multiplier(names)
+
+    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+        """Return terms, and weights of 1: a message that is alone goes out as it was quantised."""
+        return self.books.order(names, [1.0] * len(names))
+
+    def beside(self, size: int) -> np.ndarray | None:
+        """Return what is sent beside the model [d], None for nothing."""
+        return None if self.control is None else self.control.vector(size)
+
+    def bounds(self, now: Round) -> Bounds:
+        """Return the longest honest sum of rows; the server does not clip what carries its own noise."""
+        size, factor = now.layout.size, -self.steps.update_factor(now.server_round)
+        stretch = 1.0 if self.quantization_levels is None else compression.qsgd_stretch(size, self.quantization_levels)
+
+        def row(name: str) -> float:
+            noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
+            longest = factor * (self.steps.longest_sum + noise)
+            if self.control is None:
+                return longest
+            divisor = self._divisor(now.server_round)
+            return divisor * self.control.longest(longest / divisor)
+
+        return Bounds(clip_norm=None, step=0.0, honest_norm=lambda names: stretch * sum(row(name) for name in names))
+
+    def _divisor(self, server_round: int) -> float:
+        """Return how long an update is for a mean gradient of 1: E eta."""
+        return self.steps.num_local_steps * self.steps.step_size(server_round)
+
+    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+        """Return the model moved by the mean of the messages that came.
+
+        Raises:
+            RoundLeftOut: if none came.
+        """
+        if not collected.clients:
+            raise RoundLeftOut("no client has answered")
+        if self.control is not None:
+            self.control.learn(collected, divisor=self._divisor(now.server_round), num_clients=self.num_clients)
+        return np.asarray(now.vector + collected.total / len(collected.clients))
+
+    def bytes_per_client(self, now: Round, collected: Collected) -> float:
+        """Return the mean of what each would send alone: messages carry their own noise, and who takes part is public."""
+        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
+
+    @property
+    def charges(self) -> object:
+        """How many replies were charged to each client, and what happened to their vectors."""
+        replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
+        return (self.books.num_rounds, self.books.num_unasked, self._incidents(), *replies)
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound of the cost to the client who paid most."""
+        return self.books.epsilon
+
+    # Statement
+
+    def _incidents(self) -> tuple[str, ...]:
+        return () if self.control is None else self.control.incidents
+
+    def explain(self, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement: the worst client, and the distribution over clients."""
+        steps = self.steps
+        replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
+        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
+        sizes = self.books.num_records.values()
+        whole = bool(sizes) and all(size == steps.num_records for size in sizes)
+        each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
+        secret = () if whole else ("which of its records a client takes is known to it alone",)
+        return state(
+            local_facts(self.title, self.books, self.sampling, facts),
+            noise=self._noise_numbers(),
+            paper=self._paper(facts),
+            sampling=f"{self.sampling}: at most {most} replies a client; {each} in each",
+            assumptions=(steps.proof, *secret),
+            incidents=self._incidents(),
+        )
+
+    def _noise_numbers(self) -> dict[str, float]:
+        steps = self.steps
+        numbers = {"clip_norm": steps.clip_norm}
+        if steps.update_clip_norm is not None:
+            numbers["update_clip_norm"] = steps.update_clip_norm
+        numbers["update_sensitivity_of_round_1"] = steps.update_sensitivity(1)
+        releases = [terms.release for terms in self.books.terms.values()]
+        for word, pick in (("least", min), ("largest", max)) if releases else ():
+            numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
+            scales = [-steps.update_factor(1) * release.noise_scale for release in releases]
+            numbers[f"{word}_noise_std_of_an_update_of_round_1"] = pick(scales)
+        if self.quantization_levels is not None:
+            numbers["quantization_levels"] = self.quantization_levels
+        return numbers
+
+    def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
+        """The paper's epsilon of one round, added up over the replies that there were, of the client whom it costs most."""
+        worst: tuple[float, float, float, int] | None = None
+        for name, ledger in self.books.ledgers.items():
+            release, replies = self.books.terms[name].release, ledger.num_charges
+            part = self.steps.num_records / self.books.num_records[name]
+            if not replies:
+                continue
+            if not release.noise_scale or 1.25 * part <= self.delta / replies:
+                return None
+            each = paper_epsilon(
+                noise_std=release.noise_scale, sensitivity=release.sensitivity, sampled_part=part, delta=self.delta / replies
+            )
+            worst = max(worst or (0.0, 0.0, 0.0, 0), (replies * each, each, part, replies))
+        if worst is None:
+            return None
+        total, each, part, replies = worst
+        faults = paper_faults(each, part)
+        if facts.seeded_noise:
+            faults.append("noise came from a fixed seed")
+        note = f"epsilon and delta of a round ({each:.4g}, {self.delta / replies:.3g}), added up over {replies} replies: the paper composes nothing"
+        return PaperEpsilon(
+            epsilon=total,
+            formula="2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma a round, DP-FedPAQ eq. 17",
+            valid=not faults,
+            reason="; ".join([*faults, note]),
+        )
+
+
+class DPFedPAQArguments(Options, total=False):
+    """What `DPFedPAQ` takes; see there and `Options`."""
+
+    steps: Required[FedPAQSteps]
+    sampling: Required[Sampler]
+    num_clients: Required[int]
+    num_records: Required[int | Sequence[int] | Mapping[str, int]]
+    epsilon: Required[float | PerClient]
+    delta: Required[float]
+    quantization_levels: int | None
+    num_replies: int | Sequence[int] | Mapping[str, int] | None
+
+
+class DPFedPAQ(DPStrategy):
+    """DP-FedPAQ (the paper's Algorithm 2), for clients whose recipe is `flower_dp.clients.DPFedPAQRecipe` with the same numbers.
+
+    In each round M of N clients draw E b of their n_i records without replacement, take E local steps on means of b clipped
+    gradients, add Gaussian noise from their own budget to the update, round it at random and without bias to a few levels
+    (QSGD), and send that. The model moves by the mean of the messages that came.
+
+    All replies of a client together are (epsilon_i, delta)-differentially private for each of its records under replace-one,
+    against everyone who sees them. `FedPAQSteps.sensitivity` names how it is proved how far one record moves an update. The
+    client's own choice of records amplifies; the choice of clients does not, since the server sees it.
+
+    Args:
+        steps: what both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
+        sampling: who takes part in a round: `FixedSizeSampling` (the paper's), `RoundRobinSampling` or `FullSampling`.
+        num_clients: number of clients (paper: N).
+        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
+        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        delta: of every budget.
+        quantization_levels: levels above 0 of what clients send (paper: s); None: float32.
+        num_replies: the most replies of a client. By default as many as the rounds need in turn (round robin); with
+            `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
+        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.core.sampling import FixedSizeSampling
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> from flower_dp.strategies import DPFedPAQ
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, update_clip_norm=0.1)
+        >>> strategy = DPFedPAQ(
+        ...     steps=steps, sampling=FixedSizeSampling(cohort_size=10), num_clients=100, num_records=80, epsilon=4.0, delta=1e-5
+        ... )
+        >>> steps.update_sensitivity(1)
+        0.2
+    """
+
+    rules: DPFedPAQRules
+
+    def __init__(self, **words: Unpack[DPFedPAQArguments]) -> None:
+        own, options = split(words, DPFedPAQArguments)
+        super().__init__(DPFedPAQRules(**own), **options)

@@ -1,0 +1,128 @@
+"""SCAFFOLD (Karimireddy et al. 2020): control variates against the drift of clients that differ, with and without privacy."""
+
+import logging
+import math
+from typing import Unpack
+
+import numpy as np
+
+from flower_dp.core import compression
+from flower_dp.strategies.dp_fedpaq import DPFedPAQArguments, DPFedPAQRules
+from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.rules import split
+from flower_dp.strategies.strategy import DPStrategy
+
+log = logging.getLogger("flwr")
+
+_LISTED = 5
+
+
+class ControlVariate:
+    """The server's control variate c: the mean of all clients' c_i, each zero before the client's first reply.
+
+    It is computed from the messages alone. The clients of a round change their c_i by -c - Dx_i / (E eta) each, so c changes
+    by the sum of that over N, and no second message is needed. A client that comes back without its c_i starts at zero again,
+    while what it once added to c stays: c is then off by that over N, and corrections are a little worse. Privacy does not
+    depend on it.
+
+    Args:
+        quantization_levels: of the messages; None: float32.
+    """
+
+    def __init__(self, quantization_levels: int | None) -> None:
+        self._levels = quantization_levels
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self._vector = np.zeros(0, np.float64)
+        self._heard: set[str] = set()
+        self._restarts: dict[str, int] = {}
+
+    def vector(self, size: int) -> np.ndarray:
+        """Return c [size], float32.
+
+        Raises:
+            ValueError: if the messages have so few levels that their errors grow from round to round.
+        """
+        if self._levels is not None and compression.qsgd_variance(size, self._levels) >= 1:
+            least = math.isqrt(size) + 1
+            raise ValueError(
+                f"quantization_levels={self._levels}: a message's error is part of the next one's control variate, and grows there "
+                f"unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
+            )
+        if self._vector.size != size:
+            self._vector = np.zeros(size, np.float64)
+        return self._vector.astype(np.float32)
+
+    def learn(self, collected: Collected, *, divisor: float, num_clients: int) -> None:
+        """Take the messages of a round; an update is `divisor` = E eta long for a mean gradient of 1."""
+        sent = self._vector.astype(np.float32).astype(np.float64)  # the c that clients have had
+        self._vector += (-len(collected.clients) * sent - collected.total / divisor) / num_clients
+        lost = [name for name in collected.restarted if name in self._heard]
+        for name in lost:
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+        if lost:
+            log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
+        self._heard.update(collected.clients)
+
+    def longest(self, sum_norm: float) -> float:
+        """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round."""
+        plain = 2 * sum_norm + float(np.linalg.norm(self._vector))
+        if self._levels is None:
+            return plain
+        # c_i also has the error of its message, which is at most sqrt(q) of what it was made of, and so on.
+        return plain / (1 - math.sqrt(compression.qsgd_variance(self._vector.size, self._levels)))
+
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """Which clients came back without their control variate."""
+        if not self._restarts:
+            return ()
+        names = list(self._restarts)
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        times = sum(self._restarts.values())
+        return (
+            f"{times} times a client came back without its control variate and started at zero ({', '.join(names[:_LISTED])}{more})",
+        )
+
+
+class Scaffold(DPStrategy):
+    """SCAFFOLD, for clients whose recipe is `flower_dp.clients.ScaffoldRecipe` with the same numbers.
+
+    Local steps go along g + c - c_i: c_i is the client's own estimate of its mean gradient, c the mean of all clients'. Where clients
+    differ, plain local steps drift to each client's own optimum; these do not. The rest is `DPFedPAQ`: E steps a round on b
+    records each without replacement, clipping record by record, noise from each client's own budget, messages that are private
+    one by one. c comes down beside the model; nothing but the update goes up.
+
+    The guarantee is DP-FedPAQ's, to the letter: c and c_i are made of messages that were private when they left, so they cost
+    nothing, and every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient reaches is SCAFFOLD without privacy.
+
+    Args:
+        words: those of `DPFedPAQ`; `quantization_levels` is None by default, and else more than sqrt(d): with fewer the errors of
+            control variates grow from round to round.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> import math
+        >>> from flower_dp.core.sampling import FixedSizeSampling
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+        >>> from flower_dp.strategies import Scaffold
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=5, batch_size=10, clip_norm=1e4, sensitivity="per-step")
+        >>> sampling = FixedSizeSampling(cohort_size=10)
+        >>> strategy = Scaffold(
+        ...     steps=steps, sampling=sampling, num_clients=100, num_records=600, epsilon=math.inf, delta=1e-5, num_replies=50
+        ... )
+        >>> strategy.rules.name
+        'scaffold'
+    """
+
+    rules: DPFedPAQRules
+
+    def __init__(self, **words: Unpack[DPFedPAQArguments]) -> None:
+        own, options = split(words, DPFedPAQArguments)
+        own.setdefault("quantization_levels", None)
+        control = ControlVariate(own["quantization_levels"])
+        super().__init__(DPFedPAQRules(name="scaffold", title="SCAFFOLD", control=control, **own), **options)

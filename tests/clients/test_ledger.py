@@ -1,0 +1,191 @@
+"""Clients with ledger files: every run on a device spends of the same account."""
+
+import shutil
+
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from flower_dp import wire
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, client_app, model_arrays
+from flower_dp.clients.account import LEDGER_PATH, Account
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.strategies import DPFedAvg, FedSGDDPC
+from flower_dp.core.sampling import FullSampling
+from tests.grids import LocalGrid
+from tests.local_grids import linear, records, start
+
+WORDS = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 3.0}
+NAMES = ("c0", "c1")
+
+
+@pytest.fixture
+def path(tmp_path):
+    LedgerFile.create(tmp_path / "ledger.json", NAMES)
+    return tmp_path / "ledger.json"
+
+
+def replies(path, name="c0"):
+    return LedgerFile(path).read()[name].replies
+
+
+def run_on(paths, *, num_rounds=2, num_replies=3, clients=None, node_config=True):
+    """One run of FedSGD-DPC on two devices with one client each, whose Flower states are empty, as those of every new run are."""
+
+    def client_fn(context):
+        name = NAMES[int(context.node_config["partition-id"])]
+        recipe = FedSGDDPCRecipe(**WORDS, num_replies=num_replies)
+        data = (clients or records)(name)
+        ledger = None if node_config else paths[name]
+        return LocalDPClient(model=linear(), clients={name: data}, recipe=recipe, ledger=ledger, device="cpu")
+
+    grid = LocalGrid(client_app(client_fn), 2)
+    for node, context in grid.contexts.items():
+        if node_config and paths:
+            context.node_config[LEDGER_PATH] = str(paths[NAMES[node - 1]])
+    strategy = FedSGDDPC(num_clients=2, num_records=8, cohort_size=2, num_replies=num_replies, learning_rate=0.1, **WORDS)
+    start(strategy, grid, num_rounds)
+    return strategy
+
+
+@pytest.mark.parametrize("node_config", [True, False], ids=["in the node's config", "in the app"])
+@pytest.mark.parametrize("each", [True, False], ids=["one file each", "one file for both"])
+def test_two_runs_spend_one_budget(tmp_path, each, node_config):
+    files = {name: tmp_path / (f"{name}.json" if each else "ledger.json") for name in NAMES}
+    if each:
+        for name, file in files.items():
+            LedgerFile.create(file, [name])
+    else:
+        LedgerFile.create(tmp_path / "ledger.json", NAMES)
+    first = run_on(files, num_rounds=2, node_config=node_config)
+    second = run_on(files, num_rounds=2, node_config=node_config)
+    assert [report.replies for report in first.rounds] == [2, 2]
+    assert [report.replies for report in second.rounds] == [2, 0]
+    assert [replies(files[name], name) for name in NAMES] == [3, 3]
+    with pytest.raises(RuntimeError, match="its budget is spent: num_replies=3, all of them sent"):
+        run_on(files, node_config=node_config)
+    assert [replies(files[name], name) for name in NAMES] == [3, 3]
+
+
+def test_without_a_file_the_account_lasts_one_run_and_the_statement_says_so():
+    runs = [run_on({}, num_rounds=3) for _ in range(2)]
+    assert [report.replies for strategy in runs for report in strategy.rounds] == [2] * 6
+    for strategy in runs:
+        assert "other runs on the same records" in str(strategy.statement)
+        assert "docs/deployment.md" in str(strategy.statement)
+
+
+def test_a_reply_is_charged_before_a_record_is_touched(path):
+    counted = []
+
+    class Watched:
+        def __init__(self, name):
+            self.inner, self.name = records(name), name
+
+        def __len__(self):
+            return len(self.inner)
+
+        def batch(self, *arguments):
+            counted.append(replies(path, self.name))
+            return self.inner.batch(*arguments)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    run_on(dict.fromkeys(NAMES, path), num_rounds=2, clients=Watched)
+    assert set(counted) == {1, 2}
+    assert counted == sorted(counted)
+
+
+def client(path, state=None, names=("c0",)):
+    recipe = FedSGDDPCRecipe(**WORDS, num_replies=3)
+    data = {name: records(name) for name in names}
+    return LocalDPClient(model=linear(), clients=data, recipe=recipe, state=state, ledger=path, device="cpu")
+
+
+def ask(made, names=("c0",)):
+    """Ask clients once; return why they refuse, and what has left."""
+    terms = FedSGDDPCRecipe(**WORDS, num_replies=3).terms("c0", records("c0"))
+    order = {
+        "weights": (1.0,) * len(names),
+        "terms": (terms.kind,) * len(names),
+        "noise_multipliers": (terms.release.mechanism.noise_multiplier,) * len(names),
+    }
+    asked = wire.Instruction(
+        server_round=1, method="fedsgd-dpc", clients=names, clip_norm=0.5, noise_multiplier=0.0, order=order
+    )
+    arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
+    return wire.Answer.from_json(answer[wire.KEY], names).refused, arrays[-1]
+
+
+@pytest.mark.parametrize("state", [None, RecordDict()], ids=["without a state", "with one"])
+def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path(path, state, caplog):
+    path.write_text("{")
+    refused, row = ask(client(path, state))
+    assert refused == {"c0": "its ledger can't be used (LedgerError); the node's own log says why"}
+    assert not row.any()
+    assert f"ledger {path}: is damaged" in caplog.text
+
+
+def test_a_ledger_of_another_client_sends_nothing(path, tmp_path, caplog):
+    LedgerFile.create(tmp_path / "foreign.json", ["somebody"])
+    refused, row = ask(client({"c0": path, "c1": tmp_path / "foreign.json"}, names=NAMES), NAMES)
+    assert set(refused) == {"c1"}
+    assert row.any()
+    assert "has no account of client 'c1'; it is the ledger of somebody" in caplog.text
+    assert replies(path) == 1
+
+
+def test_a_copy_put_back_during_a_run_sends_nothing(path, tmp_path, caplog):
+    """The node's state, which lasts one run, remembers what the file said."""
+    state = RecordDict()
+    assert ask(client(path, state)) [0] == {}
+    shutil.copy(path, tmp_path / "copy")
+    assert ask(client(path, state))[0] == {}
+    assert Account(state).replies("c0") == 2
+    shutil.copy(tmp_path / "copy", path)
+    refused, row = ask(client(path, state))
+    assert set(refused) == {"c0"}
+    assert not row.any()
+    assert "it is an older copy" in caplog.text
+
+
+def test_a_client_without_an_account_refuses_a_ledger():
+    """It would send without counting."""
+
+    def client_fn(context):
+        training = LocalTraining(learning_rate=0.1)
+        return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
+
+    grid = LocalGrid(client_app(client_fn), 1)
+    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
+    strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
+    with pytest.raises(RuntimeError, match="ledger-path='ledger.json': DPClient keeps no account, and would send without counting"):
+        start(strategy, grid, 1)
+
+
+def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
+    def client_fn(context):
+        training = LocalTraining(learning_rate=0.1)
+        return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
+
+    grid = LocalGrid(client_app(client_fn), 1)
+    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
+    message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
+    (reply,) = grid.send_and_receive([message])
+    assert "ledger-path='ledger.json': DPClient keeps no account" in reply.error.reason
+
+
+@pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.json"}, {"c0": None}])
+def test_a_ledger_is_a_path_or_one_for_every_client(ledger):
+    with pytest.raises(ValueError, match="^ledger"):
+        client(ledger)
+
+
+def test_the_owners_ledger_and_the_apps_must_be_one(path):
+    made = client(str(path))
+    made.attach(RecordDict(), str(path))
+    with pytest.raises(ValueError, match="ledger-path='other': the app has its own"):
+        made.attach(RecordDict(), "other")
+    for wrong in (3, ""):
+        with pytest.raises(ValueError, match="must be the path of a file"):
+            client(None).attach(RecordDict(), wrong)

@@ -1,0 +1,421 @@
+"""The sensitivities of DP-FedPAQ, attacked: neighbouring record sets whose updates are as far apart as a search can bring them.
+
+A replaced record is in the same place of the same random choice for both: that is the pair that the proof bounds.
+"""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
+from flower_dp.clients.convex import ConvexModel
+from flower_dp.clients.dp_fedpaq import Update, steps_pipeline
+from flower_dp.clients.local_steps import ClippedSteps
+from flower_dp.clients.parts import RecordClip, RowClip
+from flower_dp.clients.pipeline import Job
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+
+BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 2, "batch_size": 1, "clip_norm": 1.0, "decay_iterations": None}
+BINARY = nn.functional.binary_cross_entropy_with_logits
+
+
+def steps_of(sensitivity: str, **words: Any) -> FedPAQSteps:
+    return FedPAQSteps(**BASE | {"sensitivity": sensitivity} | words)
+
+
+@lru_cache
+def release_of(steps: FedPAQSteps, size: int, noise_multiplier: float) -> Release:
+    """The release of a client, with some noise: its lattice rounds what leaves."""
+    release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=size).release
+    return replace(release, mechanism=Gaussian(noise_multiplier=noise_multiplier))
+
+
+def update_of(
+    model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: Any, *, seed: int, noise_multiplier: float = 1.0
+) -> Tensor:
+    """The update of one client without its noise, by the clip and the after-noise part of the real pipeline."""
+    release = release_of(steps, len(data), noise_multiplier)
+    pipeline = steps_pipeline(steps, release, loss, None, model=model, server_round=1, drift=None)
+    start = model.vector.clone()
+    rng = np.random.default_rng(seed)
+    (trained,) = pipeline.train.rows(start, [Job(name="", records=data, seed=0, secret=lambda: rng)])
+    model.vector.copy_(start)
+    if isinstance(trained, Exception):
+        raise trained
+    clipped = pipeline.clip(trained[0])
+    assert pipeline.after_noise is not None
+    return pipeline.after_noise(clipped).to(torch.float64)
+
+
+def first_of(size: int, seed: int) -> int:
+    """The record that a client with this seed takes first."""
+    return int(np.random.default_rng(seed).permutation(size)[0])
+
+
+def distance(model: FlatModel, steps: FedPAQSteps, one: TensorRecords, other: TensorRecords, loss: Any, seed: int) -> float:
+    return float(
+        torch.linalg.vector_norm(update_of(model, steps, one, loss, seed=seed) - update_of(model, steps, other, loss, seed=seed))
+    )
+
+
+def neighbours(rng: torch.Generator, size: int, shape: tuple[int, ...], classes: int) -> tuple[TensorRecords, TensorRecords]:
+    """Record sets that differ in one record, of wild sizes."""
+    scale = 10 ** (4 * torch.rand(size, generator=rng) - 2)
+    inputs = torch.randn(size, *shape, generator=rng) * scale.reshape(-1, *[1] * len(shape))
+    targets = torch.randint(classes, (size,), generator=rng)
+    others, labels = inputs.clone(), targets.clone()
+    place = int(torch.randint(size, (1,), generator=rng))
+    others[place] = torch.randn(*shape, generator=rng) * 10 ** float(4 * torch.rand(1, generator=rng) - 2)
+    labels[place] = classes - 1 - targets[place]
+    return TensorRecords(inputs=inputs, targets=targets), TensorRecords(inputs=others, targets=labels)
+
+
+def mlp(seed: int) -> FlatModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return FlatModel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
+
+
+# Any model: a search over neighbours never gets beyond the bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "steps",
+    [
+        steps_of("per-step", num_local_steps=3, learning_rate=2.0),
+        steps_of("per-step", num_local_steps=2, batch_size=3),
+        steps_of("clip-update", num_local_steps=3, learning_rate=2.0, update_clip_norm=1.5),
+        steps_of("clip-update", num_local_steps=2, batch_size=3, update_clip_norm=0.2),
+    ],
+    ids=lambda steps: f"{steps.sensitivity}-{steps.num_local_steps}-{steps.batch_size}",
+)
+def test_no_neighbours_of_an_mlp_are_further_apart(steps):
+    rng = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for trial in range(40):
+        one, other = neighbours(rng, steps.num_records + 1, (4,), 2)
+        largest = max(largest, distance(mlp(trial), steps, one, other, nn.functional.cross_entropy, seed=trial))
+    assert 0.1 * steps.update_sensitivity(1) < largest <= steps.update_sensitivity(1) * (1 + 1e-6)
+
+
+# Where the bound is tight, a smaller one is found out
+
+
+class Saddle(nn.Module):
+    """A linear network 1-1-1, w2 w1 x, that starts near its saddle: the first record decides which way all others push."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.first.weight, 1e-4)
+        nn.init.constant_(self.second.weight, 1e-4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs))
+
+
+def downhill(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.reshape(-1) * targets).mean()
+
+
+def saddle_records(size: int, batch: int, seed: int, sign: float) -> TensorRecords:
+    """The first of the first mini-batch decides; the others of that one push against each other, and all later ones outwards."""
+    targets = torch.full((size,), -1.0)
+    order = np.random.default_rng(seed).permutation(size)
+    targets[order[1:batch:2]] = 1.0
+    targets[order[0]] = sign
+    return TensorRecords(inputs=torch.full((size, 1), 1e8), targets=targets)
+
+
+@pytest.mark.parametrize(("num_steps", "batch"), [(1, 1), (2, 1), (5, 1), (1, 3), (4, 3)])
+@pytest.mark.parametrize("sensitivity", ["per-step", "clip-update"])
+def test_the_saddle_of_a_linear_network_reaches_the_bound(num_steps, batch, sensitivity):
+    """One record at the saddle turns every later step around: all of the bound is needed, and 5 % less is not enough."""
+    longest = num_steps * BASE["learning_rate"] * BASE["clip_norm"]
+    if sensitivity == "clip-update" and batch > 1:
+        pytest.skip("one record of several in the first step turns less than the whole update around")
+    own = {"update_clip_norm": 0.6 * longest} if sensitivity == "clip-update" else {}
+    steps = steps_of(sensitivity, num_local_steps=num_steps, batch_size=batch, **own)
+    size, seed = num_steps * batch, 4
+    one, other = saddle_records(size, batch, seed, 1.0), saddle_records(size, batch, seed, -1.0)
+    apart = distance(FlatModel(Saddle()), steps, one, other, downhill, seed)
+    bound = 2 * (0.6 * longest if sensitivity == "clip-update" else 0.5 * (num_steps - 1 + 1 / batch))
+    assert steps.update_sensitivity(1) == pytest.approx(bound)
+    assert 0.95 * bound < apart <= bound * (1 + 1e-6)
+
+
+def logistic(features: int = 3, bias: bool = False, seed: int | None = None) -> FlatModel:
+    layer = nn.Linear(features, 1, bias=bias)
+    nn.init.zeros_(layer.weight)
+    if seed is not None:
+        layer.weight.data = torch.randn(1, features, generator=torch.Generator().manual_seed(seed))
+    return FlatModel(nn.Sequential(nn.Flatten(), layer))
+
+
+def convex(**words: Any) -> FedPAQSteps:
+    return steps_of("convex-glm", **{"smoothness": 4.0, "clip_norm": 0.25} | words)
+
+
+def test_one_step_of_logistic_regression_reaches_2_eta_c_over_b():
+    steps = convex(num_local_steps=1, batch_size=2)
+    features = torch.eye(3)[:2] * 2
+    one = TensorRecords(inputs=features, targets=torch.zeros(2))
+    other = TensorRecords(inputs=features, targets=torch.tensor([1.0, 0.0]))
+    apart = distance(logistic(), steps, one, other, BINARY, seed=0)
+    bound = 2 * 0.5 * 0.25 / 2
+    assert steps.update_sensitivity(1) == pytest.approx(bound, rel=1e-4)
+    assert steps.update_sensitivity(1) > bound
+    assert 0.95 * bound < apart <= steps.update_sensitivity(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "outputs"), [(BINARY, 1), (nn.functional.mse_loss, 1), (nn.functional.cross_entropy, 2)], ids=["bce", "mse", "ce"]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_no_neighbours_of_a_convex_model_are_further_apart(loss, outputs, bias):
+    steps = convex(num_local_steps=4, smoothness=20.0 if bias else 4.0, learning_rate=0.1 if bias else 0.5, clip_norm=0.3)
+    rng = torch.Generator().manual_seed(1)
+    largest = 0.0
+    for trial in range(120):
+        one, other = neighbours(rng, 4, (3,), 2)
+        if loss is not nn.functional.cross_entropy:
+            one, other = (replace(records, targets=records.targets.to(torch.float32)) for records in (one, other))
+        layer = nn.Linear(3, outputs, bias=bias)
+        layer.weight.data = torch.randn(outputs, 3, generator=rng)
+        if bias:
+            layer.bias.data = torch.randn(outputs, generator=rng)
+        largest = max(largest, distance(FlatModel(layer), steps, one, other, loss, seed=trial))
+    assert 0.8 * steps.update_sensitivity(1) < largest <= steps.update_sensitivity(1)
+
+
+def steep(scale: float) -> tuple[TensorRecords, TensorRecords]:
+    """The first record drives two models apart, nearly across the second one's features; and that one is steep between the two."""
+    first = first_of(2, seed=0)
+    features = torch.zeros(2, 3)
+    features[first] = torch.tensor([2.0, 0.02, 0.0])
+    features[1 - first] = torch.tensor([0.0, scale, 0.0])
+    targets = torch.zeros(2)
+    flipped = targets.clone()
+    flipped[first] = 1.0
+    return TensorRecords(inputs=features, targets=targets), TensorRecords(inputs=features, targets=flipped)
+
+
+@pytest.mark.parametrize("scale", [2.0, 1e4, 1e8])
+def test_features_beyond_the_smoothness_do_not_drive_models_apart(scale):
+    """Without scaling features down the second step brings the models 10 % further apart than 2 eta C / b."""
+    steps = convex()
+    one, other = steep(scale)
+    assert distance(logistic(), steps, one, other, BINARY, seed=0) <= steps.update_sensitivity(1)
+
+
+def test_steep_features_would_break_the_bound_if_nothing_scaled_them_down():
+    steps = convex()
+    model = logistic()
+    unscaled = ConvexModel(model=model, linear=model.module[1], loss=BINARY, clip_norm=steps.clip_norm, largest_input=math.inf)
+    ends = []
+    for data in steep(1e8):
+        here = torch.zeros(3, dtype=torch.float64)
+        for place in np.random.default_rng(0).permutation(2):
+            summed, _ = unscaled.clipped_sum(here, data, torch.tensor([place]), seed=0)
+            here = here - steps.learning_rate * summed
+        ends.append(here)
+    assert torch.linalg.vector_norm(ends[0] - ends[1]) > 1.05 * steps.update_sensitivity(1)
+
+
+def test_clipped_softmax_of_three_classes_is_not_monotone():
+    """Why `convex-glm` refuses more than two classes: <F(a) - F(b), a - b> < 0 for a norm-clipped gradient F."""
+
+    def clipped(logits: Tensor) -> Tensor:
+        gradient = torch.softmax(logits, 0) - torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+        return gradient * (0.01 / torch.linalg.vector_norm(gradient)).clamp(max=1)
+
+    a = torch.tensor([0.1, -0.63, -0.03], dtype=torch.float64)
+    b = torch.tensor([-19.5, 5.4, 9.0], dtype=torch.float64)
+    inner = (clipped(a) - clipped(b)) @ (a - b)
+    assert inner < -0.05 * 0.01 * torch.linalg.vector_norm(a - b)
+
+
+# Which models have the proof
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "smoothness", "says"),
+    [
+        (nn.Linear(3, 3), nn.functional.cross_entropy, 4.0, "softmax may drive models apart"),
+        (nn.Linear(3, 1), nn.functional.cross_entropy, 4.0, "2 outputs"),
+        (nn.Linear(3, 2), BINARY, 4.0, "1 outputs"),
+        (nn.Linear(3, 1), nn.functional.l1_loss, 4.0, "one of torch.nn.functional's"),
+        (nn.Linear(3, 1), lambda outputs, targets: BINARY(outputs, targets), 4.0, "one of torch.nn.functional's"),
+        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), BINARY, 4.0, "has Linear, Linear"),
+        (nn.Sequential(nn.Linear(3, 1), nn.Tanh()), BINARY, 4.0, "has Linear, Tanh"),
+        (nn.Sequential(nn.Dropout(), nn.Linear(3, 1)), BINARY, 4.0, "has Dropout, Linear"),
+        (nn.Linear(3, 1), BINARY, 0.2, "the bias alone is less smooth"),
+    ],
+)
+def test_a_model_without_the_proof_is_refused(model, loss, smoothness, says):
+    steps = convex(smoothness=smoothness)
+    flat = FlatModel(model)
+    data = TensorRecords(inputs=torch.zeros(2, 3), targets=torch.zeros(2))
+    with pytest.raises(ValueError, match=says):
+        update_of(flat, steps, data, loss, seed=0)
+
+
+def test_a_linear_model_in_disguise_is_refused():
+    class Squared(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) ** 2
+
+    with pytest.raises(ValueError, match="has Squared"):
+        ConvexModel.of(FlatModel(Squared(3, 1)), BINARY, convex())
+
+    class Own(nn.Sequential):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) ** 2
+
+    with pytest.raises(ValueError, match="has Own"):
+        ConvexModel.of(FlatModel(Own(nn.Linear(3, 1))), BINARY, convex())
+
+
+@pytest.mark.parametrize(("loss", "outputs"), [(BINARY, 1), (nn.functional.mse_loss, 1), (nn.functional.cross_entropy, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_convex_gradients_are_those_of_autograd(loss, outputs, bias):
+    """Two sources for one gradient, where nothing is clipped or scaled."""
+    steps = convex(smoothness=1e6, learning_rate=1e-7, clip_norm=1e6)
+    rng = torch.Generator().manual_seed(3)
+    layer = nn.Linear(4, outputs, bias=bias)
+    layer.weight.data = torch.randn(outputs, 4, generator=rng)
+    model = FlatModel(layer)
+    inputs = torch.randn(6, 4, generator=rng)
+    targets = torch.randint(2, (6,), generator=rng)
+    targets = targets if outputs == 2 else targets.to(torch.float32)
+    data = TensorRecords(inputs=inputs, targets=targets)
+    convex_model = ConvexModel.of(model, loss, steps)
+    summed, mean_loss = convex_model.clipped_sum(model.vector.to(torch.float64), data, torch.arange(6), seed=0)
+    predicted = layer(inputs) if outputs == 2 else layer(inputs).reshape(-1)
+    value = loss(predicted, targets)
+    expected = torch.cat([gradient.reshape(-1) for gradient in torch.autograd.grad(value, list(layer.parameters()))])
+    torch.testing.assert_close(summed.to(torch.float32), 6 * expected, rtol=1e-5, atol=1e-5)
+    assert float(mean_loss) == pytest.approx(value.item(), rel=1e-5)
+
+
+def test_convex_gradients_are_clipped_and_bad_records_count_as_zero():
+    class Broken:
+        def __len__(self) -> int:
+            return 4
+
+        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+            if 1 in positions:
+                raise OSError("unreadable")
+            inputs = torch.tensor([[3.0, 4.0], [0, 0], [math.nan, 1.0], [3.0, 4.0]])
+            return inputs[positions], torch.tensor([0, 0, 0, 7])[positions]
+
+    steps = convex(smoothness=1000.0, learning_rate=1e-3, clip_norm=0.1)
+    model = FlatModel(nn.Linear(2, 2, bias=False))
+    nn.init.zeros_(model.module.weight)
+    summed, _ = ConvexModel.of(model, nn.functional.cross_entropy, steps).clipped_sum(
+        torch.zeros(4, dtype=torch.float64), Broken(), torch.arange(4), seed=0
+    )
+    # Of record 0 alone: (p - y) x is (-, +) 0.5 (3, 4), clipped to 0.1.
+    expected = torch.tensor([-3.0, -4.0, 3.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(summed, expected * 0.1 / torch.linalg.vector_norm(expected))
+
+
+# The steps themselves
+
+
+def test_steps_are_those_of_plain_sgd_where_nothing_is_clipped():
+    steps = steps_of("per-step", num_local_steps=3, batch_size=4, clip_norm=1e6, learning_rate=0.3)
+    rng = torch.Generator().manual_seed(0)
+    data = TensorRecords(inputs=torch.randn(20, 4, generator=rng), targets=torch.randint(2, (20,), generator=rng))
+    model, other = mlp(0), mlp(0)
+    made = update_of(model, steps, data, nn.functional.cross_entropy, seed=5, noise_multiplier=0.0)
+    order = np.random.default_rng(5).permutation(20)[:12]
+    for step in range(3):
+        batch = torch.from_numpy(order[4 * step : 4 * step + 4])
+        loss = nn.functional.cross_entropy(other.module(data.inputs[batch]), data.targets[batch])
+        gradients = torch.autograd.grad(loss, other.parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(other.parameters, gradients, strict=True):
+                parameter -= 0.3 * gradient
+    torch.testing.assert_close(made.to(torch.float32), other.vector - mlp(0).vector, rtol=1e-3, atol=1e-5)
+
+
+def test_records_are_drawn_without_replacement_anew_for_every_reply():
+    class Spy:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def __len__(self) -> int:
+            return 12
+
+        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+            self.seen += positions.tolist()
+            return torch.zeros(len(positions), 4), torch.zeros(len(positions), dtype=torch.int64)
+
+    steps = steps_of("per-step", num_local_steps=3, batch_size=2)
+    clip = RecordClip(clip_norm=1.0, step=0.0)
+    train = ClippedSteps(model=mlp(0), steps=steps, record_clip=clip, step_size=0.1, loss=nn.functional.cross_entropy)
+    drawn = []
+    for _ in range(100):
+        spy = Spy()
+        job = Job(name="", records=spy, seed=0, secret=np.random.default_rng)
+        list(train.rows(mlp(0).vector, [job]))
+        assert len(spy.seen) == len(set(spy.seen)) == 6
+        drawn.append(tuple(spy.seen))
+    assert len(set(drawn)) > 95
+    # Every record with probability 1/2, and every step's place alike: 5 sigma of a binomial over 100 draws.
+    counts = np.zeros((12, 3))
+    for seen in drawn:
+        for place, record in enumerate(seen):
+            counts[record, place // 2] += 1
+    assert np.abs(counts - 100 / 6).max() < 5 * math.sqrt(100 / 6 * 5 / 6)
+
+
+def test_drift_is_added_to_every_step_and_to_the_update():
+    steps = steps_of("per-step", num_local_steps=3, batch_size=2, learning_rate=0.2)
+    model = mlp(0)
+    start = model.vector.clone()
+    data = TensorRecords(inputs=torch.zeros(6, 4), targets=torch.zeros(6, dtype=torch.int64))
+    drift = torch.linspace(-1, 1, model.layout.size)
+    visited = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        visited.append(None)
+        return 0 * outputs.sum()
+
+    release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=6).release
+    pipeline = steps_pipeline(steps, release, loss, None, model=model, server_round=1, drift=drift)
+    made = pipeline.reply(start, Job(name="", records=data, seed=0, secret=np.random.default_rng))
+    assert visited
+    torch.testing.assert_close(made.row, -3 * 0.2 * drift)
+    torch.testing.assert_close(model.vector, start - 2 * 0.2 * drift)  # where the last gradient was taken
+
+
+def test_the_clip_of_a_sensitivity_is_in_its_slot():
+    def clip_of(steps: FedPAQSteps) -> Any:
+        release = update_terms(steps=steps, epsilon=1.0, delta=1e-3, num_replies=1, num_records=2).release
+        model = logistic() if steps.sensitivity == "convex-glm" else mlp(0)
+        return steps_pipeline(steps, release, BINARY, 1, model=model, server_round=1, drift=None).clip
+
+    assert isinstance(clip_of(steps_of("per-step")), RecordClip)
+    whole = clip_of(steps_of("clip-update", update_clip_norm=0.3))
+    assert isinstance(whole, RowClip)
+    assert whole.clip_norm == pytest.approx(0.3 * 1 / 0.5)
+    # The update that leaves is S long at most, in round 1, and less later.
+    assert torch.linalg.vector_norm(Update(factor=-0.5)(whole(torch.full((9,), 1e6)))) == pytest.approx(0.3, rel=1e-2)
+
+
+def test_a_recipe_refuses_a_client_with_too_few_records():
+    recipe = DPFedPAQRecipe(steps=steps_of("per-step", batch_size=5), epsilon=1.0, delta=1e-3, num_replies=1)
+    with pytest.raises(ValueError, match="takes num_local_steps x batch_size = 10"):
+        recipe.terms("a", TensorRecords(inputs=torch.zeros(9, 2), targets=torch.zeros(9)))

@@ -1,0 +1,296 @@
+"""QSGD: unbiased, of the variance that its bound says, as small as it says, and nothing forged is read.
+
+Statistical tests have fixed seeds and a false-alarm rate of 1e-6 for each comparison, and must reject a 5 % wrong scale.
+"""
+
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+from flower_dp.core.compression import Payload, decode, qsgd, qsgd_bytes, qsgd_stretch, qsgd_variance
+
+LEVELS = [1, 2, 3, 10, 127, 128, 1000, 32767]
+
+
+def gaussian(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size)
+
+
+def quantized(vector: Any, levels: int, seed: int) -> np.ndarray:
+    return decode(qsgd(vector, levels, np.random.default_rng(seed)), len(vector)).astype(np.float64)
+
+
+def rounded_up(vector: np.ndarray, levels: int) -> np.ndarray:
+    """The exact probability that each coordinate is rounded away from zero: the second source of all variances here."""
+    scaled = np.abs(vector) * levels / np.linalg.norm(vector)
+    return scaled - np.floor(scaled)
+
+
+# Expectation and variance
+
+
+def unbiased(draws: np.ndarray, vector: np.ndarray, levels: int) -> bool:
+    """Whether the projection of the draws' mean on the vector is its norm, by a normal approximation."""
+    part = rounded_up(vector, levels)
+    unit = vector / np.linalg.norm(vector)
+    std = np.linalg.norm(vector) / levels * math.sqrt(np.sum(unit**2 * part * (1 - part)) / len(draws))
+    return bool(abs(np.mean(draws @ unit) - np.linalg.norm(vector)) < stats.norm.isf(5e-7) * std)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [1, 2, 10])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_the_expectation_is_the_vector(levels, library):
+    vector = gaussian(400)
+    draws = np.stack([quantized(library(vector), levels, seed) for seed in range(4000)])
+    assert unbiased(draws, vector, levels)
+    assert not unbiased(draws * 1.05, vector, levels)
+    assert not unbiased(draws / 1.05, vector, levels)
+    # Every coordinate by itself: the largest of 400 deviations, in standard deviations of its own.
+    part = rounded_up(vector, levels)
+    std = np.linalg.norm(vector) / levels * np.sqrt(part * (1 - part) / len(draws))
+    assert np.max(np.abs(draws.mean(0) - vector) / std) < stats.norm.isf(5e-7 / 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [1, 4, 60])
+def test_the_variance_is_exact_and_below_its_bound(levels):
+    vector = gaussian(300)
+    norm = np.linalg.norm(vector)
+    errors = np.asarray([np.sum((quantized(vector, levels, seed) - vector) ** 2) for seed in range(3000)])
+    part = rounded_up(vector, levels)
+    exact = (norm / levels) ** 2 * np.sum(part * (1 - part))
+    band = stats.norm.isf(5e-7) * errors.std() / math.sqrt(len(errors))
+    assert abs(errors.mean() - exact) < band
+    assert abs(errors.mean() * 1.05**2 - exact) > band
+    assert errors.mean() <= qsgd_variance(300, levels) * norm**2
+    assert qsgd_variance(300, levels) == min(300 / levels**2, math.sqrt(300) / levels)
+
+
+@given(hnp.arrays(np.float64, st.integers(1, 60), elements=st.floats(-1e3, 1e3, allow_subnormal=False)), st.integers(1, 200))
+def test_the_variance_bound_holds_for_every_vector(vector, levels):
+    norm = np.linalg.norm(vector)
+    assume(norm > 1e-3)
+    part = rounded_up(vector, levels)
+    assert np.sum(part * (1 - part)) / levels**2 <= qsgd_variance(vector.size, levels) * (1 + 1e-9)
+
+
+# Round trips
+
+
+@settings(max_examples=60)
+@given(
+    hnp.arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e6, 1e6)),
+    st.sampled_from(LEVELS),
+    st.sampled_from([np.float32, np.float64]),
+    st.booleans(),
+)
+def test_every_value_is_one_of_the_two_levels_around_it(values, levels, dtype, tensor):
+    vector = values.astype(dtype)
+    payload = qsgd(torch.from_numpy(vector) if tensor else vector, levels, np.random.default_rng(1))
+    decoded = decode(payload, vector.size).astype(np.float64)
+    scale = float(np.frombuffer(payload.arrays[0][:4].tobytes(), "<f4")[0])
+    norm = float(np.linalg.norm(vector.astype(np.float64)))
+    assert norm * (1 - 1e-15) <= scale <= max(norm * (1 + 2.0**-22), 2.0**-148)
+    assert payload.num_bytes <= qsgd_bytes(vector.size, levels)
+    assert np.all(np.abs(decoded - vector) <= scale / levels * (1 + 1e-6))
+    if scale:
+        steps = decoded * levels / scale
+        np.testing.assert_allclose(steps, np.rint(steps), atol=1e-6 * levels)
+    assert np.all(decoded[vector == 0] == 0)
+    assert np.all(decoded * vector >= 0)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("length", [1, 2, 39, 40, 41, 70_000])
+def test_packed_and_squeezed_payloads_say_the_same(levels, length):
+    """Dense levels are packed, sparse ones squeezed: both are read back as they were drawn."""
+    dense = np.random.default_rng(0).choice([-1.0, 1.0], length)
+    for vector in (dense, gaussian(length)):
+        payload = qsgd(vector, levels, np.random.default_rng(2))
+        other = decode(payload, length)
+        scale = np.frombuffer(payload.arrays[0][:4].tobytes(), "<f4")[0]
+        drawn = np.random.default_rng(2).random(length)
+        level = np.minimum(np.floor(np.abs(vector) * (levels / float(scale)) + drawn), levels)
+        expected = float(scale) * np.sign(vector) * level / levels
+        np.testing.assert_allclose(other, expected, rtol=1e-6)
+        assert payload.num_bytes <= qsgd_bytes(length, levels)
+
+
+def test_both_codings_occur():
+    assert qsgd(gaussian(7850), 1, np.random.default_rng(0)).header["coding"] == "deflate"
+    assert qsgd(gaussian(40), 1000, np.random.default_rng(0)).header["coding"] == "packed"
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(1, 1.7), (10, 4.5), (127, 8.0), (7, 4.0)])
+@pytest.mark.parametrize("length", [7850, 203_530])
+def test_no_vector_takes_more_bits_than_the_base_needs(levels, bits, length):
+    assert 8 * (qsgd_bytes(length, levels) - 4) <= bits * length + 64
+    for vector in (gaussian(length), np.ones(length), np.eye(1, length)[0]):
+        assert qsgd(vector, levels, np.random.default_rng(0)).num_bytes <= qsgd_bytes(length, levels)
+
+
+@pytest.mark.parametrize("levels", [1, 10, 32767])
+def test_a_vector_of_zeros_is_zeros(levels):
+    assert not decode(qsgd(np.zeros(50), levels, np.random.default_rng(0)), 50).any()
+    assert decode(qsgd(np.zeros(0), levels, np.random.default_rng(0)), 0).size == 0
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-30, 1.0, 1e30, 3e38])
+@pytest.mark.parametrize("levels", [1, 10])
+def test_huge_and_small_norms(size, levels):
+    vector = np.zeros(5)
+    vector[2] = -size
+    decoded = decode(qsgd(vector, levels, np.random.default_rng(0)), 5)
+    assert np.isfinite(decoded).all()
+    assert decoded[2] == pytest.approx(-size, rel=1e-6, abs=1e-45)
+    assert not decoded[[0, 1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("entry", [math.nan, math.inf, -math.inf, 1e39])
+def test_what_has_no_norm_is_refused(entry):
+    with pytest.raises(ValueError, match="NaN or infinite entries, or a norm beyond float32"):
+        qsgd(np.array([1.0, entry]), 1, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("levels", [0, -1, 32768, 1.5, True, "1", None])
+def test_absurd_levels_are_refused(levels):
+    with pytest.raises(ValueError, match="quantization_levels"):
+        qsgd(np.ones(3), levels, np.random.default_rng(0))
+
+
+def test_draws_follow_the_generator_and_nothing_else():
+    vector = gaussian(1000)
+    assert quantized(vector, 1, 3).tobytes() == quantized(vector, 1, 3).tobytes()
+    assert quantized(vector, 1, 3).tobytes() != quantized(vector, 1, 4).tobytes()
+    with pytest.raises(ValueError, match="rng"):
+        qsgd(vector, 1, None)
+    with pytest.raises(ValueError, match="rng"):
+        qsgd(torch.from_numpy(vector), 1, None)
+    own = qsgd(torch.from_numpy(vector), 5, torch.Generator().manual_seed(1))
+    assert np.isfinite(decode(own, 1000)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "levels"), [(7850, 1), (7850, 10), (50, 1), (4, 3)])
+def test_no_draw_is_longer_than_it_can_be(length, levels):
+    for shape in (gaussian(length), np.ones(length), np.eye(1, length)[0]):
+        norms = [np.linalg.norm(quantized(shape, levels, seed)) / np.linalg.norm(shape) for seed in range(200)]
+        assert max(norms) <= qsgd_stretch(length, levels)
+    # And it says something: a Gaussian vector's typical draw is at least a third as long.
+    assert (
+        np.mean([np.linalg.norm(quantized(gaussian(length), levels, seed)) for seed in range(20)])
+        / np.linalg.norm(gaussian(length))
+        > qsgd_stretch(length, levels) / 6
+    )
+
+
+# Forged payloads
+
+LENGTH = 20
+
+
+def forged(body: bytes, *, scale: float = 1.0, **header: Any) -> Payload:
+    coded = np.frombuffer(np.asarray([scale], "<f4").tobytes() + body, np.uint8)
+    return Payload(arrays=(coded,), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"} | header)
+
+
+PACKED = bytes(4)  # five digits a byte, all of level -1
+ZEROS = zlib.compress(bytes([1] * LENGTH))
+
+
+def test_honest_ones_are_read():
+    assert decode(forged(PACKED), LENGTH).tolist() == [-1.0] * LENGTH
+    assert decode(forged(ZEROS, coding="deflate"), LENGTH).tolist() == [0.0] * LENGTH
+    assert decode(forged(bytes(qsgd_bytes(LENGTH, 1000) - 4), levels=1000), LENGTH).tolist() == [-1.0] * LENGTH
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(forged(PACKED[:-1]), id="short"),
+        pytest.param(forged(PACKED + b"\0"), id="long"),
+        pytest.param(forged(b""), id="nothing"),
+        pytest.param(forged(bytes([243, 0, 0, 0])), id="a word beyond its digits"),
+        pytest.param(forged(bytes([255] * 4)), id="words beyond their digits"),
+        pytest.param(forged(PACKED, scale=math.nan), id="scale NaN"),
+        pytest.param(forged(PACKED, scale=math.inf), id="scale infinite"),
+        pytest.param(forged(PACKED, scale=-1.0), id="scale negative"),
+        pytest.param(forged(PACKED, levels=0), id="no levels"),
+        pytest.param(forged(PACKED, levels=-1), id="negative levels"),
+        pytest.param(forged(PACKED, levels=10), id="more levels than bytes"),
+        pytest.param(forged(PACKED, levels=10**400), id="levels beyond all bounds"),
+        pytest.param(forged(PACKED, levels=1.0), id="levels a float"),
+        pytest.param(forged(PACKED, levels="1"), id="levels a text"),
+        pytest.param(forged(PACKED, levels=True), id="levels a flag"),
+        pytest.param(forged(PACKED, coding="gzip"), id="another coding"),
+        pytest.param(forged(PACKED, coding=["packed"]), id="coding a list"),
+        pytest.param(forged(PACKED, coding="deflate"), id="no stream"),
+        pytest.param(forged(ZEROS), id="a stream that says it is packed"),
+        pytest.param(forged(ZEROS[:-5], coding="deflate"), id="stream cut short"),
+        pytest.param(forged(ZEROS + b"\0", coding="deflate"), id="stream and more"),
+        pytest.param(forged(zlib.compress(bytes(LENGTH - 1)), coding="deflate"), id="a digit too few"),
+        pytest.param(forged(zlib.compress(bytes(LENGTH + 1)), coding="deflate"), id="a digit too many"),
+        pytest.param(forged(zlib.compress(bytes(10**7)), coding="deflate"), id="bomb"),
+        pytest.param(forged(zlib.compress(bytes([3] * LENGTH)), coding="deflate"), id="digits beyond the levels"),
+        pytest.param(forged(PACKED, extra=1), id="unknown word"),
+        pytest.param(
+            Payload(
+                arrays=(np.zeros(8, np.int8),), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"}
+            ),
+            id="signed bytes",
+        ),
+        pytest.param(
+            Payload(
+                arrays=(np.zeros((8, 1), np.uint8),),
+                header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"},
+            ),
+            id="a column",
+        ),
+        pytest.param(
+            Payload(
+                arrays=(np.zeros(2, np.uint8),), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"}
+            ),
+            id="no room for a scale",
+        ),
+        pytest.param(
+            Payload(arrays=(np.zeros(8, np.uint8),), header={"encoding": "qsgd", "length": LENGTH}), id="no levels said"
+        ),
+    ],
+)
+def test_forged_payloads_are_refused(payload):
+    with pytest.raises(ValueError, match="payload"):
+        decode(payload, LENGTH)
+
+
+def test_digits_beyond_the_length_are_refused():
+    """18 coordinates in 4 bytes of 5 digits: the last two digits must be 0."""
+    header = {"encoding": "qsgd", "length": 18, "levels": 1, "coding": "packed"}
+    scale = np.asarray([1.0], "<f4").tobytes()
+    last = 27 * 1  # the fourth digit of the last byte
+    payload = Payload(arrays=(np.frombuffer(scale + bytes([0, 0, 0, last]), np.uint8),), header=header)
+    with pytest.raises(ValueError, match="beyond the model's length"):
+        decode(payload, 18)
+
+
+@settings(max_examples=200)
+@given(body=st.binary(max_size=30), levels=st.integers(-1, 40), coding=st.sampled_from(["packed", "deflate", "no"]))
+def test_whatever_comes_is_refused_or_finite_and_no_longer_than_its_scale(body, levels, coding):
+    payload = Payload(
+        arrays=(np.frombuffer(body, np.uint8),),
+        header={"encoding": "qsgd", "length": LENGTH, "levels": levels, "coding": coding},
+    )
+    try:
+        vector = decode(payload, LENGTH)
+    except ValueError:
+        return
+    assert vector.shape == (LENGTH,)
+    assert np.isfinite(vector).all()

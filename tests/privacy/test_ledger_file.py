@@ -1,0 +1,284 @@
+"""Ledger files: what was paid stays paid, whatever happens to processes; and whatever is wrong with a file is an error."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from dp_accounting import (
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
+from flower_dp.privacy import ledger_file
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.ledger_file import Entry, LedgerError, LedgerFile
+from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.release import Release
+
+FORK = multiprocessing.get_context("fork")
+
+
+def terms(num_replies=3, mechanism=None, sampler=None, relation="add-or-remove-one"):
+    release = Release(
+        what="a reply",
+        seen_by="the server",
+        unit="record",
+        relation=relation,
+        clip_norm=1.0,
+        mechanism=mechanism or Laplace(noise_multiplier=4.0),
+        sampler=sampler or FullSampling(),
+        num_clients=100,
+    )
+    return Terms(release=release, num_replies=num_replies)
+
+
+@pytest.fixture
+def path(tmp_path):
+    LedgerFile.create(tmp_path / "ledger.json", ["a", "b"])
+    return tmp_path / "ledger.json"
+
+
+def replies(path, name="a"):
+    return LedgerFile(path).read()[name].replies
+
+
+def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
+    assert [LedgerFile(path).charge({"a": terms()}) for _ in range(3)] == [({}, {"a": count}) for count in (1, 2, 3)]
+    assert LedgerFile(path).charge({"a": terms(), "b": terms()}) == (
+        {"a": "its budget is spent: num_replies=3, all of them sent"},
+        {"b": 1},
+    )
+    assert (replies(path, "a"), replies(path, "b")) == (3, 1)
+
+
+def test_an_account_keeps_its_terms(path):
+    LedgerFile(path).charge({"a": terms(3)})
+    for other in (terms(100), terms(3, Laplace(noise_multiplier=0.1)), terms(3, Gaussian(noise_multiplier=4.0))):
+        refused, _ = LedgerFile(path).charge({"a": other})
+        assert refused["a"].startswith("its account was opened on other terms (3 replies, Laplace")
+    assert replies(path) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "event"),
+    [
+        ({}, LaplaceDpEvent(4.0)),
+        ({"mechanism": Gaussian(noise_multiplier=1.1)}, GaussianDpEvent(1.1)),
+        (
+            {"mechanism": Gaussian(noise_multiplier=1.1), "sampler": PoissonSampling(sampling_rate=0.25)},
+            PoissonSampledDpEvent(0.25, GaussianDpEvent(1.1)),
+        ),
+        (
+            {
+                "mechanism": Gaussian(noise_multiplier=1.1),
+                "sampler": FixedSizeSampling(cohort_size=10),
+                "relation": "replace-one",
+            },
+            SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(1.1)),
+        ),
+    ],
+)
+def test_the_file_says_what_was_spent(path, words, event):
+    for _ in range(2):
+        LedgerFile(path).charge({"a": terms(**words)})
+    entry = LedgerFile(path).read()["a"]
+    assert entry.spent == SelfComposedDpEvent(event, 2)
+    assert entry.relation == words.get("relation", "add-or-remove-one")
+    assert (entry.num_replies, entry.terms) == (3, terms(**words).text)
+    assert LedgerFile(path).read()["b"].spent == NoOpDpEvent()
+
+
+def tamper(path, change):
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def set_entry(**words):
+    return lambda data: data["clients"]["a"].update(words)
+
+
+FAULTS = {
+    "missing": (Path.unlink, "does not exist"),
+    "empty": (lambda path: path.write_bytes(b""), "is damaged"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "is damaged"),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is damaged"),
+    "no object": (lambda path: path.write_text("[1]"), "is damaged"),
+    "another format": (lambda path: tamper(path, lambda data: data.update({"flower-dp-ledger": 2})), "format 2: must be 1"),
+    "no clients": (lambda path: tamper(path, lambda data: data.update(clients={})), "at least one"),
+    "negative": (lambda path: tamper(path, set_entry(replies=-1)), "replies"),
+    "a float": (lambda path: tamper(path, set_entry(replies=0.5)), "replies"),
+    "true": (lambda path: tamper(path, set_entry(replies=True)), "replies"),
+    "terms taken away": (lambda path: tamper(path, set_entry(terms=None)), "without terms"),
+    "an unknown event": (lambda path: tamper(path, set_entry(event={"kind": "ZCDpEvent", "rho": 1.0})), "is damaged"),
+    "foreign": (
+        lambda path: tamper(path, lambda data: data["clients"].pop("a")),
+        "has no account of client 'a'; it is the ledger of b",
+    ),
+    "for all to write": (lambda path: path.chmod(0o622), "can be written by others"),
+    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write .mode 777"),
+    "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "ledger .*: "),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "ledger .*: "),
+    "a link to nowhere": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "does not exist"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_does_not_look_right_pays_nothing(path, fault):
+    LedgerFile(path).charge({"a": terms()})
+    break_it, why = FAULTS[fault]
+    break_it(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(LedgerError, match=why):
+        LedgerFile(path).charge({"a": terms(), "b": terms()})
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_folder_for_all_to_write_is_refused_but_for_a_sticky_one(tmp_path):
+    tmp_path.chmod(0o775)
+    with pytest.raises(LedgerError, match="in a folder that others can write"):
+        LedgerFile.create(tmp_path / "ledger.json", ["a"])
+    tmp_path.chmod(0o1777)
+    assert LedgerFile.create(tmp_path / "ledger.json", ["a"]).charge({"a": terms()})[1] == {"a": 1}
+
+
+def test_a_file_of_another_user_pays_nothing(path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(LedgerError, match=f"belongs to user {os.getuid()}; this process is user {os.getuid() + 1}"):
+        LedgerFile(path).charge({"a": terms()})
+    assert replies(path) == 0
+
+
+def test_a_locked_file_pays_nothing(path, monkeypatch):
+    monkeypatch.setattr(ledger_file, "_LOCK_SECONDS", 0.05)
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(LedgerError, match=r"is locked by another process for 0\.05 s"):
+            LedgerFile(path).charge({"a": terms()})
+    assert LedgerFile(path).charge({"a": terms()}) == ({}, {"a": 1})
+
+
+def _charge_many(path, times, results):
+    try:
+        results.put(sum(not LedgerFile(path).charge({"a": terms(60)})[0] for _ in range(times)))
+    except LedgerError:
+        results.put(-1000)
+
+
+def test_two_processes_at_once_never_pay_with_one_reply_twice(path):
+    """Three times 30 replies are asked for, 60 can be paid: each is paid once."""
+    results = FORK.SimpleQueue()
+    children = [FORK.Process(target=_charge_many, args=(path, 30, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert sum(results.get() for _ in children) == 60
+    assert replies(path) == 60
+
+
+def test_who_gets_the_lock_of_a_file_that_has_just_been_replaced_reads_the_new_one(path, monkeypatch):
+    flock, late = fcntl.flock, []
+
+    def lock(*arguments):
+        if not late:
+            late.append(True)
+            LedgerFile(path).charge({"a": terms()})  # another process, between our open and our lock
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
+
+
+def _crash_in(path, owner, function):
+    setattr(owner, function, lambda *arguments: os._exit(7))
+    LedgerFile(path).charge({"a": terms()})
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "count"),
+    [(ledger_file, "_sync", 1), (os, "replace", 1), (ledger_file, "_sync_folder", 2)],
+    ids=["half written", "between write and rename", "after the rename"],
+)
+def test_a_crash_leaves_a_whole_file_that_counts_all_that_may_have_left(path, owner, function, count):
+    LedgerFile(path).charge({"a": terms()})
+    child = FORK.Process(target=_crash_in, args=(path, owner, function))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 7
+    assert replies(path) == count
+    assert LedgerFile(path).charge({"a": terms()})[1] == {"a": count + 1}
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_charge_is_on_the_disk_when_it_returns(path, monkeypatch):
+    """File, rename, folder, in this order: what was lost in a power failure could be spent again."""
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def sync(descriptor):
+        done.append("folder" if os.path.isdir(f"/dev/fd/{descriptor}") else f"file of {os.fstat(descriptor).st_size > 100}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
+    LedgerFile(path).charge({"a": terms()})
+    assert done == ["file of True", "rename", "folder"]
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_full_disk_or_a_file_that_is_mounted_by_itself_pays_nothing(path, monkeypatch, function):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(LedgerError, match="No space left on device"):
+        LedgerFile(path).charge({"a": terms()})
+    monkeypatch.undo()
+    assert replies(path) == 0
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_link_and_its_target_are_one_ledger(path, tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    for count, way in enumerate((link, path, link), 1):
+        assert LedgerFile(way).charge({"a": terms()})[1] == {"a": count}
+    assert link.is_symlink()
+
+
+def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tmp_path):
+    LedgerFile(path).charge({"a": terms()})
+    shutil.copy(path, tmp_path / "copy")
+    LedgerFile(path).charge({"a": terms()})
+    shutil.copy(tmp_path / "copy", path)
+    with pytest.raises(LedgerError, match="says that client 'a' has paid for 1 replies: it is an older copy, for there were 2"):
+        LedgerFile(path).charge({"a": terms()}, at_least={"a": 2})
+    # What the docs say: a file alone can't tell.
+    assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
+
+
+def test_a_ledger_is_created_once_and_for_its_owner_alone(tmp_path):
+    path = tmp_path / "ledger.json"
+    assert LedgerFile.create(path, ["a"]).read() == {"a": Entry()}
+    assert path.stat().st_mode & 0o777 == 0o600
+    LedgerFile(path).charge({"a": terms()})
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(LedgerError, match="File exists"):
+        LedgerFile.create(path, ["a"])
+    assert replies(path) == 1
+    for names in ([], [""], [" "], ["a", "a"]):
+        with pytest.raises(ValueError, match="must be names of clients"):
+            LedgerFile.create(tmp_path / "other.json", names)
+    with pytest.raises(LedgerError, match="its folder does not exist"):
+        LedgerFile.create(tmp_path / "no" / "ledger.json", ["a"])

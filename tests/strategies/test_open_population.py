@@ -1,0 +1,189 @@
+"""Nodes that join, leave, and come back under another id, between the rounds of one run."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC
+from flower_dp.strategies.roster import Register
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+
+WORDS = {"clip_norm": 1e6, "noise_multiplier": 1e-9, "sampling": FullSampling(), "num_clients": 3, "delta": 1e-3}
+RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
+
+
+def app(methods=None):
+    def client_fn(context):
+        clients = {name: RECORDS for name in str(context.node_config["names"]).split(",")}
+        if methods == "fedsgd-dpc":
+            recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9)
+            return LocalDPClient(model=nn.Linear(2, 2), clients=clients, recipe=recipe)
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1))
+
+    return client_app(client_fn)
+
+
+class Moving(LocalGrid):
+    """A grid whose nodes change before a round: {round: {node: names or None}}."""
+
+    def __init__(self, app, first, changes):
+        super().__init__(app, 0)
+        self.changes = changes
+        self.asked = []
+        self.change(first)
+
+    def change(self, nodes):
+        for node, names in nodes.items():
+            self.contexts.pop(node, None)
+            if names is not None:
+                self.contexts[node] = Context(
+                    run_id=1, node_id=node, node_config={"names": names}, state=RecordDict(), run_config={}
+                )
+
+    def send_and_receive(self, messages, *, timeout=None):
+        out = list(messages)
+        train = [message for message in out if "config" in message.content.config_records]
+        if train:
+            self.asked.append({message.metadata.dst_node_id for message in train})
+            replies = list(super().send_and_receive(out, timeout=timeout))
+            self.change(self.changes.get(len(self.asked) + 1, {}))
+            return replies
+        return super().send_and_receive(out, timeout=timeout)
+
+
+def run(first, changes, *, num_rounds=3, strategy=None, kind=None):
+    grid = Moving(app(kind), first, changes)
+    strategy = strategy or DPFedAvg(**WORDS)
+    model = nn.Linear(2, 2)
+    result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds)
+    return strategy, grid, result
+
+
+THREE = {1: "a", 2: "b", 3: "c"}
+
+
+def test_a_fourth_client_joins_and_takes_part(caplog):
+    with caplog.at_level(logging.INFO, "flwr"):
+        strategy, grid, _ = run(THREE, {2: {4: "d"}})
+    assert grid.asked == [{1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4}]
+    assert [report.replies for report in strategy.rounds] == [3, 4, 4]
+    assert "1 clients have joined: d; 4 are known, num_clients=3" in caplog.text
+
+
+def test_a_client_that_leaves_is_not_asked_and_the_denominator_stays():
+    strategy, grid, _ = run(THREE, {2: {3: None}})
+    assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2}]
+    assert strategy.missing.total == 0
+    assert strategy.rules.release.expected_cohort == 3
+
+
+def test_a_client_that_comes_back_under_another_node_id_is_asked_there():
+    strategy, grid, _ = run(THREE, {2: {3: None}, 3: {77: "c"}})
+    assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 77}]
+    assert strategy._register._roster.names == ("a", "b", "c")
+
+
+def test_a_node_that_comes_back_under_its_own_id_is_asked_again():
+    _, grid, _ = run(THREE, {2: {3: None}, 3: {3: "c"}})
+    assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 3}]
+
+
+def test_a_name_is_asked_on_one_node_alone(caplog):
+    """The first node keeps it while it is there; then the other one has it, also when the first comes back."""
+    strategy, grid, _ = run(THREE, {2: {9: "c"}, 3: {3: None}, 4: {3: "c"}}, num_rounds=4)
+    assert grid.asked == [{1, 2, 3}, {1, 2, 3}, {1, 2, 9}, {1, 2, 9}]
+    assert [report.cohort_size for report in strategy.rounds] == [3, 3, 3, 3]
+    assert "client 'c' is hosted by nodes 3 and 9: the first one is asked" in caplog.text
+
+
+def test_more_clients_than_num_clients_at_the_start():
+    strategy, _, _ = run({**THREE, 4: "d"}, {}, num_rounds=1)
+    assert strategy.rounds[0].replies == 4
+    with pytest.raises(ValueError, match="num_clients=3: 4 clients have registered"):
+        run({**THREE, 4: "d"}, {}, strategy=DPFedAvg(**WORDS | {"sampling": RoundRobinSampling(cohort_size=1)}))
+
+
+def test_a_newcomer_that_runs_another_method_or_no_client_is_not_asked(caplog):
+    class Other(Moving):
+        def send_and_receive(self, messages, *, timeout=None):
+            out = list(messages)
+            for reply in super().send_and_receive(out, timeout=timeout):
+                for record in reply.content.config_records.values() if reply.has_content() else ():
+                    text = str(record.get("flower-dp", ""))
+                    if reply.metadata.src_node_id == 4 and "methods" in text:
+                        record["flower-dp"] = '{"clients":["d"],"methods":["nbafl"]}'
+                    if reply.metadata.src_node_id == 5 and "methods" in text:
+                        record["flower-dp"] = '{"error":"no data here"}'
+                yield reply
+
+    grid = Other(app(), THREE, {2: {4: "d", 5: "e"}})
+    DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=3)
+    assert grid.asked == [{1, 2, 3}] * 3
+    assert "node 4 is not asked" in caplog.text
+    assert "node 5 is not asked" in caplog.text
+
+
+def test_a_run_that_everybody_left_waits_and_then_fails():
+    with pytest.raises(TimeoutError, match="no client is there any more"):
+        run(THREE, {2: dict.fromkeys(THREE)}, strategy=DPFedAvg(**WORDS, registration_timeout=0.3))
+
+
+def test_every_known_client_is_drawn_with_the_same_rate():
+    """2,000 Poisson cohorts of 3 + 3 clients: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
+    strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
+    register = Register(3, timeout=1, newcomers=True)
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 3)
+    register.roster(grid)
+    grid.contexts.update({node: grid.contexts[1] for node in (11, 12, 13)})
+    roster = register.roster(grid)
+    assert len(roster.names) == 6
+    counts = np.zeros(6)
+    for number in range(2000):
+        counts[strategy._cohort(number, roster)] += 1
+    assert (abs(counts / 2000 - 0.3) < 0.05).all()
+
+
+def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():
+    """As many as it was accounted for: who left is drawn as well, and not asked."""
+    words = WORDS | {"sampling": FixedSizeSampling(cohort_size=2)}
+    strategy, grid, _ = run(THREE, {2: {3: None}}, num_rounds=40, strategy=DPFedAvg(**words))
+    sizes = [len(nodes) for nodes in grid.asked[1:]]
+    assert set(sizes) == {1, 2}
+    (line,) = strategy.rules.ledger.lines()
+    assert line.startswith("40 x SampledWithoutReplacementDpEvent(source_dataset_size=3, sample_size=2, ")
+
+
+def test_noise_of_shares_is_never_less_than_accounted_with_more_clients():
+    strategy = DPFedSAM(**WORDS | {"noise_multiplier": 1.0}, placement="distributed")
+    rules = strategy.rules
+    share = rules.share(3)
+    for heard in range(8):
+        assert heard * share**2 + rules._server_noise_std(heard) ** 2 >= (1 - 1e-9) * rules.release.noise_scale**2
+
+
+def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_their_own(caplog):
+    strategy = FedSGDDPC(
+        mechanism="laplace", num_clients=3, cohort_size=3, num_records=4, clip_norm=1.0, epsilon=1.0, learning_rate=0.1, num_replies=9
+    )
+    _, grid, _ = run(THREE, {2: {3: None, 4: "d"}, 3: {30: "c"}}, strategy=strategy, kind="fedsgd-dpc")
+    assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 30}]
+    assert "1 clients have joined and are not asked: d" in caplog.text
+    counts = {name: ledger.num_charges for name, ledger in strategy.rules.books.ledgers.items()}
+    assert counts == {"a": 3, "b": 3, "c": 2}
+
+
+def test_stock_clients_join_as_nodes():
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 4)
+    fourth = grid.contexts.pop(4)
+    strategy = DPFedAvg(**WORDS)
+    messages = strategy.configure_train(1, arrays(w=np.zeros(2, np.float32)), {}, grid)
+    strategy.aggregate_train(1, grid.send_and_receive(messages))
+    grid.contexts[4] = fourth
+    assert len(strategy.configure_train(2, arrays(w=np.zeros(2, np.float32)), {}, grid)) == 4

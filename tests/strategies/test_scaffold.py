@@ -1,0 +1,236 @@
+"""SCAFFOLD: control variates on both sides, made of the messages alone: one noise draw, one charge."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+from torch import nn
+
+from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, TensorRecords, model_arrays
+from flower_dp.clients.control import KEY, ControlVariates
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.strategies import DPFedPAQ, Scaffold
+from flower_dp.wire import BESIDE
+from flower_dp.wire import KEY as ANSWER
+from tests.local_grids import NAMES, grid_of, linear, records, start
+
+STEPS = FedPAQSteps(
+    learning_rate=0.2, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step", decay_iterations=4.0
+)
+FOUR = {name: records(name) for name in NAMES[:4]}
+BOTH: dict[str, Any] = {"steps": STEPS, "epsilon": 5.0, "delta": 1e-5, "num_replies": 4}
+DIVISOR = [2 * 0.2 / (1 + 0.5 * round_) for round_ in range(4)]  # E eta_k
+
+
+def pair(server: Any = None, **words: Any) -> tuple[Scaffold, ScaffoldRecipe]:
+    options = {"sampling": FullSampling(), "num_clients": 4, "num_records": 8} | (server or {})
+    return Scaffold(**BOTH | words, **options), ScaffoldRecipe(**BOTH | words)
+
+
+def rows_of(grid: Any) -> list[np.ndarray]:
+    """What the nodes have sent."""
+    return [
+        array.numpy().astype(np.float64)
+        for reply in grid.received
+        for array in next(iter(reply.content.array_records.values())).values()
+    ]
+
+
+def control_of(grid: Any, node: int, name: str) -> np.ndarray:
+    return grid.contexts[node].state.array_records[KEY][name].numpy()
+
+
+def sent_control(grid: Any, server_round: int) -> np.ndarray:
+    messages = [one for one in grid.sent if one.metadata.message_type == "train" and one.metadata.group_id == str(server_round)]
+    (record,) = messages[0].content.array_records.values()
+    assert list(record)[-1] == BESIDE
+    return record[BESIDE].numpy()
+
+
+def test_both_sides_compute_the_same_from_the_messages_alone():
+    """c_i' = c_i - c - Dx_i / (E eta) and c' = c + sum (c_i' - c_i) / N, by hand from what was sent. A second noise draw in either fails here."""
+    strategy, recipe = pair()
+    grid = grid_of(recipe, FOUR)
+    start(strategy, grid, 3)
+    sent = np.stack(rows_of(grid)).reshape(3, 4, -1)
+    own, common = np.zeros((4, 18)), np.zeros(18)
+    for server_round in range(3):
+        np.testing.assert_allclose(sent_control(grid, server_round + 1), common, rtol=1e-5, atol=1e-5)
+        changes = -common - sent[server_round] / DIVISOR[server_round]
+        own, common = own + changes, common + changes.sum(0) / 4
+    for node, name in enumerate(sorted(FOUR), start=1):
+        np.testing.assert_allclose(control_of(grid, node, name), own[node - 1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(common, own.mean(0), rtol=1e-9, atol=1e-9)
+
+
+def test_every_reply_is_charged_once():
+    strategy, recipe = pair()
+    grid = grid_of(recipe, FOUR)
+    start(strategy, grid, 3)
+    terms = {name: recipe.terms(name, data) for name, data in FOUR.items()}
+    for name, ledger in strategy.rules.books.ledgers.items():
+        assert ledger.num_charges == 3
+        assert terms[name].event == DPFedPAQRecipe(**BOTH, quantization_levels=None).terms(name, FOUR[name]).event
+    plain = DPFedPAQ(**BOTH, sampling=FullSampling(), num_clients=4, num_records=8)
+    start(plain, grid_of(DPFedPAQRecipe(**BOTH), FOUR), 3)
+    assert strategy.statement.epsilon == pytest.approx(plain.statement.epsilon)
+    for context in grid.contexts.values():
+        (account,) = [record for key, record in context.state.config_records.items() if "account" in key]
+        assert list(account["replies"]) == [3]
+
+
+def test_a_mean_over_all_clients_is_that_of_the_gradients_and_corrections_cancel():
+    """With everyone in every round the sum of c - c_i is 0: the model moves as under DP-FedPAQ, but for where steps are taken."""
+    still = {name: TensorRecords(inputs=torch.zeros(8, 6), targets=data.targets) for name, data in FOUR.items()}
+    strategy, recipe = pair()
+    grid = grid_of(recipe, still)
+    before = start(pair()[0], grid_of(recipe, still), 0)
+    after = start(strategy, grid, 3)
+    sent = np.stack(rows_of(grid)).reshape(3, 4, -1)
+    np.testing.assert_allclose((after - before).numpy(), sent.mean(1).sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_go_along_gradient_plus_c_minus_c_i():
+    """Without noise, one record and no clipping: the second round's update by hand."""
+    steps = replace(STEPS, clip_norm=1e4, batch_size=8, num_local_steps=1, decay_iterations=None)
+    words = {"steps": steps, "epsilon": math.inf}
+    strategy, recipe = pair(**words)
+    grid = grid_of(recipe, FOUR)
+    models: list[torch.Tensor] = []
+
+    def keep(server_round: int, arrays: Any) -> None:
+        models.append(torch.cat([torch.from_numpy(array.numpy().copy()).flatten() for array in arrays.values()]))
+
+    strategy.start(grid, model_arrays(linear()), num_rounds=2, evaluate_fn=keep)
+    sent = np.stack(rows_of(grid)).reshape(2, 4, -1)
+
+    def gradient(name: str, at: torch.Tensor) -> np.ndarray:
+        model = linear()
+        model[0].weight.data = at.reshape(3, 6).clone()
+        loss = nn.functional.cross_entropy(model(FOUR[name].inputs), FOUR[name].targets)
+        return torch.autograd.grad(loss, model[0].weight)[0].flatten().numpy()
+
+    first = np.stack([gradient(name, models[0]) for name in sorted(FOUR)])
+    np.testing.assert_allclose(sent[0], -0.2 * first, rtol=1e-4, atol=1e-6)
+    second = np.stack([gradient(name, models[1]) for name in sorted(FOUR)])
+    np.testing.assert_allclose(sent[1], -0.2 * (second + first.mean(0) - first), rtol=1e-3, atol=1e-5)
+
+
+def test_a_client_that_comes_back_without_its_vector_starts_at_zero_and_the_server_says_so(caplog):
+    strategy, recipe = pair()
+    grid = grid_of(recipe, FOUR)
+
+    def lose(server_round: int, arrays: Any) -> None:
+        if server_round == 2:
+            del grid.contexts[3].state[KEY]
+
+    strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=lose)
+    assert "1 times a client came back without its control variate and started at zero (c2)" in strategy.statement.incidents
+    assert "control variates lost, they start at zero: c2" in caplog.text
+    assert [report.replies for report in strategy.rounds] == [4, 4, 4]
+    # From zero, by its last message alone.
+    sent = np.stack(rows_of(grid)).reshape(3, 4, -1)[2, 2]
+    expected = -sent_control(grid, 3) - sent / DIVISOR[2]
+    np.testing.assert_allclose(control_of(grid, 3, "c2"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_first_replies_are_no_losses():
+    strategy, recipe = pair(server={"sampling": RoundRobinSampling(cohort_size=2)})
+    start(strategy, grid_of(recipe, FOUR), 4)
+    assert not strategy.statement.incidents
+    strategy, recipe = pair(server={"sampling": FixedSizeSampling(cohort_size=1)}, num_replies=8)
+    start(strategy, grid_of(recipe, FOUR, num_nodes=1), 6)
+    assert not strategy.statement.incidents
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        np.zeros(17, np.float32),
+        np.zeros(18, np.float64),
+        np.full(18, np.nan, np.float32),
+        np.zeros((18, 1), np.float32),
+    ],
+)
+def test_a_damaged_vector_counts_as_none(kept):
+    state = RecordDict({KEY: ArrayRecord({"a": Array(kept)})})
+    assert ControlVariates(state).read("a", 18) is None
+    assert ControlVariates(state).read("b", 18) is None
+
+
+def test_vectors_of_several_clients_are_kept_apart():
+    state = RecordDict()
+    store = ControlVariates(state)
+    store.write("a", torch.ones(3))
+    store.write("b", torch.full((3,), 2.0))
+    store.write("a", torch.full((3,), 3.0))
+    assert store.read("a", 3).tolist() == [3.0] * 3
+    assert store.read("b", 3).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("nodes", [4, 2, 1])
+def test_hosting_makes_no_difference(nodes):
+    models = []
+    for count in (4, nodes):
+        strategy, recipe = pair()
+        models.append(start(strategy, grid_of(recipe, FOUR, num_nodes=count, seeds=lambda context: 3), 3))
+    torch.testing.assert_close(models[0], models[1], rtol=1e-4, atol=1e-4)
+
+
+def test_missing_messages_are_no_part_of_c():
+    strategy, recipe = pair()
+    grid = grid_of(recipe, FOUR, tamper=lambda node, reply: [] if node == 1 else [reply])
+    start(strategy, grid, 2)
+    sent = np.stack(rows_of(grid)).reshape(2, 3, -1)[0]
+    np.testing.assert_allclose(sent_control(grid, 2), (-sent / DIVISOR[0]).sum(0) / 4, rtol=1e-5, atol=1e-5)
+
+
+def test_few_levels_are_refused_since_errors_would_grow():
+    strategy, recipe = pair(quantization_levels=4)  # sqrt(18) = 4.2
+    with pytest.raises(ValueError, match="quantization_levels=4: .* must be at least 5 for 18 parameters"):
+        start(strategy, grid_of(recipe, FOUR), 1)
+    assert strategy.statement.num_rounds == 0
+
+
+def test_quantised_control_variates_are_those_of_the_quantised_message():
+    strategy, recipe = pair(quantization_levels=40)
+    grid = grid_of(recipe, FOUR)
+    start(strategy, grid, 4)
+    assert [report.replies for report in strategy.rounds] == [4] * 4
+    means = np.mean([control_of(grid, node, name) for node, name in enumerate(sorted(FOUR), start=1)], axis=0)
+    np.testing.assert_allclose(strategy.rules.control.vector(18), means, rtol=1e-3, atol=1e-3)
+
+
+def test_a_client_of_another_method_refuses_what_comes_beside_the_model():
+    strategy, recipe = pair()
+    grid = grid_of(recipe, FOUR)
+    start(strategy, grid, 1)
+    message = next(one for one in grid.sent if one.metadata.message_type == "train")
+    (config,) = [record for record in message.content.config_records.values() if ANSWER in record]
+    client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), state=RecordDict())
+    told = json.loads(config[ANSWER])
+    told |= {"method": "dp-fedpaq", "dp-fedpaq": told.pop("scaffold")}
+    weights = linear()[0].weight.detach().numpy()
+    with pytest.raises(ValueError, match="a vector came beside the model"):
+        client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(told)})
+    own = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe, state=RecordDict())
+    with pytest.raises(ValueError, match="no vector came beside the model"):
+        own.fit([weights], {ANSWER: config[ANSWER]})
+    for bad in (np.zeros(17, np.float32), np.zeros(18), np.full(18, np.nan, np.float32)):
+        with pytest.raises(ValueError, match="must be finite float32"):
+            own.fit([weights, bad], {ANSWER: config[ANSWER]})
+    assert not own.state  # nothing was charged
+
+
+def test_a_copied_client_keeps_no_vector_of_its_own():
+    """Control variates live in the node's state, not in objects that may be pickled, copied or made anew."""
+    _, recipe = pair()
+    client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe)
+    assert not any("control" in name for name in vars(copy.deepcopy(client)))
