@@ -2,9 +2,10 @@
 
     python benchmarks/papers.py [PAPER ...] [--seeds N] [--data-dir DIR] [--json FILE] [--most-replies N] [--trial]
 
-One process, one torch thread, some 30 minutes with 5 seeds and the full MNIST. Prints a Markdown table a paper: test loss and
-accuracy at the end, mean ± standard deviation over the seeds, and differences of loss seed by seed, mean ± standard error (and in
-how many seeds they are above 0). Noise is the operating system's, as in any private run: another run gives other digits.
+One process, one torch thread; with 5 seeds some 15 minutes for the full MNIST, more for DP-PASGD. Prints a Markdown table each:
+test loss and accuracy at the end, mean ± standard deviation over the seeds, and differences of loss seed by seed, mean ± standard
+error (and in how many seeds they are above 0). Noise is the operating system's, as in any private run: another run gives other
+digits.
 """
 
 import argparse

@@ -574,7 +574,7 @@ def test_an_evaluation_without_the_number_that_decides_is_refused_before_anythin
     strategy, recipe = pair()
     grid = grid_of(recipe, FOUR)
     evaluate, _ = evaluation([1.0], "auc")
-    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have 'loss' \(best_by\)"):
+    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have best_by='loss'"):
         strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     assert not grid.received
 
