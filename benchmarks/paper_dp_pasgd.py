@@ -27,7 +27,7 @@ DATA = {
 }
 LEARNING_RATES = {1: (0.1, 0.3, 1.0, 3.0), 10: (0.1, 0.3, 1.0)}
 # The grid of tau is run at one learning rate, on the data on which no device has fewer than 41 records.
-GRID, GRID_RATE, GRID_DATA = (1, 2, 5, 10, 20, 50), 0.3, ("Adult-1", "Adult-2", "Vehicle, i.i.d.")
+GRID, GRID_RATE, GRID_DATA = (1, 2, 5, 10, 20), 0.3, ("Adult-1", "Adult-2", "Vehicle, i.i.d.")
 PER_AGGREGATION, MAX_COST, BATCH, CLIP_NORM = 100, 1000, 64, 1.0
 
 
