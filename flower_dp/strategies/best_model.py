@@ -53,9 +53,7 @@ class BestModel:
             return None
         found = metrics.get(self.best_by)
         if not isinstance(found, int | float):
-            raise ValueError(
-                f"evaluate_fn: returns {', '.join(metrics) or 'nothing'}; must have {self.best_by!r} (best_by), a number"
-            )
+            raise ValueError(f"evaluate_fn: returns {', '.join(metrics) or 'nothing'}; must have best_by={self.best_by!r}")
         if math.isfinite(found):
             self.num_seen += 1
             better = found < self.value if less_is_better(self.best_by) else found > self.value
