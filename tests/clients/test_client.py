@@ -517,7 +517,7 @@ def test_the_query_names_the_clients_and_the_methods() -> None:
     message = Message(RecordDict(), 1, "query")
     reply = client_app(_make)(message, _context())
     (config,) = reply.content.config_records.values()
-    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"], "methods": list(CLIENT_LEVEL)}
+    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"], "methods": [*CLIENT_LEVEL, wire.EVALUATION]}
 
 
 def test_a_node_that_cant_make_its_client_says_why() -> None:
@@ -537,7 +537,8 @@ def test_the_message_api_matches_arrays_by_name() -> None:
         app(wire.train_message(1, MESSAGE_API, record, {}, instruction), _context())
 
 
-def test_evaluation_messages_are_not_answered_with_data() -> None:
-    message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
-    with pytest.raises(ValueError, match=r"(?i)evaluate"):
+def test_evaluation_messages_of_other_servers_are_not_answered() -> None:
+    arrays = _record(np.zeros(30, np.float32), _client(DATA).model.layout)
+    message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord({})}), 1, "evaluate")
+    with pytest.raises(ValueError, match="works under a flower_dp strategy only"):
         client_app(_make)(message, _context())
