@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClientPolicy",
-    "DatasetRecords",
     "DPClient",
     "DPFedPAQRecipe",
     "DPPASGDRecipe",
+    "DatasetRecords",
     "FedSGDDPCRecipe",
     "FlatModel",
     "LocalDPClient",

@@ -24,8 +24,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
     Args:
         client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
-            node's state is attached to the client before it trains, so that an account outlives client and process; so is the file
-            that the device's owner names as `ledger-path` in the node's config, so that it outlives the run.
+            node's state is attached to the client before it trains, so that an account outlives client and process; so is the
+            file that the device's owner names as `ledger-path` in the node's config, so that it outlives the run.
     """
     app = ClientApp()
 

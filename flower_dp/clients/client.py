@@ -1,7 +1,6 @@
 """The client: trains, clips, adds its noise, compresses; one client on a device, many on a simulation worker."""
 
 import json
-import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -294,6 +293,7 @@ def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
         return None
     if array.shape != tuple(vector.shape) or array.dtype != np.float32 or not np.isfinite(array).all():
         raise ValueError(
-            f"what came beside the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape {tuple(vector.shape)}"
+            f"what came beside the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape "
+            f"{tuple(vector.shape)}"
         )
     return torch.from_numpy(np.array(array)).to(vector.device)

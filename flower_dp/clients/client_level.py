@@ -37,8 +37,7 @@ def clip_and_noise(instruction: Instruction, noise_std: float, dimension: int) -
     scale = noise_std or instruction.noise_multiplier * instruction.clip_norm
     step = lattice_step(scale, clip_norm=instruction.clip_norm, dimension=dimension)
     noise: Noise
+    noise = ServerNoise() if instruction.noise_multiplier else NotPrivate()
     if noise_std:
         noise = GaussianShare(noise_std=noise_std)
-    else:
-        noise = ServerNoise() if instruction.noise_multiplier else NotPrivate()
     return RowClip(clip_norm=instruction.clip_norm, step=step), noise

@@ -4,8 +4,8 @@ Sources: McMahan et al. 2018; Shi et al. 2023, Algorithm 1. The two differ in th
 """
 
 from flower_dp.clients.client_level import clip_and_noise
-from flower_dp.clients.sending import QSGD, Lossless, TopK
 from flower_dp.clients.pipeline import Pipeline, Train
+from flower_dp.clients.sending import QSGD, Lossless, TopK
 from flower_dp.wire import ClientLevelOrder, Instruction
 
 

@@ -43,7 +43,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPFedPAQRecipe:
-    """One reply: the update of E local steps, each along the mean of b clipped gradients, plus noise from the client's own budget.
+    """One reply: the update of E local steps along means of b clipped gradients, plus noise from the client's own budget.
 
     A record whose gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can
     make the client refuse. A client with fewer than E b records, a public number, does not reply.

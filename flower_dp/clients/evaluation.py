@@ -20,7 +20,7 @@ _BATCH = 512
 
 
 def loss_and_accuracy(loss: Loss) -> Metrics:
-    """Return the metrics that a client has by itself: `loss`, and `accuracy` where targets are classes [n] of logits [n, classes].
+    """Return a client's own metrics: `loss`, and `accuracy` where targets are classes [n] of logits [n, classes].
 
     Args:
         loss: model outputs, targets -> the mean loss of a batch.

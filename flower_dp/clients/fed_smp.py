@@ -5,8 +5,8 @@ Source: Hu et al. 2024, "Federated Learning with Sparsified Model Perturbation",
 
 from flower_dp.clients.client_level import clip_and_noise
 from flower_dp.clients.parts import Mask
-from flower_dp.clients.sending import RandK
 from flower_dp.clients.pipeline import Pipeline, Train
+from flower_dp.clients.sending import RandK
 from flower_dp.wire import FedSMPOrder, Instruction
 
 

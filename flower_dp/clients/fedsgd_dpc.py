@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.parts import FullNoise, RecordClip
-from flower_dp.clients.sending import SinglePrecision
 from flower_dp.clients.pipeline import Job, Pipeline
 from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.records import Records
+from flower_dp.clients.sending import SinglePrecision
 from flower_dp.clients.training import FlatModel
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
@@ -140,9 +140,7 @@ class FedSGDDPCRecipe:
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return how one client makes its reply, with the clip and the noise of its own release."""
-        clip = RecordClip(
-            clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size), norm=release.mechanism.norm
-        )
+        clip = RecordClip(clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size), norm=release.mechanism.norm)
         return Pipeline(
             train=ClippedGradients(model=model, record_clip=clip, sampling_rate=self.sampling_rate, loss=self.loss),
             clip=clip,

@@ -1,4 +1,4 @@
-"""Local steps on clipped gradients of single records, without replacement: the sum of them that one client's update is made of."""
+"""Local steps on clipped gradients of single records, without replacement: their sum, of which a client's update is made."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedSteps:
-    """The sum u of the clipped gradients of E steps, each on b records of its own: y <- y - eta (mean of clipped gradients + drift).
+    """The sum u of the clipped gradients of E steps, each on b records: y <- y - eta (mean of clipped gradients + drift).
 
     The E b records are drawn without replacement with the secret generator of the noise, anew for every reply.
 

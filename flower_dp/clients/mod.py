@@ -13,8 +13,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_dp import wire
 from flower_dp.clients.account import LEDGER_PATH, account_of
 from flower_dp.clients.agreement import why_not
-from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
+from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.pipeline import Job, Pipeline, Train
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.work import Work, add_up
@@ -179,7 +179,9 @@ class _Client:
             raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
         self.policy.check(instruction)
         if self.terms is not None and self.policy.min_noise_std:
-            raise ValueError(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+            raise ValueError(
+                f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
+            )
 
     def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet."""
@@ -187,15 +189,15 @@ class _Client:
         if self.terms is not None:
             return self._local_work(instruction, train, context, refused)
         if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
-            raise ValueError(f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting")
+            raise ValueError(
+                f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting"
+            )
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
         return Work(groups=[(pipeline, jobs)], refused=refused)
 
-    def _local_work(
-        self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]
-    ) -> Work:
+    def _local_work(self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]) -> Work:
         order = LocalOrder.of(instruction)
         if self.terms is None or self.name not in instruction.clients:
             return Work(groups=[], refused=refused)

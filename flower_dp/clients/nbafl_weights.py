@@ -1,4 +1,4 @@
-"""NbAFL's reply without torch: clipped weights with noise, and a client's own terms, for a device that trains in any framework."""
+"""NbAFL's reply without torch: clipped weights with noise, and a client's own terms, for devices of any framework."""
 
 import logging
 from collections.abc import Iterator, Sequence

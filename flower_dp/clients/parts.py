@@ -4,17 +4,17 @@ They are closed sets of final classes: a subclass could put data-dependent work 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, final
+from typing import ClassVar, Protocol, final
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_array
 
 from flower_dp.core import checks, compression, noise
 from flower_dp.core.clipping import clip_l1, clip_l2
-from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
+
 
 class Secret(Protocol):
     """Gives the generator of one reply's noise and secret choices."""
@@ -202,8 +202,8 @@ class FullNoise:
 class StepNoise:
     """All noise of a method in which every local step releases a noised sum of its own, from the client's own terms.
 
-    The part that trains adds it to every sum, as its last act on it before the weights move; the slot of the noise names it. The row
-    is made of noised sums alone, and is not touched.
+    The part that trains adds it to every sum, as its last act on it before the weights move; the slot of the noise names it. The
+    row is made of noised sums alone, and is not touched.
 
     Attributes:
         release: what one step releases.

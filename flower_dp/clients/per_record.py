@@ -2,10 +2,10 @@
 
 `torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
 forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
-on a processor, and serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the figures.
+on a processor, and serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the
+figures.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_dp.core import checks
 from flower_dp.clients.losses import record_cross_entropy
 from flower_dp.clients.records import Inputs, each, outputs_of, split
 from flower_dp.clients.training import FlatModel
+from flower_dp.core import checks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -182,8 +182,6 @@ def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss
     finally:
         wrapped.to_standard_module()  # takes the per-record gradients off the parameters
     return gradients, values
-
-
 
 
 ENGINES: dict[str, Callable[[FlatModel, Inputs, Tensor, Loss], tuple[dict[str, Tensor], Tensor]]] = {

@@ -64,8 +64,8 @@ class Job:
 class Train(Protocol):
     """Local training of some clients.
 
-    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names. Where
-    it adds the noise of every step, it has an attribute `step_noise`, the very `StepNoise` that the pipeline names.
+    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names.
+    Where it adds the noise of every step, it has an attribute `step_noise`, the very `StepNoise` that the pipeline names.
     """
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:

@@ -63,7 +63,7 @@ class ClientPolicy:
             )
 
     def check_evaluation(self, instruction: Instruction, noise: ClientNoise) -> None:
-        """Refuse a private evaluation with less noise than this policy asks for; a policy with noise on the device asks for it here too.
+        """Refuse a private evaluation with less noise than this policy asks for, or none on the device if it asks for that.
 
         Raises:
             ValueError: naming the limit and the value asked for.

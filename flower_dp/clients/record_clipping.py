@@ -16,7 +16,8 @@ from flower_dp.clients.training import FlatModel
 log = logging.getLogger("flwr")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Numbers in the matrix of per-record gradients that is in memory at a time, and its rows: what is fastest on a core, or fills a GPU.
+# Numbers in the matrix of per-record gradients that is in memory at a time, and its rows: what is fastest on a core, or fills a
+# GPU.
 _LARGEST_MATRIX = {"cpu": 2**22}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
 _MOST_RECORDS = {"cpu": 64}
@@ -108,7 +109,7 @@ def _check_model(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss, 
 
 
 def _chunk(model: FlatModel) -> int:
-    """Return how many records are computed together; never more, and never fewer, so that a row has the same bits among any others."""
+    """Return how many records are computed together, always so many: a row then has the same bits among any others."""
     kind = model.device.type
     numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MOST_RECORDS.get(kind, _MOST_RECORDS_ELSEWHERE)
     return max(1, min(records, numbers // model.layout.size))

@@ -3,8 +3,8 @@
 Any part of the right protocol may stand there: it sees nothing that is not noised yet, unless the server adds the noise.
 """
 
-from typing import Any, ClassVar, Literal, Protocol
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace, device, is_numpy_array
 

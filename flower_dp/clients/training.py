@@ -10,10 +10,10 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.core import checks
 from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.losses import Loss, checked
 from flower_dp.clients.records import Inputs, Records, outputs_of, split
+from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 
 # Records that are fetched from a client's data set at a time.

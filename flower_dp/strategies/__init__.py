@@ -12,10 +12,10 @@ from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
 __all__ = [
+    "DPPASGD",
     "DPFedAvg",
     "DPFedPAQ",
     "DPFedSAM",
-    "DPPASGD",
     "DPStrategy",
     "FedSGDDPC",
     "FedSMP",

@@ -249,7 +249,7 @@ class ClientLevelRules:
 
     @property
     def lossy_messages(self) -> bool:
-        """Whether every client sends its own noised update's largest coordinates alone, or levels: no function of the noised sum."""
+        """Whether every client sends the largest coordinates or the levels of its own noised update: no function of the sum."""
         return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
 
     @property

@@ -256,7 +256,10 @@ class DPFedPAQRules:
         faults = paper_faults(each, part)
         if facts.seeded_noise:
             faults.append("noise came from a fixed seed")
-        note = f"epsilon and delta of a round ({each:.4g}, {self.delta / replies:.3g}), added up over {replies} replies: the paper composes nothing"
+        note = (
+            f"epsilon and delta of a round ({each:.4g}, {self.delta / replies:.3g}), added up over {replies} replies: the paper "
+            "composes nothing"
+        )
         return PaperEpsilon(
             epsilon=total,
             formula="2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma a round, DP-FedPAQ eq. 17",

@@ -49,7 +49,8 @@ class DPFedSAM(DPStrategy):
 
     Args:
         words: clip_norm (paper: C), noise_multiplier (paper: sigma), sampling, num_clients (paper: M), delta, and optionally
-            target_epsilon, relation, keep_ratio (paper: p), quantization_levels, placement, trusted_server, min_reply_ratio: see `ClientLevelRules`;
+            target_epsilon, relation, keep_ratio (paper: p), quantization_levels, placement, trusted_server, min_reply_ratio:
+            see `ClientLevelRules`;
             report_client_metrics, registration_timeout, noise_seed: see `Options`.
 
     Raises:

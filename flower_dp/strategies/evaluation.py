@@ -13,8 +13,8 @@ from flower_dp import wire
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies.client_level import ClientLevelRules
-from flower_dp.strategies.replies import Collected, Missing, accepted, answering_nodes
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.replies import Collected, Missing, accepted, answering_nodes
 from flower_dp.strategies.roster import Roster
 from flower_dp.strategies.rules import Round, RoundLeftOut
 

@@ -52,10 +52,10 @@ class FedSMPArguments(ClientLevelArguments, total=False):
 class FedSMP(DPStrategy):
     """Fed-SMP with rand_k, for the clients of `flower_dp.clients.DPClient`.
 
-    In each round the server draws one random mask of `keep_ratio` of the coordinates and sends its seed. Every client masks its update,
-    clips what is kept to L2 norm `clip_norm`, and adds its share of the noise there; the other coordinates are 0 and carry no noise. The
-    mask does not depend on data, so it costs no privacy: epsilon is that of the noised sum. Clipping a part of the coordinates clips
-    less, and less noise reaches the model. The update is not scaled by d / k.
+    In each round the server draws one random mask of `keep_ratio` of the coordinates and sends its seed. Every client masks its
+    update, clips what is kept to L2 norm `clip_norm`, and adds its share of the noise there; the other coordinates are 0 and
+    carry no noise. The mask does not depend on data, so it costs no privacy: epsilon is that of the noised sum. Clipping a part
+    of the coordinates clips less, and less noise reaches the model. The update is not scaled by d / k.
 
     >>> from flower_dp.core.sampling import PoissonSampling
     >>> from flower_dp.strategies import FedSMP
@@ -65,8 +65,8 @@ class FedSMP(DPStrategy):
     4
 
     Args:
-        words: clip_norm, noise_multiplier, sampling, num_clients, delta, keep_ratio (paper: p = k / d), and optionally target_epsilon,
-            relation, placement, trusted_server, min_reply_ratio: see `ClientLevelRules`; report_client_metrics,
+        words: clip_norm, noise_multiplier, sampling, num_clients, delta, keep_ratio (paper: p = k / d), and optionally
+            target_epsilon, relation, placement, trusted_server, min_reply_ratio: see `ClientLevelRules`; report_client_metrics,
             registration_timeout, noise_seed: see `Options`.
 
     Raises:
@@ -79,4 +79,6 @@ class FedSMP(DPStrategy):
         own, options = split(words, FedSMPArguments)
         mask = RandomMask(own.pop("keep_ratio", 0.4))
         placement = own.pop("placement", "distributed")
-        super().__init__(ClientLevelRules(name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask=mask, **own), **options)
+        super().__init__(
+            ClientLevelRules(name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask=mask, **own), **options
+        )

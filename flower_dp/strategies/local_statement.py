@@ -161,7 +161,8 @@ def _assumptions(facts: LocalFacts) -> list[str]:
 
 def _not_covered(facts: LocalFacts) -> list[str]:
     lines = [
-        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up, unless its device keeps "
+        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up, unless its device "
+        "keeps "
         "a ledger file (docs/deployment.md), which this statement can't know",
         "everything else that is computed from client data: choice of settings, timing, logs on devices",
     ]

@@ -1,7 +1,7 @@
 """The roll call: nodes say which clients they host, and which methods they run.
 
-All nodes of a run execute the same ClientApp, so one node's answer tells whether nodes can be asked for names; where they can't, as
-with stock clients, every node is one client.
+All nodes of a run execute the same ClientApp, so one node's answer tells whether nodes can be asked for names; where they can't,
+as with stock clients, every node is one client.
 """
 
 import json
@@ -76,7 +76,9 @@ class RollCall:
         """
         new = sorted(nodes)
         if new and self.dialect is None:
-            log.info("Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error")
+            log.info(
+                "Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error"
+            )
             self._question, self.dialect = _kind(grid, new)
         if not new or self.dialect is None:
             return {}

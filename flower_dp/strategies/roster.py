@@ -4,6 +4,7 @@ A client is not a SuperNode: a device hosts one client, a simulation worker many
 every run, and with every restart of a SuperNode without a registered key.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -104,20 +105,25 @@ class Register:
                 log.info("%s of %s clients registered", count, self._num_clients)
             # In a simulation all nodes are there from the start, a moment after the server.
             if _is_simulation(grid) and self._hosted and time.monotonic() > settled + _SETTLED_SECONDS:
-                raise ValueError(f"num_clients={self._num_clients}: the simulation has {count} clients on {len(self._hosted)} nodes")
+                raise ValueError(
+                    f"num_clients={self._num_clients}: the simulation has {count} clients on {len(self._hosted)} nodes"
+                )
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"num_clients={self._num_clients}: only {count} clients on {len(self._hosted)} nodes after {self._timeout:g} s"
+                    f"num_clients={self._num_clients}: only {count} clients on {len(self._hosted)} nodes after "
+                    f"{self._timeout:g} s"
                 )
             time.sleep(_POLL_SECONDS)
 
     def _first(self, grid: Grid) -> Roster:
         names = sorted(name for node in self._there for name in self._names(node))
-        for name, after in zip(names, names[1:], strict=False):
+        for name, after in itertools.pairwise(names):
             if name == after:
                 raise ValueError(f"client name {name!r} is hosted twice: names must be unique")
         if len(names) != self._num_clients and (_is_simulation(grid) or not self._newcomers):
-            raise ValueError(f"num_clients={self._num_clients}: {len(names)} clients have registered; set num_clients={len(names)}")
+            raise ValueError(
+                f"num_clients={self._num_clients}: {len(names)} clients have registered; set num_clients={len(names)}"
+            )
         return self._placed(tuple(names), {})
 
     def _next(self, grid: Grid, before: Roster) -> Roster:
@@ -133,7 +139,9 @@ class Register:
         known = dict.fromkeys(before.names)
         come = [name for node in there for name in self._names(node) if name not in known]
         if come and self._newcomers:
-            log.info("%s clients have joined: %s; %s are known, num_clients=%s", *_few(come), len(known) + len(come), self._num_clients)
+            log.info(
+                "%s clients have joined: %s; %s are known, num_clients=%s", *_few(come), len(known) + len(come), self._num_clients
+            )
         elif come:
             log.warning("%s clients have joined and are not asked: %s; this method has terms for those of its start", *_few(come))
             come = []

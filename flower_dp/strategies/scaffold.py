@@ -48,7 +48,8 @@ class ControlVariate:
         if self._levels is not None and compression.qsgd_variance(size, self._levels) >= 1:
             least = math.isqrt(size) + 1
             raise ValueError(
-                f"quantization_levels={self._levels}: a message's error is part of the next one's control variate, and grows there "
+                f"quantization_levels={self._levels}: a message's error is part of the next one's control variate, and grows "
+                "there "
                 f"unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
             )
         if self._vector.size != size:
@@ -83,20 +84,22 @@ class ControlVariate:
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         times = sum(self._restarts.values())
         return (
-            f"{times} times a client came back without its control variate and started at zero ({', '.join(names[:_LISTED])}{more})",
+            f"{times} times a client came back without its control variate and started at zero "
+            f"({', '.join(names[:_LISTED])}{more})",
         )
 
 
 class Scaffold(DPStrategy):
     """SCAFFOLD, for clients whose recipe is `flower_dp.clients.ScaffoldRecipe` with the same numbers.
 
-    Local steps go along g + c - c_i: c_i is the client's own estimate of its mean gradient, c the mean of all clients'. Where clients
-    differ, plain local steps drift to each client's own optimum; these do not. The rest is `DPFedPAQ`: E steps a round on b
-    records each without replacement, clipping record by record, noise from each client's own budget, messages that are private
+    Local steps go along g + c - c_i: c_i is the client's own estimate of its mean gradient, c the mean of all clients'. Where
+    clients differ, plain local steps drift to each client's own optimum; these do not. The rest is `DPFedPAQ`: E steps a round on
+    b records each without replacement, clipping record by record, noise from each client's own budget, messages that are private
     one by one. c comes down beside the model; nothing but the update goes up.
 
     The guarantee is DP-FedPAQ's, to the letter: c and c_i are made of messages that were private when they left, so they cost
-    nothing, and every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient reaches is SCAFFOLD without privacy.
+    nothing, and every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient
+    reaches is SCAFFOLD without privacy.
 
     Args:
         words: those of `DPFedPAQ`; `quantization_levels` is None by default, and else more than sqrt(d): with fewer the errors of

@@ -1,4 +1,4 @@
-"""A server optimiser: any Flower strategy that moves the global model by the noised one. Post-processing, so it costs no epsilon."""
+"""A server optimiser: any Flower strategy that moves the global model by the noised one, which costs no epsilon."""
 
 import copy
 from collections.abc import Iterable

@@ -21,8 +21,8 @@ from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
-from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.legacy import LegacyAppError
+from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
 from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
@@ -347,8 +347,8 @@ class DPStrategy(Strategy):
         log.info("norm of the noise on the mean %.3g, of the mean of updates at most %.3g (the clip norm)", noise, signal)
         if noise > signal:
             log.warning(
-                "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a round, "
-                "less noise or a smaller model help, and so do more rounds if they are paid for",
+                "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a "
+                "round, less noise or a smaller model help, and so do more rounds if they are paid for",
                 noise / signal,
             )
 
@@ -374,7 +374,7 @@ class DPStrategy(Strategy):
                 rules.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=rules.open_population,
-                unfit=lambda methods: self._unfit(methods),
+                unfit=self._unfit,
             )
         roster = self._register.roster(grid)
         if first:

@@ -8,9 +8,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, client_app, model_arrays
 from flower_dp.clients.account import LEDGER_PATH, Account
+from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
-from flower_dp.core.sampling import FullSampling
 from tests.grids import LocalGrid
 from tests.local_grids import linear, records, start
 
@@ -110,9 +110,7 @@ def ask(made, names=("c0",)):
         "terms": (terms.kind,) * len(names),
         "noise_multipliers": (terms.release.mechanism.noise_multiplier,) * len(names),
     }
-    asked = wire.Instruction(
-        server_round=1, method="fedsgd-dpc", clients=names, clip_norm=0.5, noise_multiplier=0.0, order=order
-    )
+    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, clip_norm=0.5, noise_multiplier=0.0, order=order)
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
     return wire.Answer.from_json(answer[wire.KEY], names).refused, arrays[-1]
 
@@ -138,7 +136,7 @@ def test_a_ledger_of_another_client_sends_nothing(path, tmp_path, caplog):
 def test_a_copy_put_back_during_a_run_sends_nothing(path, tmp_path, caplog):
     """The node's state, which lasts one run, remembers what the file said."""
     state = RecordDict()
-    assert ask(client(path, state)) [0] == {}
+    assert ask(client(path, state))[0] == {}
     shutil.copy(path, tmp_path / "copy")
     assert ask(client(path, state))[0] == {}
     assert Account(state).replies("c0") == 2
@@ -159,7 +157,9 @@ def test_a_client_without_an_account_refuses_a_ledger():
     grid = LocalGrid(client_app(client_fn), 1)
     grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
-    with pytest.raises(RuntimeError, match="ledger-path='ledger.json': DPClient keeps no account, and would send without counting"):
+    with pytest.raises(
+        RuntimeError, match=r"ledger-path='ledger.json': DPClient keeps no account, and would send without counting"
+    ):
         start(strategy, grid, 1)
 
 
@@ -177,7 +177,7 @@ def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
 
 @pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.json"}, {"c0": None}])
 def test_a_ledger_is_a_path_or_one_for_every_client(ledger):
-    with pytest.raises(ValueError, match="^ledger"):
+    with pytest.raises(ValueError, match=r"^ledger"):
         client(ledger)
 
 

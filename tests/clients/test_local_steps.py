@@ -255,7 +255,7 @@ def test_clipped_softmax_of_three_classes_is_not_monotone():
         (nn.Linear(3, 1), nn.functional.cross_entropy, 4.0, "2 outputs"),
         (nn.Linear(3, 2), BINARY, 4.0, "1 outputs"),
         (nn.Linear(3, 1), nn.functional.l1_loss, 4.0, "one of torch.nn.functional's"),
-        (nn.Linear(3, 1), lambda outputs, targets: BINARY(outputs, targets), 4.0, "one of torch.nn.functional's"),
+        (nn.Linear(3, 1), lambda outputs, targets: BINARY(outputs, targets) + 0, 4.0, "one of torch.nn.functional's"),
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), BINARY, 4.0, "has Linear, Linear"),
         (nn.Sequential(nn.Linear(3, 1), nn.Tanh()), BINARY, 4.0, "has Linear, Tanh"),
         (nn.Sequential(nn.Dropout(), nn.Linear(3, 1)), BINARY, 4.0, "has Dropout, Linear"),
@@ -346,7 +346,7 @@ def test_steps_are_those_of_plain_sgd_where_nothing_is_clipped():
         gradients = torch.autograd.grad(loss, other.parameters)
         with torch.no_grad():
             for parameter, gradient in zip(other.parameters, gradients, strict=True):
-                parameter -= 0.3 * gradient
+                parameter.sub_(0.3 * gradient)
     torch.testing.assert_close(made.to(torch.float32), other.vector - mlp(0).vector, rtol=1e-3, atol=1e-5)
 
 

@@ -37,8 +37,8 @@ from flower_dp.core import compression
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
 from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, FedSMPOrder, Instruction, LocalOrder
 from tests.grids import LocalGrid
 from tests.stock import arrays, stock_app
@@ -91,9 +91,18 @@ def context_of(node: int = 1, **config: Any) -> Context:
     return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
 
 
-def instruction_of(placement: str = "distributed", noise_std: float = 0.5, *, keep_ratio: float = 1.0, **changes: Any) -> Instruction:
+def instruction_of(
+    placement: str = "distributed", noise_std: float = 0.5, *, keep_ratio: float = 1.0, **changes: Any
+) -> Instruction:
     order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio}
-    words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": 1.0, "order": order}
+    words = {
+        "server_round": 1,
+        "method": "dp-fedsam",
+        "clients": ("a",),
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "order": order,
+    }
     return Instruction(**words | changes)
 
 
@@ -114,7 +123,9 @@ def message_of(instruction: Instruction, model: ArrayRecord, dialect: Any = MESS
     return wire.train_message(1, dialect, model, config, instruction)
 
 
-def ask(app: ClientApp, instruction: Instruction, model: ArrayRecord, *, context: Context | None = None, dialect: Any = MESSAGE_API):
+def ask(
+    app: ClientApp, instruction: Instruction, model: ArrayRecord, *, context: Context | None = None, dialect: Any = MESSAGE_API
+):
     """Send one message; return the decoded row and the answer."""
     reply = app(message_of(instruction, model, dialect), context or context_of())
     return read(reply, instruction, sum(array.numpy().size for array in model.values()))
@@ -236,7 +247,9 @@ def test_a_real_sklearn_app(placement: str) -> None:
         server = server.replace("num_rounds=4", "num_rounds=5")
         names |= {"words": words, "NbAFL": NbAFL}
     exec(client, names)  # noqa: S102
-    server = server.replace("num_clients=100", "num_clients=4, noise_seed=1").replace("noise_multiplier=1.0", "noise_multiplier=0.3")
+    server = server.replace("num_clients=100", "num_clients=4, noise_seed=1").replace(
+        "noise_multiplier=1.0", "noise_multiplier=0.3"
+    )
     exec(server, names | {"grid": LocalGrid(names["app"], 4)}, names)  # noqa: S102
     assert [report.replies for report in names["strategy"].rounds] == [4] * 4
     assert any("every client's budget is spent" in incident for incident in names["strategy"].incidents) == (placement == "local")
@@ -281,7 +294,7 @@ def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(words:
     def fail(context: Context) -> Any:
         raise LookupError("Jane Doe")
 
-    mod = privacy_mod(**{key: fail for key in words})
+    mod = privacy_mod(**dict.fromkeys(words, fail))
     reason = "this client's name or terms can't be made: LookupError; the node's own log says why"
     assert told(added(0)(mod)(wire.roll_call(1, "train"), context_of())) == {"error": reason}
     with pytest.raises(RuntimeError, match=f"^{reason}$") as raised:
@@ -466,7 +479,14 @@ def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str
     own = replace(NBAFL, num_replies=100, uplink_exposures=3)
     mod = privacy_mod(name="a", terms=own if kind == "local" else None)
     instruction = local_instruction(own) if kind == "local" else instruction_of()
-    mods = [mod, mod, copy.deepcopy(mod), copy.copy(mod), pickle.loads(pickle.dumps(mod)), cloudpickle.loads(cloudpickle.dumps(mod))]
+    mods = [
+        mod,
+        mod,
+        copy.deepcopy(mod),
+        copy.copy(mod),
+        pickle.loads(pickle.dumps(mod)),  # noqa: S301 (our own)
+        cloudpickle.loads(cloudpickle.dumps(mod)),
+    ]
     context = context_of()
     rows = []
     for one in mods:
@@ -699,7 +719,9 @@ def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budge
 def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     LedgerFile.create(path, ["a"])
-    app = replying(lambda message: Message(RecordDict({"arrays": zeros(4)}), reply_to=message))(privacy_mod(name="a", terms=NBAFL))
+    app = replying(lambda message: Message(RecordDict({"arrays": zeros(4)}), reply_to=message))(
+        privacy_mod(name="a", terms=NBAFL)
+    )
     refused = []
     for _ in range(5):  # a run of its own each, as after a restart
         context = context_of()

@@ -62,7 +62,7 @@ def test_a_clients_data_may_come_in_several_kinds(data):
 def test_what_is_no_data_is_refused(data):
     if isinstance(data, torch.Tensor):
         data = (data, TARGETS)
-    with pytest.raises(ValueError, match="inputs|a client's data is a"):
+    with pytest.raises(ValueError, match=r"inputs|a client's data is a"):
         as_records(data)
 
 

@@ -392,7 +392,9 @@ def test_adam_starts_fresh_for_every_client_and_round(engine: str) -> None:
 
 
 def test_the_batched_engine_says_that_adam_trains_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    update(Point(3.0, 1.0), ORIGIN, LocalTraining(learning_rate=0.1, optimizer="adam", loss=quadratic([1.0, 1.0])), engine="batched")
+    update(
+        Point(3.0, 1.0), ORIGIN, LocalTraining(learning_rate=0.1, optimizer="adam", loss=quadratic([1.0, 1.0])), engine="batched"
+    )
     assert "clients train one by one: UnfitRecipeError: optimizer='adam'" in caplog.text
 
 

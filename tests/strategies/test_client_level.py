@@ -12,15 +12,15 @@ import torch
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from flwr.app import Array as FlowerArray
 from flwr.app import ConfigRecord
-from tests.grids import LocalGrid
 from scipy import stats
-from tests.stock import arrays, shifted, stock_app
 from torch import nn
 
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
 
 SIZE = 4000
 FALSE_ALARMS = 1e-6

@@ -377,7 +377,10 @@ def test_exact_noise_is_the_closed_forms_and_zcdp_noise_the_papers():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"num_steps": 95, "num_local_steps": 10}, "num_steps=95: must be a multiple of num_local_steps=10, for example 90 or 100"),
+        (
+            {"num_steps": 95, "num_local_steps": 10},
+            "num_steps=95: must be a multiple of num_local_steps=10, for example 90 or 100",
+        ),
         ({"num_steps": 3, "num_local_steps": 10}, "num_steps=3: must be a multiple of num_local_steps=10, for example 10"),
         ({"num_steps": 0}, "num_steps=0"),
         ({"num_local_steps": 0}, "num_local_steps=0"),
@@ -412,7 +415,10 @@ def test_nonsense_is_refused_on_both_sides(words, message):
         ({"cost_per_aggregation": math.nan}, "cost_per_aggregation=nan"),
         ({"max_cost": 0.0, "cost_per_step": 1.0}, "max_cost=0.0"),
         ({"max_cost": 10.0}, "max_cost=10: needs cost_per_aggregation or cost_per_step above 0"),
-        ({"max_cost": 11.9, "cost_per_step": 1.0, "cost_per_aggregation": 10}, "max_cost=11.9: must pay for one round, which costs a device 12"),
+        (
+            {"max_cost": 11.9, "cost_per_step": 1.0, "cost_per_aggregation": 10},
+            "max_cost=11.9: must pay for one round, which costs a device 12",
+        ),
     ],
 )
 def test_nonsense_is_refused_before_any_client_is_asked(words, message):
@@ -549,7 +555,9 @@ def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(nu
     result = strategy.start(grid_of(recipe, FOUR), model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     assert len(shown) == 4
     expected = shown[-1 if best is None else best]
-    assert [value.numpy().tobytes() for value in result.arrays.values()] == [value.numpy().tobytes() for value in expected.values()]
+    assert [value.numpy().tobytes() for value in result.arrays.values()] == [
+        value.numpy().tobytes() for value in expected.values()
+    ]
     # Training has gone on from the last model, not from the best.
     assert len({next(iter(arrays.values())).numpy().tobytes() for arrays in shown}) == 4
     words = str(strategy.statement)
@@ -557,7 +565,10 @@ def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(nu
         assert "was chosen" not in words
     else:
         which = f"of round {best}" if best else "the initial one"
-        assert f"the resulting model, {which}, was chosen out of {sum(n is not None and math.isfinite(n) for n in numbers)} by its {name}" in words
+        assert (
+            f"the resulting model, {which}, was chosen out of {sum(n is not None and math.isfinite(n) for n in numbers)} by its {name}"
+            in words
+        )
         assert "choosing by public data costs nothing" in words
 
 

@@ -24,7 +24,9 @@ SHARES = {node: node / 40 for node in range(1, 41)}  # the accuracy of every cli
 
 
 def evaluation(**words):
-    return PrivateEvaluation(**{"noise_multiplier": 0.5, "sampling": FullSampling(), "metrics": {"loss": 4.0, "acc": 1.0}} | words)
+    return PrivateEvaluation(
+        **{"noise_multiplier": 0.5, "sampling": FullSampling(), "metrics": {"loss": 4.0, "acc": 1.0}} | words
+    )
 
 
 def metrics_of(node):
@@ -109,9 +111,7 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement):
     words = WORDS | {"num_clients": 4, "noise_seed": 1}
     strategy = DPFedSAM(**words, placement=placement, evaluation=evaluation(metrics=bounds))
     grid = LocalGrid(
-        client_app(
-            lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: dict.fromkeys(bounds, 0.5))
-        ),
+        client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: dict.fromkeys(bounds, 0.5))),
         1,
     )
     roster, evaluator = strategy._call_roll(grid), strategy._evaluator
@@ -252,9 +252,7 @@ def test_too_few_clients_for_the_noise_give_no_value():
 
 def test_methods_with_ledgers_of_single_clients_refuse_it():
     with pytest.raises(ValueError, match="evaluation: NbAFL protects single records"):
-        NbAFL(
-            num_clients=10, num_records=9, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, evaluation=evaluation()
-        )
+        NbAFL(num_clients=10, num_records=9, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, evaluation=evaluation())
 
 
 @pytest.mark.parametrize(
@@ -277,14 +275,16 @@ def test_a_devices_policy_is_asked():
     def insisting(context):
         return own(context, policy=ClientPolicy(min_evaluation_noise_multiplier=1.0))
 
-    strategy, _, result = run(client_app(insisting), 40, "accuracy")
+    _, _, result = run(client_app(insisting), 40, "accuracy")
     assert not result.evaluate_metrics_clientapp
     _, _, result = run(client_app(insisting), 40, "accuracy", noise_multiplier=1.0)
     assert result.evaluate_metrics_clientapp
 
 
 def test_a_device_that_insists_on_its_own_noise_does_not_evaluate_without_it():
-    client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}), policy=ClientPolicy(min_noise_std=0.1))
+    client = own(
+        Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}), policy=ClientPolicy(min_noise_std=0.1)
+    )
     order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}
     instruction = wire.Instruction(
         server_round=1, method=wire.EVALUATION, clients=("c01",), clip_norm=1.0, noise_multiplier=1.0, order=order

@@ -21,8 +21,8 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, FedSMP
 from flower_dp.wire import Answer, FedSMPOrder, Instruction
-from tests.grids import LocalGrid
 from tests.clients.test_client import FALSE_ALARM, _client, _records
+from tests.grids import LocalGrid
 
 SIZE, KEPT = 40_000, 20_000
 

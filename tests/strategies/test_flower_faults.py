@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
-from tests.grids import LocalGrid
-from tests.stock import arrays, shifted, stock_app
 from torch import nn
 
 import flower_dp
@@ -18,6 +16,8 @@ from flower_dp.clients import model_arrays
 from flower_dp.core.clipping import clip_l2
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
 
 
 def run(train, *, num_clients=4, clip_norm=1.0, num_examples=lambda node: 1, tamper=None, record=None, num_rounds=1):

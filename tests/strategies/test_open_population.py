@@ -21,7 +21,7 @@ RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=to
 
 def app(methods=None):
     def client_fn(context):
-        clients = {name: RECORDS for name in str(context.node_config["names"]).split(",")}
+        clients = dict.fromkeys(str(context.node_config["names"]).split(","), RECORDS)
         if methods == "fedsgd-dpc":
             recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9)
             return LocalDPClient(model=nn.Linear(2, 2), clients=clients, recipe=recipe)
@@ -141,7 +141,7 @@ def test_every_known_client_is_drawn_with_the_same_rate():
     register = Register(3, timeout=1, newcomers=True)
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 3)
     register.roster(grid)
-    grid.contexts.update({node: grid.contexts[1] for node in (11, 12, 13)})
+    grid.contexts.update(dict.fromkeys((11, 12, 13), grid.contexts[1]))
     roster = register.roster(grid)
     assert len(roster.names) == 6
     counts = np.zeros(6)
@@ -170,7 +170,14 @@ def test_noise_of_shares_is_never_less_than_accounted_with_more_clients():
 
 def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_their_own(caplog):
     strategy = FedSGDDPC(
-        mechanism="laplace", num_clients=3, cohort_size=3, num_records=4, clip_norm=1.0, epsilon=1.0, learning_rate=0.1, num_replies=9
+        mechanism="laplace",
+        num_clients=3,
+        cohort_size=3,
+        num_records=4,
+        clip_norm=1.0,
+        epsilon=1.0,
+        learning_rate=0.1,
+        num_replies=9,
     )
     _, grid, _ = run(THREE, {2: {3: None, 4: "d"}, 3: {30: "c"}}, strategy=strategy, kind="fedsgd-dpc")
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 30}]

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
-
 from flwr.clientapp import ClientApp
+from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from torch import nn
 
 from flower_dp import wire
@@ -53,7 +52,7 @@ def test_frozen_arrays_are_sent_and_never_trained_clipped_or_noised():
     assert all(list(message.content["arrays"]) == ["weight", "mask"] for message in sent)
 
 
-@pytest.mark.parametrize("change", [lambda mask: mask + 1, lambda mask: mask[:2], lambda mask: np.zeros_like(mask)])
+@pytest.mark.parametrize("change", [lambda mask: mask + 1, lambda mask: mask[:2], np.zeros_like])
 def test_a_reply_that_changes_a_frozen_array_is_refused(change):
     grid = LocalGrid(trained(lambda node, mask: change(mask) if node == 1 else mask), 2)
     strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"])
@@ -71,7 +70,7 @@ def test_frozen_arrays_of_the_wrong_name_are_refused():
 def test_a_model_that_is_not_finite_is_refused_before_any_client_is_asked():
     grid = LocalGrid(trained(), 2)
     strategy = DPFedAvg(**WORDS)
-    with pytest.raises(ValueError, match="array 'mask' has NaN or infinite entries.*frozen_arrays"):
+    with pytest.raises(ValueError, match=r"array 'mask' has NaN or infinite entries.*frozen_arrays"):
         strategy.start(grid, model())
     assert not grid.sent
     assert strategy.rules.ledger.num_charges == 0
@@ -115,9 +114,7 @@ class DyingGrid(LocalGrid):
         train = [message for message in out if message.metadata.message_type == "train"]
         errors = [gone(message) for message in train if message.metadata.dst_node_id in self.dead]
         return errors + [
-            reply
-            for reply in received
-            if reply.metadata.message_type != "train" or reply.metadata.src_node_id not in self.dead
+            reply for reply in received if reply.metadata.message_type != "train" or reply.metadata.src_node_id not in self.dead
         ]
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from tests.grids import LocalGrid
-from tests.stock import arrays, shifted, stock_app
 
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
 
 
 class LoudGrid(LocalGrid):
@@ -49,7 +49,9 @@ def errors():
 
 
 @pytest.mark.parametrize(
-    "app", [stock_app(shifted(lambda node: 1.0)), ClientApp(client_fn=lambda context: Stock().to_client())], ids=["message", "numpy"]
+    "app",
+    [stock_app(shifted(lambda node: 1.0)), ClientApp(client_fn=lambda context: Stock().to_client())],
+    ids=["message", "numpy"],
 )
 def test_the_roll_call_of_stock_clients_leaves_no_error_in_the_log(app, errors):
     assert run(app).rounds[0].replies == 2

@@ -10,14 +10,14 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from tests.grids import LocalGrid
-from tests.stock import arrays, shifted, stock_app
 from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
 
 
 def fedavg(num_clients, **words):

@@ -194,7 +194,7 @@ def test_missing_messages_are_no_part_of_c():
 
 def test_few_levels_are_refused_since_errors_would_grow():
     strategy, recipe = pair(quantization_levels=4)  # sqrt(18) = 4.2
-    with pytest.raises(ValueError, match="quantization_levels=4: .* must be at least 5 for 18 parameters"):
+    with pytest.raises(ValueError, match=r"quantization_levels=4: .* must be at least 5 for 18 parameters"):
         start(strategy, grid_of(recipe, FOUR), 1)
     assert strategy.statement.num_rounds == 0
 

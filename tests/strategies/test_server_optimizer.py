@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Array
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 
 from flower_dp.core.sampling import FullSampling

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from flower_dp.core import checks
 from flower_dp.clients.engines.batched import train_batched
 from flower_dp.clients.engines.one_by_one import Trained, train_one_by_one
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.core import checks
 
 ENGINES = ("one_by_one", "batched")
 

@@ -90,9 +90,7 @@ class Program:
         with torch.no_grad(), _deterministic(model.device):
             return make_fx(gradients)(self._inputs, self._targets, self._shares, *self._weights)
 
-    def train(
-        self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float
-    ) -> Iterator[tuple[int, Trained]]:
+    def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
         """Yield what became of every feed's client, with its place, as soon as it has finished.
 
         They start from the global model [d]. A client whose feed fails leaves the others alone.
