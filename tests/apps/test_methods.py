@@ -37,6 +37,10 @@ def with_table(words):
     }
 
 
+# Of every client; as many as any preset takes in a round.
+RECORDS = 200
+
+
 def run_of(words):
     return Run.of({**DEFAULTS, **with_table(words)})
 
@@ -45,15 +49,15 @@ def strategy_of(run, sizes):
     return run.strategy(sizes)
 
 
-def sizes_of(run, size=80):
+def sizes_of(run, size=RECORDS):
     return lambda: dict.fromkeys(run.settings.client_names(), size)
 
 
-def data(size=80, num_features=784):
+def data(size=RECORDS, num_features=784):
     return TensorRecords(inputs=torch.zeros(size, num_features), targets=torch.zeros(size, dtype=torch.int64))
 
 
-def client(run, size=80):
+def client(run, size=RECORDS):
     names = run.settings.client_names()[:2]
     num_features = task_module(run.settings.task).num_features(run.of_task)
     return run.client(run.model(), {name: data(size, num_features) for name in names}, sizes_of(run, size))
@@ -108,7 +112,7 @@ def test_nbafl_words_reach_strategy_and_recipe():
     assert (strategy.rules.cohort_size, strategy.rules.uplink_exposures) == (20, 25)
     recipe = client(run).recipe
     assert isinstance(recipe, NbAFLRecipe)
-    assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, 80, 25)
+    assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, RECORDS, 25)
 
 
 def test_dp_pasgd_words_reach_strategy_and_recipe():

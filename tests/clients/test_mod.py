@@ -94,7 +94,7 @@ def context_of(node: int = 1, **config: Any) -> Context:
 def instruction_of(
     placement: str = "distributed", noise_std: float = 0.5, *, keep_ratio: float = 1.0, **changes: Any
 ) -> Instruction:
-    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio}
+    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio, "quantization_levels": 0}
     words = {
         "server_round": 1,
         "method": "dp-fedsam",
