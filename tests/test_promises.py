@@ -139,7 +139,7 @@ def order(**words):
         ({"weights": [2.0]}, "unknown keys"),
         ({"terms": ["any"]}, "unknown keys"),
         ({"placement": "local"}, "placement='local': must be one of central, distributed"),
-        ({"placement": "central"}, "must be 0 and 1 for placement='central'"),
+        ({"placement": "central"}, "must be 0, 1 and 0 for placement='central'"),
         ({"noise_std": 0.0}, "noise_std=0: does not go with noise_multiplier=1"),
     ],
 )
@@ -771,7 +771,7 @@ def test_record_batches_are_secret_and_of_the_stated_rate():
 def test_shares_of_sparse_messages_do_not_follow_the_cohort_and_are_rounded_up():
     strategy = DPFedSAM(**CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.4)}, keep_ratio=0.5)
     # Expected are 1.6 clients: two shares.
-    assert {strategy.rules._share(size) for size in range(5)} == {2.0 / math.sqrt(2)}
+    assert {strategy.rules.share(size) for size in range(5)} == {2.0 / math.sqrt(2)}
     assert strategy.rules.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
 
 

@@ -24,6 +24,9 @@ NEEDS = {
     "fedsgd-dpc": {"sampling": "round-robin", "cohort-size": 4},
     "dp-fedsam": {"dp-fedsam.delta": 1e-3, "dp-fedsam.target-epsilon": 0.0},
     "fed-smp": {"fed-smp.delta": 1e-3, "fed-smp.target-epsilon": 0.0},
+    "dp-fedpaq": {"batch-size": 4, "dp-fedpaq.num-local-steps": 2, "dp-fedpaq.sensitivity": "per-step"},
+    "scaffold": {"batch-size": 4, "scaffold.num-local-steps": 2, "scaffold.sensitivity": "per-step"},
+    "dp-pasgd": {"batch-size": 4},
 }
 
 
@@ -38,7 +41,8 @@ def load_records(client, num_clients):
 
 def evaluate(model):
     assert not model.training
-    return {"size": sum(float(value.abs().sum()) for value in model.parameters())}
+    size = sum(float(value.abs().sum()) for value in model.parameters())
+    return {"size": size, "loss": size}
 
 
 def play(app, folder, nodes=2, **changes):

@@ -605,7 +605,7 @@ def test_no_record_silences_a_client_with_local_noise(kind: str) -> None:
         ({}, replace(CENTRAL, method="unknown"), "method='unknown': this client runs"),
         ({}, replace(CENTRAL, order={"placement": "central"}), "missing"),
         ({}, replace(CENTRAL, order={**CENTRAL.order, "noise_off": True}), r"unknown keys \['noise_off'\]"),
-        ({}, replace(CENTRAL, order={**CENTRAL.order, "keep_ratio": 0.5}), "must be 0 and 1 for placement='central'"),
+        ({}, replace(CENTRAL, order={**CENTRAL.order, "keep_ratio": 0.5}), "must be 0, 1 and 0 for placement='central'"),
         ({}, instruction_of(noise_std=0.0), "does not go with noise_multiplier=1"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
         ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
@@ -801,7 +801,7 @@ app = ClientApp(mods=[privacy_mod(name="a", policy=ClientPolicy(min_noise_std=0.
 def train(message, context):
     return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 model = ArrayRecord({"w": Array(np.zeros(4))})
-order = {"placement": "distributed", "noise_std": 0.5, "keep_ratio": 0.5}
+order = {"placement": "distributed", "noise_std": 0.5, "keep_ratio": 0.5, "quantization_levels": 0}
 words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": 1.0}
 message = wire.train_message(1, wire.MESSAGE_API, model, {}, wire.Instruction(**words, order=order))
 context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})

@@ -453,11 +453,11 @@ def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
 
 
 @pytest.mark.slow
-def test_a_target_that_pays_for_no_round_returns_the_initial_model():
+def test_a_target_that_pays_for_no_round_asks_no_client_to_train():
     strategy = fedavg(2, clip_norm=1.0, noise_multiplier=0.1, target_epsilon=0.01)
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
-    result = start(strategy, grid, num_rounds=5)
-    assert np.array_equal(result.arrays["w"].numpy(), np.zeros(4))
+    with pytest.raises(ValueError, match=r"no round was run"):
+        start(strategy, grid, num_rounds=5)
     assert strategy.statement.epsilon == 0
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
