@@ -17,6 +17,7 @@ from apps.methods import Run
 from apps.parts import training_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
+from flower_dp.clients.evaluation import loss_and_accuracy
 from flower_dp.clients.losses import Loss
 from flower_dp.running.apps import OwnFunction, read_app
 from flower_dp.running.recorded import record_run
@@ -257,6 +258,8 @@ def _with_loss(client: Any, loss: Loss) -> NodeClient:
     for name in ("training", "recipe"):
         if hasattr(client, name):
             setattr(client, name, _part_with_loss(getattr(client, name), loss))
+    if hasattr(client, "metrics"):
+        client.metrics = loss_and_accuracy(loss)
     made: NodeClient = client
     return made
 

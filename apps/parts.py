@@ -1,15 +1,18 @@
 """Parts that several methods make of the common settings."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from apps.settings import Settings
-from apps.tasks.models import loss_of
+from apps.tasks.models import loss_of, predictions
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
+from flower_dp.clients.evaluation import loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.strategies import PrivateEvaluation
 from flower_dp.strategies.client_level import ClientLevelRules
 
 N = TypeVar("N", int, float)
@@ -87,24 +90,43 @@ def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
         "target_epsilon": own.target_epsilon or None,
         "relation": own.relation or None,
         "report_client_metrics": settings.report_client_metrics,
+        "evaluation": evaluation_of(settings),
     }
+
+
+def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
+    """Return the private evaluation of a run with one noised sum; None for none."""
+    own = settings.evaluation
+    if not own.every:
+        return None
+    return PrivateEvaluation(
+        noise_multiplier=own.noise_multiplier,
+        sampling=PoissonSampling(sampling_rate=own.sampling_rate) if own.sampling_rate else sampler_of(settings),
+        metrics=own.bounds(),
+        every=own.every,
+    )
 
 
 def client_level_client(
     settings: Settings, rules: ClientLevelRules, training: LocalTraining, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
     """Return a node's client for rules with one noised sum; it accepts what its own run-config says, and nothing weaker."""
+    evaluating = rules.evaluation
     return DPClient(
         model=model,
         clients=clients,
         seed=settings.seed,
         training=training,
         engine=settings.engine.replace("-", "_"),
+        metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
         policy=ClientPolicy(
             max_clip_norm=rules.clip_norm,
             min_noise_multiplier=rules.noise_multiplier(()),
             min_noise_std=(1 - 1e-9) * rules.smallest_share,
             allow_metrics=settings.report_client_metrics,
+            allow_evaluation=evaluating is not None,
+            min_evaluation_noise_multiplier=evaluating.noise_multiplier(()) if evaluating else 0.0,
+            min_evaluation_noise_std=(1 - 1e-9) * evaluating.smallest_share if evaluating else 0.0,
         ),
     )
 

@@ -88,10 +88,7 @@ def _recorder(
             found = _test(model, settings.model, arrays, inputs, labels)
             metrics |= {prefix + name: value for name, value in found.items()}
         line |= metrics
-        if server_round:
-            line |= strategy.rounds[-1].public()
-        else:
-            line["epsilon"] = 0.0
+        line |= strategy.line_of(server_round)
         folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})
         return MetricRecord(dict(metrics)) if metrics else None
 

@@ -5,10 +5,11 @@ where it says so there.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from apps.evaluation import Evaluation
 from apps.tasks import TASKS, module_of
 from apps.tasks.models import MODELS
 from apps.tasks.partitions import PARTITIONS
@@ -25,7 +26,7 @@ _SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A run's common settings, one field a run-config key (`-` for `_`)."""
+    """A run's common settings, one field a run-config key (`-` for `_`); `evaluation` is a table of its own."""
 
     task: str = "mnist"
     method: str = "dp-fedsam"
@@ -57,6 +58,7 @@ class Settings:
     round_timeout: float = 600.0
     seed: int = 0
     output_dir: str = ""
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
     def check(self) -> None:
         """Refuse values that make no sense for any method.
@@ -77,6 +79,7 @@ class Settings:
         checks.integer("evaluate-every", self.evaluate_every, at_least=0)
         checks.integer("seed", self.seed, at_least=0)
         checks.number("round-timeout", self.round_timeout, above=0)
+        self.evaluation.check()
         for name, samplings in _SAMPLED.items():
             if self.is_set(name) and self.sampling not in samplings:
                 value, words = getattr(self, name), " or ".join(samplings)
@@ -126,12 +129,12 @@ def key_of(name: str) -> str:
 
 
 def read(kind: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
-    """Return a dataclass of settings from a table with one entry a field.
+    """Return a dataclass of settings from a table with one entry a field; a field that is a table itself has its default.
 
     Raises:
         ValueError: for an unknown or missing key or a value of the wrong kind, naming it.
     """
-    known = {key_of(field.name): field.type for field in fields(kind)}  # type: ignore[arg-type]
+    known = {key_of(field.name): field.type for field in fields(kind) if not is_dataclass(field.type)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
             raise ValueError(f"{prefix}{key}={table[key]!r}: unknown key; known are {', '.join(sorted(known))}")

@@ -6,11 +6,12 @@ A module `dp_fedsam` is the method `dp-fedsam` and the table `[tool.flwr.app.con
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import nn
 
+from apps.evaluation import Evaluation
 from apps.parts import Sizes
 from apps.settings import TRAINING, Settings, key_of, read
 from apps.tasks import TASKS, Task, load_task
@@ -30,7 +31,7 @@ class Method(Protocol):
 
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
-        READS: the settings of local training that it reads.
+        READS: the settings of local training that it reads, and `evaluation` if its clients can evaluate.
     """
 
     Own: type[Any]
@@ -61,7 +62,7 @@ class Run:
                 naming it.
         """
         kinds = {name: module_of(name).Own for name in METHODS} | {name: task_module(name).Own for name in TASKS}
-        tables: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+        tables: dict[str, dict[str, Any]] = {name: {} for name in [*kinds, "evaluation"]}
         common = {}
         for key, value in run_config.items():
             prefix, dot, rest = key.partition(".")
@@ -69,7 +70,8 @@ class Run:
                 tables[prefix][rest] = value
             else:
                 common[key] = value
-        settings = read(Settings, common)
+        evaluation = read(Evaluation, tables.pop("evaluation"), "evaluation.")
+        settings = replace(read(Settings, common), evaluation=evaluation)
         checks.one_of("method", settings.method, METHODS)
         settings.check()
         own = {name: read(kinds[name], table, f"{name}.") for name, table in tables.items()}
@@ -124,6 +126,13 @@ def _refuse_unread(settings: Settings, own: Mapping[str, Any]) -> None:
         if settings.is_set(name) and name not in reads[method]:
             readers = ", ".join(other for other in METHODS if name in reads[other])
             raise ValueError(f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={method!r}, but by {readers}")
+    if settings.evaluation != Evaluation() and "evaluation" not in reads[method]:
+        changed = next(one.name for one in fields(Evaluation) if getattr(settings.evaluation, one.name) != one.default)
+        readers = ", ".join(other for other in METHODS if "evaluation" in reads[other])
+        raise ValueError(
+            f"evaluation.{key_of(changed)}={getattr(settings.evaluation, changed)!r}: is not read by method={method!r}, but by "
+            f"{readers}"
+        )
     for other, table in own.items():
         kind, chosen = ("method", method) if other in METHODS else ("task", settings.task)
         for field in fields(table):

@@ -19,11 +19,13 @@ Metrics = Callable[[nn.Module, Records], Mapping[str, float]]
 _BATCH = 512
 
 
-def loss_and_accuracy(loss: Loss) -> Metrics:
-    """Return a client's own metrics: `loss`, and `accuracy` where targets are classes [n] of logits [n, classes].
+def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None = None) -> Metrics:
+    """Return a client's own metrics: `loss`, and `accuracy`.
 
     Args:
         loss: model outputs, targets -> the mean loss of a batch.
+        labels: model outputs [n, ...] -> the labels [n] that they speak for. None: the largest of logits [n, classes], and no
+            accuracy where targets are no classes [n].
     """
     mean_loss = checked(loss)
 
@@ -34,6 +36,9 @@ def loss_and_accuracy(loss: Loss) -> Metrics:
             inputs, targets = records.batch(positions, device)
             outputs = module(inputs)
             total += float(mean_loss(outputs, targets)) * len(positions)
+            if labels is not None:
+                right += int((labels(outputs) == targets).sum())
+                continue
             classes = classes and targets.ndim == 1 and outputs.ndim == 2 and not targets.dtype.is_floating_point
             right += int((outputs.argmax(1) == targets).sum()) if classes else 0
         return {"loss": total / max(count, 1)} | ({"accuracy": right / max(count, 1)} if classes else {})

@@ -24,7 +24,10 @@ class ClientPolicy:
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
         min_noise_std: smallest std of the noise that this client itself adds; > 0 insists on noise on the device.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
+        allow_evaluation: whether to take part in private evaluations.
         min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation.
+        min_evaluation_noise_std: smallest std of the noise that this client itself adds to its vector in a private evaluation,
+            whose norm is at most 1.
 
     Example:
         >>> from flower_dp.clients import ClientPolicy
@@ -40,14 +43,18 @@ class ClientPolicy:
     min_noise_multiplier: float = 0.0
     min_noise_std: float = 0.0
     allow_metrics: bool = False
+    allow_evaluation: bool = True
     min_evaluation_noise_multiplier: float = 0.0
+    min_evaluation_noise_std: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_clip_norm is not None:
             checks.number("max_clip_norm", self.max_clip_norm, above=0)
         checks.number("min_noise_multiplier", self.min_noise_multiplier, at_least=0)
         checks.number("min_noise_std", self.min_noise_std, at_least=0)
+        checks.flag("allow_evaluation", self.allow_evaluation)
         checks.number("min_evaluation_noise_multiplier", self.min_evaluation_noise_multiplier, at_least=0)
+        checks.number("min_evaluation_noise_std", self.min_evaluation_noise_std, at_least=0)
 
     def check(self, instruction: Instruction) -> None:
         """Refuse an instruction that this policy does not allow.
@@ -68,10 +75,16 @@ class ClientPolicy:
         Raises:
             ValueError: naming the limit and the value asked for.
         """
+        if not self.allow_evaluation:
+            raise ValueError("an evaluation: this client's policy has allow_evaluation=False")
         if instruction.noise_multiplier < self.min_evaluation_noise_multiplier:
             raise ValueError(
                 f"noise_multiplier={instruction.noise_multiplier:g} of an evaluation: this client's policy asks for "
                 f"{self.min_evaluation_noise_multiplier:g}"
+            )
+        if noise.noise_std < self.min_evaluation_noise_std:
+            raise ValueError(
+                f"noise_std={noise.noise_std:g} of an evaluation: this client's policy asks for {self.min_evaluation_noise_std:g}"
             )
         if self.min_noise_std and not noise.noise_std:
             raise ValueError("noise_std=0 of an evaluation: this client's policy asks for noise on the device")

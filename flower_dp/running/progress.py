@@ -110,12 +110,15 @@ def round_text(metrics: Mapping[str, Any]) -> str:
 
 
 def quantities(metrics: Mapping[str, Any]) -> list[str]:
-    """Return loss, accuracy and epsilon as far as the line has them; a null epsilon is said to be no privacy."""
+    """Return loss, accuracies and epsilon as far as the line has them; a null epsilon is said to be no privacy."""
     parts = []
     if isinstance(loss := metrics.get("loss"), int | float):
         parts.append(f"loss {loss:.4f}")
     if isinstance(accuracy := metrics.get("accuracy"), int | float):
         parts.append(f"accuracy {100 * accuracy:.1f} %")
+    if isinstance(private := metrics.get("private-accuracy"), int | float):
+        error = metrics.get("private-accuracy-standard-error", 0.0)
+        parts.append(f"private accuracy {100 * private:.1f} ± {100 * error:.1f} %")
     if "epsilon" in metrics:
         epsilon = metrics["epsilon"]
         parts.append("not private" if epsilon is None else f"epsilon {epsilon:.3f}")

@@ -63,7 +63,7 @@ def record_run(
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
         line: dict[str, Any] = {"round": server_round, "num-rounds": num_rounds, **(metrics or {})}
-        line |= strategy.rounds[-1].public() if server_round else {"epsilon": 0.0}
+        line |= strategy.line_of(server_round)
         folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})
         return metrics
 

@@ -229,6 +229,11 @@ class ClientLevelRules:
         self.begin()
         return rules
 
+    @property
+    def evaluation(self) -> "ClientLevelRules | None":
+        """The rules of this run's private evaluations; None without them."""
+        return None if self._evaluation is None else self._evaluation[0]
+
     def _events(self, num_rounds: int) -> DpEvent:
         """Return what rounds 1 to `num_rounds` cost at most, their evaluations with them."""
         events = self.charged.events(num_rounds)

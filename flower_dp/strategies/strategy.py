@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
 import numpy as np
@@ -45,6 +46,7 @@ class DPStrategy(Strategy):
         rounds: the numbers of every round. Not to be published as they are: see `RoundReport.public`.
         incidents: what happened, in words.
         missing: updates that were asked for and did not count, by what became of them.
+        evaluations: value and standard error of every metric of private evaluations, by round.
 
     Args:
         rules: the method's rules.
@@ -91,6 +93,7 @@ class DPStrategy(Strategy):
         self.rounds: list[RoundReport] = []
         self.incidents: list[str] = []
         self.missing = Missing()
+        self.evaluations: dict[int, dict[str, float]] = {}
         self.seeded_noise = self.noise_seed is not None
         self._refusal = "no reply"
         self._register: Register | None = None
@@ -310,6 +313,8 @@ class DPStrategy(Strategy):
         rng = self._generator("evaluating cohort", server_round)
         asked = roster.by_node(evaluator.plan.sampling.choose(server_round, len(roster.names), rng))
         evaluator.rules.charge(server_round, tuple(name for names in asked.values() for name in names))
+        if self.rounds:
+            self.rounds[-1] = replace(self.rounds[-1], epsilon=self.epsilon)
         return evaluator.messages(server_round, roster, arrays, config, asked)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -320,10 +325,18 @@ class DPStrategy(Strategy):
         collected = evaluator.collect(replies)
         self.seeded_noise |= collected.seeded_noise
         try:
-            return MetricRecord({**evaluator.result(collected, self._generator("evaluation", server_round))})
+            told = evaluator.result(collected, self._generator("evaluation", server_round))
         except RoundLeftOut as why:
-            log.warning("the evaluation of round %s was left out: %s", server_round, why)
+            refusal = next(iter(collected.refused.values()), None)
+            log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
             return None
+        self.evaluations[server_round] = told
+        return MetricRecord({**told})
+
+    def line_of(self, server_round: int) -> dict[str, int | float]:
+        """Return a round's public numbers: those of its report, and the metrics of its private evaluation as `private-...`."""
+        line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
+        return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})
 
     def summary(self) -> None:
         """Log what the run will do."""

@@ -1,7 +1,7 @@
 import json
 import math
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from apps.client_app import app as client_app
+from apps.evaluation import Evaluation
 from apps.methods import METHODS, Run, module_of
 from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
@@ -17,6 +18,7 @@ from apps.tasks import module_of as task_module
 from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
 from flower_dp.clients.losses import hinge
 from flower_dp.clients.registry import LOCAL
+from flower_dp.core.sampling import PoissonSampling
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, FedSGDDPC, NbAFL
 from flower_dp.wire import ClientLevelOrder
@@ -253,15 +255,95 @@ def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
     assert json.loads((tmp_path / "statement.json").read_text())["epsilon"] == 0
 
 
+EVALUATING = {"num-clients": 8, "num-rounds": 2, "sampling": "full", "evaluate-every": 0}
+TABLE = {"delta": 1e-3, "target-epsilon": 0.0, "noise-multiplier": 2.0}
+
+
+def play(tmp_path, method, **changes):
+    """Run the app in this process; return its lines of metrics and its statement."""
+    words = {**EVALUATING, "method": method, "output-dir": str(tmp_path)}
+    config = {**DEFAULTS, **words, **{f"{method}.{key}": value for key, value in TABLE.items()}, **changes}
+    grid = LocalGrid(client_app, 2, **config)
+    server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((tmp_path / "statement.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [name for name in METHODS if "evaluation" in module_of(name).READS])
+def test_private_evaluations_are_settings_of_the_app(method, tmp_path):
+    words = {"evaluation.every": 2, "evaluation.metrics": "loss=4, accuracy=1", "evaluation.noise-multiplier": 0.5}
+    lines, statement = play(tmp_path, method, **words)
+    told = ["private-loss", "private-loss-standard-error", "private-accuracy", "private-accuracy-standard-error"]
+    assert [[name for name in told if name in line] for line in lines] == [[], [], told]
+    assert set(statement["parts"]) == {"training", "evaluation"}
+    assert statement["noise"]["evaluation_noise_multiplier"] == 0.5
+    # The line of the round counts the evaluation in it.
+    assert statement["epsilon"] <= lines[-1]["epsilon"] <= 1.01 * statement["epsilon"] + 0.01
+    assert lines[-1]["epsilon"] > statement["parts"]["training"]
+
+
+def test_private_evaluations_have_a_cohort_of_their_own_where_they_are_given_one():
+    run = run_of({"evaluation.every": 1, "evaluation.sampling-rate": 0.25, "evaluation.metrics": "loss=4"})
+    plan = strategy_of(run, sizes_of(run))._evaluator.plan
+    assert (plan.sampling, plan.metrics) == (PoissonSampling(sampling_rate=0.25), {"loss": 4.0})
+    run = run_of({"evaluation.every": 1})
+    assert strategy_of(run, sizes_of(run))._evaluator.plan.sampling == PoissonSampling(sampling_rate=0.1)
+
+
+def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
+    words = {"sampling": "full", "num-clients": 16, "delta": 1e-3}
+    policy = client(run_of({**words, "evaluation.every": 1})).policy
+    # Shares of all 16 clients, of std 4 together.
+    assert (policy.allow_evaluation, policy.min_evaluation_noise_multiplier) == (True, 4.0)
+    assert policy.min_evaluation_noise_std == pytest.approx(1.0)
+    assert not client(run_of(words)).policy.allow_evaluation
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("every", -1, r"evaluation\.every=-1: must be a whole number >= 0"),
+        ("every", 1.5, r"evaluation\.every=1\.5: must be of type int"),
+        ("noise-multiplier", -1.0, r"evaluation\.noise-multiplier=-1"),
+        ("sampling-rate", 1.5, r"evaluation\.sampling-rate=1\.5"),
+        ("metrics", "f1=1", r"evaluation\.metrics='f1=1'.* there are loss, accuracy"),
+        ("metrics", "loss", r"evaluation\.metrics='loss': must be metrics with their upper bounds"),
+        ("metrics", "loss=1,loss=2", r"each once"),
+        ("metrics", "", r"evaluation\.metrics=''"),
+        ("metrics", "loss=low", r"'low' is no number"),
+        ("metrics", "loss=inf", r"the bound of loss=inf"),
+        ("metrics", "accuracy=0", r"the bound of accuracy=0"),
+        ("often", 1, r"evaluation\.often=1: unknown key; known are every, metrics"),
+    ],
+)
+def test_evaluations_that_make_no_sense_are_refused(key, value, match):
+    with pytest.raises(ValueError, match=match):
+        run_of({f"evaluation.{key}": value})
+
+
+def test_the_metrics_are_those_of_the_model():
+    node = client(run_of({"task": "vehicle", "model": "linear-svm", "num-clients": 100}))
+    records = TensorRecords(inputs=torch.ones(4, 100), targets=torch.tensor([1, 1, 1, -1]))
+    with torch.no_grad():
+        for parameter in node.model.module.parameters():
+            parameter.copy_(torch.full_like(parameter, 0.005))
+        found = node.metrics(node.model.module, records)
+    # Outputs of 0.505 speak for +1; the hinge loss is 0.495, and 1.505 for the wrong label.
+    assert found == pytest.approx({"loss": (3 * 0.495 + 1.505) / 4, "accuracy": 0.75})
+
+
 def test_defaults_in_code_and_in_the_app_are_the_same():
     kinds = {"": Settings, **{f"{name}.": module_of(name).Own for name in METHODS}}
     kinds |= {f"{name}.": task_module(name).Own for name in TASKS}
+    kinds |= {"evaluation.": Evaluation}
     found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}
+    assert found.pop("evaluation") is MISSING
     assert found == DEFAULTS
 
 
 def test_every_method_reads_known_settings_of_training():
-    assert all(set(module_of(name).READS) <= set(TRAINING) for name in METHODS)
+    assert all(set(module_of(name).READS) <= {*TRAINING, "evaluation"} for name in METHODS)
 
 
 def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():

@@ -293,6 +293,62 @@ def test_a_device_that_insists_on_its_own_noise_does_not_evaluate_without_it():
         client.evaluation({}, {wire.KEY: instruction.to_json()})
 
 
+@pytest.mark.parametrize(
+    ("policy", "match"),
+    [
+        (ClientPolicy(allow_evaluation=False), "declined: an evaluation: this client's policy has allow_evaluation=False"),
+        (
+            ClientPolicy(min_evaluation_noise_std=0.5),
+            "declined: noise_std=0.4 of an evaluation: this client's policy asks for 0.5",
+        ),
+        (ClientPolicy(min_evaluation_noise_std=0.4), None),
+    ],
+)
+def test_a_device_may_insist_on_its_own_share_of_an_evaluations_noise_or_refuse_it(policy, match):
+    """The server's word for the noise on the whole sum is no protection."""
+    client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}), policy=policy)
+    order = {"placement": "distributed", "noise_std": 0.4, "bounds": {"accuracy": 1.0}}
+    instruction = wire.Instruction(
+        server_round=1, method=wire.EVALUATION, clients=("c01",), clip_norm=1.0, noise_multiplier=1e6, order=order
+    )
+    given = {name: array.numpy() for name, array in flat().items()}
+    if match is None:
+        assert client.evaluation(given, {wire.KEY: instruction.to_json()})
+        return
+    with pytest.raises(ValueError, match=match):
+        client.evaluation(given, {wire.KEY: instruction.to_json()})
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_a_rounds_line_has_its_evaluation_and_its_cost(placement):
+    words = {"noise_multiplier": 2.0}
+    if placement == "distributed":  # what a round costs is known when its cohort is drawn
+        words |= {"placement": placement, "trusted_server": False, "sampling": PoissonSampling(sampling_rate=0.9)}
+    strategy, _, _ = run(
+        *APPS["ours"],
+        num_rounds=2,
+        words=words,
+        noise_multiplier=2.0,
+        every=2,
+        strategy_class=DPFedAvg if placement == "central" else DPFedSAM,
+    )
+    assert not any(name.startswith("private-") for name in strategy.line_of(1))
+    line = strategy.line_of(2)
+    assert {name for name in line if name.startswith("private-")} == {
+        f"private-{name}{end}" for name in ("loss", "accuracy") for end in ("", "-standard-error")
+    }
+    assert line["private-accuracy"] == strategy.evaluations[2]["accuracy"]
+    assert strategy.statement.epsilon <= line["epsilon"] <= 1.01 * strategy.statement.epsilon
+    assert strategy.rounds[0].epsilon < strategy.rounds[1].epsilon
+
+
+def test_why_an_evaluation_was_left_out_is_logged(caplog):
+    with caplog.at_level("WARNING", "flwr"):
+        run(client_app(lambda context: own(context, metrics=lambda *_: {"loss": 1.0})), 40, "accuracy")
+    assert "the evaluation of round 1 was left out" in caplog.text
+    assert "ValueError" in caplog.text.partition("was left out")[2]
+
+
 def test_an_evaluation_is_never_answered_as_training_nor_training_as_evaluation():
     client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}))
     order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}

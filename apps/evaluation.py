@@ -1,0 +1,50 @@
+"""Private evaluation on the clients, as a table of settings."""
+
+from dataclasses import dataclass
+
+from flower_dp.core import checks
+
+# What the app's clients compute of the global model and their own records.
+METRICS = ("loss", "accuracy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The table `evaluation`."""
+
+    every: int = 0
+    metrics: str = "accuracy=1"
+    noise_multiplier: float = 4.0
+    sampling_rate: float = 0.0
+
+    def check(self) -> None:
+        """Refuse values that make no sense.
+
+        Raises:
+            ValueError: naming key and value.
+        """
+        checks.integer("evaluation.every", self.every, at_least=0)
+        checks.number("evaluation.noise-multiplier", self.noise_multiplier, at_least=0)
+        checks.number("evaluation.sampling-rate", self.sampling_rate, at_least=0, at_most=1)
+        self.bounds()
+
+    def bounds(self) -> dict[str, float]:
+        """Return the public upper bound of every metric by name.
+
+        Raises:
+            ValueError: if the text is no list of metrics of the app's clients, each with a bound.
+        """
+        found: dict[str, float] = {}
+        for part in self.metrics.split(","):
+            name, sign, bound = (word.strip() for word in part.partition("="))
+            if name not in METRICS or not sign or name in found:
+                raise ValueError(
+                    f"evaluation.metrics={self.metrics!r}: must be metrics with their upper bounds, each once, with commas "
+                    f"between them, as 'loss=5,accuracy=1'; there are {', '.join(METRICS)}"
+                )
+            try:
+                value = float(bound)
+            except ValueError:
+                raise ValueError(f"evaluation.metrics={self.metrics!r}: {bound!r} is no number") from None
+            found[name] = checks.number(f"evaluation.metrics: the bound of {name}", value, above=0)
+        return found
