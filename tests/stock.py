@@ -1,18 +1,19 @@
 """Stock Flower ClientApps for the strategies' tests: they know nothing of this package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 # node id, global arrays by name -> trained arrays by name
 Train = Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
-def stock_app(train: Train, *, num_examples: Callable[[int], int] = lambda node: 1) -> ClientApp:
+def stock_app(train: Train, *, num_examples: Callable[[int], int] = lambda node: 1, mods: Sequence[Mod] = ()) -> ClientApp:
     """A Message-API app as Flower's own templates write it: arrays and metrics, with an example count."""
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
     @app.train()
     def fit(message: Message, context: Context) -> Message:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.losses import Loss, checked
+from flower_dp.clients.metric_vector import protected_vector
 from flower_dp.clients.parts import Secret
 from flower_dp.clients.records import Records
-from flower_dp.core import noise
-from flower_dp.core.clipping import clip_l2
 from flower_dp.wire import EvaluationOrder, Instruction
 
 # A model in evaluation mode, and one client's records -> the metrics by name.
@@ -71,13 +70,8 @@ def private_vector(
         values = metrics(module, records)
     finally:
         module.train(training)
-    vector = order.vector({name: _number(value) for name, value in values.items()})
-    scale = order.noise_std or instruction.noise_multiplier * instruction.clip_norm
-    step = noise.lattice_step(scale, clip_norm=instruction.clip_norm, dimension=order.dimension)
-    clipped = noise.toward_zero(clip_l2(vector, instruction.clip_norm), step)
-    if not order.noise_std:
-        return np.asarray(clipped)
-    return np.asarray(clipped + noise.gaussian(clipped, order.noise_std, step, secret()))
+    numbers = {name: _number(value) for name, value in values.items()}
+    return protected_vector(numbers, instruction=instruction, order=order, secret=secret)
 
 
 def _number(value: Any) -> float:

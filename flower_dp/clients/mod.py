@@ -7,21 +7,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, final
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
 from flower_dp.clients.account import LEDGER_PATH, account_of
 from flower_dp.clients.agreement import why_not
+from flower_dp.clients.app_evaluation import evaluating_dialect, metrics_of_app
 from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
-from flower_dp.clients.pipeline import Job, Pipeline, Train
+from flower_dp.clients.metric_vector import protected_vector
+from flower_dp.clients.pipeline import Job, Pipeline, Train, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Answer, Instruction, LocalOrder, Model
+from flower_dp.wire import Answer, Dialect, EvaluationAnswer, EvaluationOrder, Instruction, LocalOrder, Model
 
 log = logging.getLogger("flwr")
 
@@ -55,9 +58,11 @@ def privacy_mod(
     `terms` every reply is private on its own instead, as `LocalDPClient`'s: noise follows from the client's own terms, and each
     reply is charged to an account in the node's state before the app is called.
 
-    Metrics and example counts of the app do not leave; metrics do if server and policy both say so. Messages that are not of a
-    round of training (`evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is
-    private. Put the mod first in the list, so that no other mod changes what is noised.
+    Metrics and example counts of the app do not leave; metrics do if server and policy both say so. In a private evaluation
+    (`flower_dp.strategies.PrivateEvaluation`) the app's own evaluate function is called. What leaves is a vector of the metrics
+    that the server names, clipped to their public bounds, with the client's share of the noise. All other messages (a stock
+    server's `evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is private.
+    Put the mod first in the list, so that no other mod changes what is noised.
 
     Args:
         name: this client's stable name, public and unique among all clients, or a function of the node's context; None:
@@ -98,7 +103,7 @@ class _PrivacyMod:
     noise_seed: int | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer the roll call, or train by the server's instruction; refuse everything else.
+        """Answer the roll call, or train or evaluate by the server's instruction; refuse everything else.
 
         Raises:
             ValueError: if the message is no such thing, or against the policy.
@@ -111,6 +116,8 @@ class _PrivacyMod:
             return _config_reply(message, self._hosted(context))
         if train:
             return self._train(message, context, call_next)
+        if kind.partition(".")[0] == "evaluate" and (dialect := evaluating_dialect(message.content)):
+            return self._evaluate(message, context, call_next, dialect)
         if not self.policy.allow_metrics:
             raise ValueError(
                 f"{wire.DECLINED}: message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False"
@@ -158,6 +165,27 @@ class _PrivacyMod:
         )
         return _config_reply(message, answer.to_json(instruction.clients), ArrayRecord(list(made.payload.arrays)))
 
+    def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, dialect: Dialect) -> Message:
+        client = self._client(context)
+        try:
+            instruction = wire.instruction_of(message.content.config_records[dialect.config])
+            order = client.evaluation_order(instruction, context)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        refused = {name: "not hosted here" for name in instruction.clients if name != client.name}
+        total = np.zeros(order.dimension)
+        if client.name in instruction.clients:
+            # A function, not a generator: every draw takes new entropy from the operating system.
+            about = f"evaluation of {client.name}"
+            secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, about)
+            try:
+                metrics = metrics_of_app(call_next, message, context, dialect)
+                total = protected_vector(metrics, instruction=instruction, order=order, secret=secret)
+            except Exception as error:
+                refused[client.name] = failure(client.name, error).reason
+        answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+        return _config_reply(message, answer.to_json(instruction.clients))
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +199,12 @@ class _Client:
     methods: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "methods", tuple(CLIENT_LEVEL) if self.terms is None else (self.terms.method,))
+        methods = (*CLIENT_LEVEL, wire.EVALUATION) if self.terms is None else (self.terms.method,)
+        object.__setattr__(self, "methods", methods)
 
     def check(self, instruction: Instruction) -> None:
         """Refuse an instruction of another method, or one against the policy."""
-        if instruction.method not in self.methods:
+        if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
             raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
         self.policy.check(instruction)
         if self.terms is not None and self.policy.min_noise_std:
@@ -183,15 +212,23 @@ class _Client:
                 f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
             )
 
+    def evaluation_order(self, instruction: Instruction, context: Context) -> EvaluationOrder:
+        """Return the table of a private evaluation; refuse one that this client does not do, or that is against the policy."""
+        if instruction.method != wire.EVALUATION or wire.EVALUATION not in self.methods:
+            raise ValueError(
+                f"method={instruction.method!r}: to evaluate, this client runs {wire.EVALUATION!r} without terms only"
+            )
+        _refuse_ledger(context)
+        order = EvaluationOrder.of(instruction)
+        self.policy.check_evaluation(instruction, order)
+        return order
+
     def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet."""
         refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
         if self.terms is not None:
             return self._local_work(instruction, train, context, refused)
-        if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
-            raise ValueError(
-                f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting"
-            )
+        _refuse_ledger(context)
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
@@ -221,6 +258,13 @@ class _Client:
         # A function, not a generator: every draw takes new entropy from the operating system.
         secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, self.name)
         return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=weight)
+
+
+def _refuse_ledger(context: Context) -> None:
+    if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
+        raise ValueError(
+            f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting"
+        )
 
 
 class _Unseen:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dp_accounting import ComposedDpEvent
+
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
@@ -21,12 +23,14 @@ class EvaluationFacts:
         num_evaluations: how many were charged.
         noise_multiplier: std of the noise on the sum of clients' vectors, each of norm at most 1.
         sampling: who evaluated.
+        smallest_share: std of the least noise that a client adds to its own vector; 0 where the server adds it.
         parts: what training alone, and evaluation alone, would have cost at most.
     """
 
     num_evaluations: int
     noise_multiplier: float
     sampling: str
+    smallest_share: float
     parts: Mapping[str, float]
 
 
@@ -121,6 +125,9 @@ def _adversaries(facts: ClientLevelFacts) -> tuple[Adversary, ...]:
         multiplier = facts.smallest_share / release.clip_norm
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
         event = accounting.repeated(share.event(1), facts.num_rounds)
+        if facts.evaluation is not None:
+            own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=facts.evaluation.smallest_share))
+            event = ComposedDpEvent([event, accounting.repeated(own.event(1), facts.evaluation.num_evaluations)])
         cost = accounting.epsilon(event, delta=facts.delta, relation=release.relation)
         server, accountant, std = cost.epsilon, cost.accountant, share.noise_scale
         sees = "every client's message with its own share of the noise alone, and who took part"

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -128,19 +127,10 @@ class Evaluator:
         if stock:
             if len(names) != 1:
                 raise ValueError("a stock client's reply can stand for one client only")
-            return names, self.order.vector(_scalars(reply))
+            return names, self.order.vector(wire.reported_metrics(reply.content))
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise ValueError("it has no answer to its instruction, though the node has named its clients")
         answer = wire.EvaluationAnswer.from_json(texts[0], names, self.order.dimension)
         collected.seeded_noise |= answer.seeded_noise
         collected.add_refused(answer.refused)
         return tuple(name for name in names if name not in answer.refused), answer.total
-
-
-def _scalars(reply: Message) -> dict[str, float]:
-    """All numbers of a stock client's reply, by name."""
-    told: dict[str, float] = {}
-    records: list[Any] = [*reply.content.metric_records.values(), *reply.content.config_records.values()]
-    for record in records:
-        told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    return told

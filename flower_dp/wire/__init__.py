@@ -8,7 +8,7 @@ memory is taken, and every refusal is a ValueError that says why.
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import BESIDE, Model, numpy_arrays, payload_of, with_beside
-from flower_dp.wire.evaluation import EVALUATION, EvaluationAnswer, EvaluationOrder
+from flower_dp.wire.evaluation import EVALUATION, EvaluationAnswer, EvaluationOrder, reported_metrics
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
@@ -57,6 +57,7 @@ __all__ = [
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",
+    "reported_metrics",
     "roll_call",
     "train_message",
     "with_beside",

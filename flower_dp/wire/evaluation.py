@@ -4,8 +4,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from flwr.app import RecordDict
 
 from flower_dp.core import checks
 from flower_dp.wire.answer import most_answer_characters, positions_of, refused_at
@@ -15,6 +17,15 @@ from flower_dp.wire.text import PROTOCOL, check_keys, load
 # The name under which instructions of private evaluation go, and which nodes name among their methods.
 EVALUATION = "private-evaluation"
 _MOST_METRICS = 16
+
+
+def reported_metrics(content: RecordDict) -> dict[str, float]:
+    """Return all numbers of a stock client's reply to an evaluation, by name: those of its metric and config records."""
+    told: dict[str, float] = {}
+    records: list[Any] = [*content.metric_records.values(), *content.config_records.values()]
+    for record in records:
+        told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

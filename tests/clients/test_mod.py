@@ -274,7 +274,7 @@ def test_a_real_sklearn_app(placement: str) -> None:
 )
 def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(words: Any, config: Any, name: str) -> None:
     for app, question in ((added(0), wire.roll_call(1, "train")), (numpy_app, properties())):
-        for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp"]), (NBAFL, ["nbafl"])):
+        for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp", "private-evaluation"]), (NBAFL, ["nbafl"])):
             assert told(app(privacy_mod(terms=terms, **words))(question, context_of(**config))) == {
                 "clients": [name],
                 "methods": methods,

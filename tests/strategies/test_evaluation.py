@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
@@ -33,9 +33,9 @@ def metrics_of(node):
     return {"loss": 8.0 if node % 2 else 1.0, "acc": SHARES[node]}  # half of the losses are clipped to 4
 
 
-def stock(metrics=metrics_of):
+def stock(metrics=metrics_of, *mods):
     """A Message-API app with an evaluate function of its own."""
-    app = stock_app(shifted(lambda node: 0.0))
+    app = stock_app(shifted(lambda node: 0.0), mods=mods)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -76,6 +76,12 @@ def flat():
 APPS = {
     "stock Message API": (stock(), 40, "acc"),
     "stock NumPyClient": (ClientApp(client_fn=lambda context: StockNumPyClient(context.node_id).to_client()), 40, "acc"),
+    "stock Message API, mod": (stock(metrics_of, privacy_mod()), 40, "acc"),
+    "stock NumPyClient, mod": (
+        ClientApp(client_fn=lambda context: StockNumPyClient(context.node_id).to_client(), mods=[privacy_mod()]),
+        40,
+        "acc",
+    ),
     "ours": (client_app(own), 40, "accuracy"),
     "ours, NumPyClient": (ClientApp(client_fn=lambda context: own(context).to_client()), 40, "accuracy"),
     "ours, 10 a node": (client_app(lambda context: own(context, clients_per_node=10)), 4, "accuracy"),
@@ -90,10 +96,18 @@ def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, words=(), 
     return strategy, grid, result
 
 
-@pytest.mark.parametrize("name", APPS)
-def test_values_are_those_of_the_clients(name):
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [*((name, "central") for name in APPS), *((name, "distributed") for name in APPS if "ours" in name or "mod" in name)],
+)
+def test_values_are_those_of_the_clients(name, placement):
     app, nodes, metric = APPS[name]
-    _, _, result = run(app, nodes, metric, words={"noise_multiplier": 1e-9}, noise_multiplier=1e-6)
+    words = {"noise_multiplier": 1e-9}
+    if placement == "distributed":
+        words |= {"placement": placement}
+    _, _, result = run(
+        app, nodes, metric, words=words, noise_multiplier=1e-6, strategy_class=DPFedSAM if "placement" in words else DPFedAvg
+    )
     told = dict(result.evaluate_metrics_clientapp[1])
     assert told[metric] == pytest.approx(20.5 / 40, abs=1e-3)
     loss = 2.5 if "stock" in name else None  # 1 and, clipped, 4
@@ -104,16 +118,15 @@ def test_values_are_those_of_the_clients(name):
     assert told[f"{metric}-standard-error"] == pytest.approx(math.sqrt(0.5125 * 0.4875 / 40), rel=1e-3)
 
 
-@pytest.mark.parametrize("placement", ["central", "distributed"])
-def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement):
+@pytest.mark.parametrize(("placement", "mod"), [("central", False), ("distributed", False), ("distributed", True)])
+def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod):
     """6,400 entries of noised vectors: their std is 2.5 % off with probability 0.005; seeds are fixed."""
     bounds = {f"metric {number}": 1.0 for number in range(15)}
     words = WORDS | {"num_clients": 4, "noise_seed": 1}
     strategy = DPFedSAM(**words, placement=placement, evaluation=evaluation(metrics=bounds))
-    grid = LocalGrid(
-        client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: dict.fromkeys(bounds, 0.5))),
-        1,
-    )
+    half = dict.fromkeys(bounds, 0.5)
+    app = client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: half))
+    grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 4) if mod else LocalGrid(app, 1)
     roster, evaluator = strategy._call_roll(grid), strategy._evaluator
     asked = roster.by_node(np.arange(4))
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
@@ -207,6 +220,17 @@ def test_epsilon_is_that_of_training_and_evaluations_together():
     assert "Each part alone: training " in str(statement)
     assert strategy.epsilon >= statement.epsilon - 1e-6
     assert not statement.paper.valid
+
+
+def test_the_servers_own_view_counts_evaluations_too():
+    strategy, _, _ = run(
+        *APPS["ours"], num_rounds=3, strategy_class=DPFedSAM, words={"placement": "distributed"}, noise_multiplier=2.0
+    )
+    server = next(one for one in strategy.statement.adversaries if one.name == "the server")
+    # 3 messages with a 40th part of the variance of noise of std 1 x clip norm, and 3 with that of noise of std 2.
+    multiplier = 1 / math.sqrt(3 * 40 + 3 * 40 / 4)
+    wanted = accounting.epsilon(GaussianDpEvent(multiplier), delta=1e-3, relation="add-or-remove-one").epsilon
+    assert server.epsilon == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_target_counts_evaluations():
