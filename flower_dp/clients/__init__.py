@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flower_dp.clients.mod import privacy_mod
 from flower_dp.clients.nbafl_weights import NbAFLTerms
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
 
 if TYPE_CHECKING:
     from flower_dp.clients.app import client_app
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
     from flower_dp.clients.fixes import fix_batchnorm
     from flower_dp.clients.local import LocalDPClient
+    from flower_dp.clients.local_evaluation import RecordMetrics
     from flower_dp.clients.nbafl import NbAFLRecipe
     from flower_dp.clients.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.scaffold import ScaffoldRecipe
@@ -30,12 +32,14 @@ __all__ = [
     "DPFedPAQRecipe",
     "DPPASGDRecipe",
     "DatasetRecords",
+    "EvaluationBudget",
     "FedSGDDPCRecipe",
     "FlatModel",
     "LocalDPClient",
     "LocalTraining",
     "NbAFLRecipe",
     "NbAFLTerms",
+    "RecordMetrics",
     "Records",
     "ScaffoldRecipe",
     "TensorRecords",
@@ -60,6 +64,7 @@ _WITH_TORCH = {
     "LocalDPClient": "local",
     "LocalTraining": "training",
     "NbAFLRecipe": "nbafl",
+    "RecordMetrics": "local_evaluation",
     "Records": "records",
     "ScaffoldRecipe": "scaffold",
     "TensorRecords": "records",

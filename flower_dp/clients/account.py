@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from flower_dp.privacy.client_terms import Terms, value_of
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.ledger_file import LedgerFile, owner_of
 
 log = logging.getLogger("flwr")
 
@@ -123,7 +123,8 @@ class FileAccount:
     def _by_file(self, names: Iterable[str]) -> list[tuple[LedgerFile, list[str]]]:
         groups: dict[str, tuple[LedgerFile, list[str]]] = {}
         for name in names:
-            groups.setdefault(str(self._files[name].path), (self._files[name], []))[1].append(name)
+            file = self._files[owner_of(name)]
+            groups.setdefault(str(file.path), (file, []))[1].append(name)
         return list(groups.values())
 
 

@@ -1,26 +1,32 @@
 """The client of methods whose every message is private on its own: own budget, own noise, own account."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import numpy as np
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
+from flower_dp import wire
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
 from flower_dp.clients.agreement import why_not
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
+from flower_dp.clients.local_evaluation import RecordMetrics, evaluated_row, record_loss_and_accuracy
 from flower_dp.clients.local_recipe import LocalRecipe
+from flower_dp.clients.losses import Loss
 from flower_dp.clients.pipeline import Job, Pipeline, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.records import Records
 from flower_dp.clients.work import Work
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.wire import Instruction, LocalOrder
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.ledger_file import evaluation_account, owner_of
+from flower_dp.wire import EvaluationAnswer, Instruction, LocalEvaluationOrder, LocalOrder
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
 
@@ -48,6 +54,8 @@ class LocalDPClient(NodeClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never noise or the choice of records.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+        evaluation: what private evaluations may cost each client, beside the recipe's budget; None: it takes part in none.
+        record_metrics: metrics of single records, for private evaluation; by default `loss` and `accuracy`.
 
     Example:
         >>> import torch
@@ -74,10 +82,14 @@ class LocalDPClient(NodeClient):
         device: torch.device | str | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
+        evaluation: EvaluationBudget | None = None,
+        record_metrics: RecordMetrics | None = None,
     ) -> None:
         super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
         self.recipe = recipe
         self.ledger = ledger
+        self.evaluation_budget = evaluation
+        self.record_metrics = record_metrics
         if ledger is not None:
             ledger_files(ledger, clients)
         if state is not None:
@@ -99,8 +111,49 @@ class LocalDPClient(NodeClient):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The method of the recipe."""
-        return (self.recipe.method,)
+        """The method of the recipe, and private evaluation for a client with a budget of it."""
+        evaluates = self.evaluation_budget is not None and self.policy.allow_evaluation
+        return (self.recipe.method, wire.EVALUATION) if evaluates else (self.recipe.method,)
+
+    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation: the weighted sum of its clients' rows, each with its own full noise.
+
+        Each is charged to its client's account of evaluations before a record is touched.
+        """
+        metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
+        try:
+            instruction = wire.instruction_of(config)
+            if instruction.method != wire.EVALUATION:
+                raise ValueError(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+            order = LocalEvaluationOrder.of(instruction)
+            if unknown := sorted(set(order.bounds) - set(metrics.names)):
+                raise ValueError(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
+            if set(trained) != set(self.model.layout.names):
+                raise ValueError(
+                    f"the server's model has arrays {sorted(trained)}, this client's {sorted(self.model.layout.names)}"
+                )
+            account = account_of(self.ledger, self.clients, self.state)
+            agreed, refused = self._agreed(instruction, order)
+        except ValueError as error:
+            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        unpaid = account.charge({evaluation_account(name): terms for name, (terms, _) in agreed.items()})
+        refused |= {owner_of(name): reason for name, reason in unpaid.items()}
+        self.model.reset_buffers()
+        self.model.vector.copy_(torch.from_numpy(self.model.layout.flatten(trained)))
+        weights = dict(zip(instruction.clients, order.weights, strict=True))
+        total = np.zeros(order.dimension)
+        for name, (terms, records) in agreed.items():
+            if name in refused:
+                continue
+            rng = self.generator(instruction, f"evaluation of {name}")
+            try:
+                row = evaluated_row(self.model, records, metrics, order=order, release=terms.release, rng=rng)
+            except Exception as error:
+                refused[name] = failure(name, error).reason
+                continue
+            total += weights[name] * row
+        answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+        return {wire.KEY: answer.to_json(instruction.clients)}
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         account = account_of(self.ledger, self.clients, self.state)
@@ -143,7 +196,9 @@ class LocalDPClient(NodeClient):
         restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
         return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
-    def _agreed(self, instruction: Instruction, order: LocalOrder) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+    def _agreed(
+        self, instruction: Instruction, order: LocalOrder | LocalEvaluationOrder
+    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
         """Return terms and records of the clients whose own terms are what the server says, and why the others refuse."""
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
@@ -160,6 +215,9 @@ class LocalDPClient(NodeClient):
                 continue
             try:
                 terms = self.recipe.terms(name, records)
+                if instruction.method == wire.EVALUATION:
+                    terms = self._evaluation_terms(name, terms)
+                    self.policy.check_evaluation(instruction, _Scale(noise_std=terms.release.noise_scale))
             except ValueError as error:
                 refused[name] = str(error)
                 continue
@@ -168,6 +226,23 @@ class LocalDPClient(NodeClient):
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
+
+    def _evaluation_terms(self, name: str, training: Terms) -> Terms:
+        if self.evaluation_budget is None:
+            raise ValueError("evaluation=None: this client has no budget of private evaluations")
+        return self.evaluation_budget.terms(name, training)
+
+
+def _loss_of(recipe: Any) -> Loss:
+    loss: Loss = recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
+    return loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """The noise that a client adds to its own vector."""
+
+    noise_std: float
 
 
 class _Keeper:

@@ -24,6 +24,7 @@ from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import RELATIONS, Relation
 
 FORMAT = 1
+_EVALUATION = ", evaluation"
 _KEY = "flower-dp-ledger"
 _LOCK_SECONDS, _POLL_SECONDS = 10.0, 0.02
 _EVENTS = {
@@ -37,6 +38,16 @@ _EVENTS = {
         dp.SampledWithoutReplacementDpEvent,
     )
 }
+
+
+def evaluation_account(name: str) -> str:
+    """Return the name of the account of a client's evaluations, beside that of its replies in training."""
+    return name + _EVALUATION
+
+
+def owner_of(account: str) -> str:
+    """Return the client whose account this is."""
+    return account.removesuffix(_EVALUATION)
 
 
 class LedgerError(ValueError):
@@ -151,6 +162,8 @@ class LedgerFile:
         with self._faults(), self._locked() as (path, file):
             entries = _entries(file.read())
             for name in asked:
+                if name not in entries and owner_of(name) in entries:
+                    entries[name] = Entry()  # no evaluation yet; an account that was there before is in `at_least`
                 if name not in entries:
                     raise LedgerError(f"has no account of client {name!r}; it is the ledger of {', '.join(sorted(entries))}")
                 if entries[name].replies < (known := (at_least or {}).get(name, 0)):

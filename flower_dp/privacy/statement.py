@@ -48,7 +48,10 @@ class Adversary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCosts:
-    """The tight epsilon of every client with a ledger of its own: the distribution, the worst, and up to 100 one by one."""
+    """The tight epsilon of every client with a ledger of its own: the distribution, the worst, and up to 100 one by one.
+
+    `evaluation` has what private evaluations alone have cost each of them.
+    """
 
     count: int
     minimum: float
@@ -56,6 +59,7 @@ class ClientCosts:
     maximum: float
     worst: str
     each: dict[str, float]
+    evaluation: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,9 @@ class PrivacyStatement:
             )
             if costs.each:
                 lines.append("Each client: " + ", ".join(f"{name} {_shown(value)}" for name, value in costs.each.items()))
+            if costs.evaluation:
+                told = ", ".join(f"{name} {_shown(value)}" for name, value in costs.evaluation.items())
+                lines.append(f"Each client's evaluations alone: {told}")
         for title, items in (
             ("Assumes", self.assumptions),
             ("Not covered", self.not_covered),

@@ -1,5 +1,6 @@
 """Flower strategies: the server's side of every method."""
 
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.strategies.dp_fedavg import DPFedAvg
 from flower_dp.strategies.dp_fedpaq import DPFedPAQ
 from flower_dp.strategies.dp_fedsam import DPFedSAM
@@ -7,7 +8,7 @@ from flower_dp.strategies.dp_pasgd import DPPASGD
 from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
-from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -17,8 +18,10 @@ __all__ = [
     "DPFedPAQ",
     "DPFedSAM",
     "DPStrategy",
+    "EvaluationBudget",
     "FedSGDDPC",
     "FedSMP",
+    "LocalEvaluation",
     "NbAFL",
     "PrivateEvaluation",
     "Scaffold",

@@ -37,6 +37,23 @@ class Evaluator:
         self._now: Round | None = None
         self._sent: list[Message] = []
 
+    @property
+    def num_charged(self) -> int:
+        """How many evaluations were charged."""
+        return self.rules.num_rounds
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self._now, self._sent = None, []
+
+    def cohort(self, server_round: int, names: tuple[str, ...], rng: Generator) -> np.ndarray:
+        """Return the indices of the clients that evaluate."""
+        return self.plan.sampling.choose(server_round, len(names), rng)
+
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge an evaluation to the method's ledgers."""
+        self.rules.charge(server_round, names)
+
     def due(self, server_round: int) -> bool:
         """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""
         return self.plan.due(server_round) and self.rules.num_rounds < self.method.num_rounds // self.plan.every
@@ -121,16 +138,12 @@ class Evaluator:
         self, collected: Collected, reply: Message, names: tuple[str, ...], *, stock: bool
     ) -> tuple[tuple[str, ...], np.ndarray]:
         """Return the clients that a reply stands for, and the sum of their vectors."""
-        most = 4096 + 6 * wire.most_answer_characters(len(names))
-        wire.check_content(reply.content, most_entries=1000, most_bytes=most)
-        texts = [record[wire.KEY] for record in reply.content.config_records.values() if wire.KEY in record]
         if stock:
+            wire.check_content(reply.content, most_entries=1000, most_bytes=4096 + 6 * wire.most_answer_characters(1))
             if len(names) != 1:
                 raise ValueError("a stock client's reply can stand for one client only")
             return names, self.order.vector(wire.reported_metrics(reply.content))
-        if len(texts) != 1 or not isinstance(texts[0], str):
-            raise ValueError("it has no answer to its instruction, though the node has named its clients")
-        answer = wire.EvaluationAnswer.from_json(texts[0], names, self.order.dimension)
+        answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
         collected.seeded_noise |= answer.seeded_noise
         collected.add_refused(answer.refused)
         return tuple(name for name in names if name not in answer.refused), answer.total

@@ -14,6 +14,7 @@ from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
+from flower_dp.strategies.evaluation_books import EvaluationBooks
 from flower_dp.strategies.replies import Bounds
 from flower_dp.strategies.rules import Round
 
@@ -74,6 +75,7 @@ class ClientBooks:
         self.population = population
         self.relation = accounting.relation_of(relation)
         self.delta = checks.number("delta", delta, at_least=0, below=1)
+        self.evaluations: EvaluationBooks | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -84,6 +86,8 @@ class ClientBooks:
         self.ledgers: dict[str, Ledger] = {}
         self.num_records: dict[str, int] = {}
         self._all_records = 0
+        if self.evaluations is not None:
+            self.evaluations.begin()
         self._costs: dict[tuple[float, tuple[str, ...]], Cost] = {}
 
     def open(self, names: tuple[str, ...], most_replies: int | None, terms_of: Callable[[str, int, int], Terms]) -> None:
@@ -109,6 +113,8 @@ class ClientBooks:
         each = per_client("num_replies", replies, names)
         self.terms = {name: terms_of(name, self.num_records[name], each[name]) for name in names}
         self.ledgers = {name: Ledger(owner=name, relation=self.relation) for name in names}
+        if self.evaluations is not None:
+            self.evaluations.open(self.terms)
 
     def can_pay(self, name: str) -> bool:
         """Tell whether a client's budget has one more reply in it."""
@@ -174,10 +180,20 @@ class ClientBooks:
             self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=grid)
         return self._costs[key]
 
+    def total(self, name: str, ledger: Ledger, *, grid: float = 1e-5) -> Cost:
+        """Return the cost of one of a client's ledgers and of its private evaluations together."""
+        training = self.cost(ledger, grid=grid)
+        if self.evaluations is None or not self.evaluations.ledgers[name].num_charges:
+            return training
+        key = (grid, (ledger.relation, *ledger.lines(), "evaluation", *self.evaluations.ledgers[name].lines()))
+        if key not in self._costs:
+            self._costs[key] = self.evaluations.together(name, training, ledger.event, grid=grid)
+        return self._costs[key]
+
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost of all replies so far to the client who paid most."""
-        return max((self.cost(ledger, grid=1e-4).epsilon for ledger in self.ledgers.values()), default=0.0)
+        """An upper bound of the cost of all replies and evaluations so far to the client who paid most."""
+        return max((self.total(name, ledger, grid=1e-4).epsilon for name, ledger in self.ledgers.items()), default=0.0)
 
 
 def check_count(field: str, value: Any, num_clients: int) -> None:

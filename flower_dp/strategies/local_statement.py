@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.accounting import Cost
@@ -11,10 +11,30 @@ from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.evaluation_books import EvaluationBooks
 from flower_dp.strategies.local_level import ClientBooks
 from flower_dp.strategies.rules import RunFacts
 
 _LISTED = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEvaluationFacts:
+    """What the statement tells of private evaluations.
+
+    Attributes:
+        num_evaluations: how many were charged.
+        training: what training alone has cost every client.
+        alone: what evaluations alone have cost every client.
+        lines: the ledger of evaluations of every client.
+        noise_multipliers: of every client.
+    """
+
+    num_evaluations: int
+    training: Mapping[str, float]
+    alone: Mapping[str, float]
+    lines: Mapping[str, tuple[str, ...]]
+    noise_multipliers: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +52,7 @@ class LocalFacts:
         num_rounds: rounds that were charged.
         num_unasked: times that a client whose budget was spent was not asked.
         run: facts of the run.
+        evaluation: the part of private evaluations; None without them.
     """
 
     title: str
@@ -44,6 +65,7 @@ class LocalFacts:
     num_rounds: int
     num_unasked: int
     run: RunFacts
+    evaluation: LocalEvaluationFacts | None = None
 
 
 def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts) -> LocalFacts:
@@ -55,10 +77,21 @@ def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts
         sampling=sampling,
         terms=books.terms,
         ledgers=books.ledgers,
-        costs={name: books.cost(ledger) for name, ledger in books.ledgers.items()},
+        costs={name: books.total(name, ledger) for name, ledger in books.ledgers.items()},
         num_rounds=books.num_rounds,
         num_unasked=books.num_unasked,
         run=run,
+        evaluation=None if books.evaluations is None else _evaluated(books, books.evaluations),
+    )
+
+
+def _evaluated(books: ClientBooks, evaluations: EvaluationBooks) -> LocalEvaluationFacts:
+    return LocalEvaluationFacts(
+        num_evaluations=evaluations.num_charged,
+        training={name: books.cost(ledger).epsilon for name, ledger in books.ledgers.items()},
+        alone={name: evaluations.alone(name).epsilon for name in evaluations.ledgers},
+        lines={name: tuple(ledger.lines()) for name, ledger in evaluations.ledgers.items()},
+        noise_multipliers={name: terms.release.mechanism.noise_multiplier for name, terms in evaluations.terms.items()},
     )
 
 
@@ -93,6 +126,12 @@ def state(
     )
     if not private:
         costs = {}
+    evaluation = facts.evaluation
+    if evaluation is not None and evaluation.num_evaluations:
+        paper = paper and _of_training_alone(paper)
+        adversaries = tuple(
+            replace(one, paper=_of_training_alone(one.paper)) if one.paper is not None else one for one in adversaries
+        )
     return PrivacyStatement(
         method=facts.title,
         unit=release.unit if release else "record",
@@ -103,15 +142,40 @@ def state(
         accountant=costs[worst].accountant if worst in costs else "none",
         paper=paper,
         num_rounds=facts.num_rounds,
-        noise=noise or {},
+        noise={**(noise or {}), **_evaluation_noise(evaluation)},
         sampling=sampling or str(facts.sampling),
-        events=tuple(facts.ledgers[worst].lines()) if worst is not None else (),
+        events=_events(facts, worst) if worst is not None else (),
         assumptions=(*_assumptions(facts), *assumptions),
         not_covered=tuple(_not_covered(facts)),
         incidents=(*_incidents(facts), *incidents),
         adversaries=(adversaries or _everyone(costs, worst, facts)) if private else (),
-        clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}),
+        parts=_parts(evaluation, worst) if evaluation is not None and worst in costs else {},
+        clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, evaluation),
     )
+
+
+def _of_training_alone(paper: PaperEpsilon) -> PaperEpsilon:
+    why = "it is that of training alone, and metrics of private evaluations were released as well"
+    return replace(paper, valid=False, reason=f"{why}; {paper.reason}")
+
+
+def _events(facts: LocalFacts, worst: str) -> tuple[str, ...]:
+    """Return what the ledgers of the worst client hold."""
+    evaluated = facts.evaluation.lines[worst] if facts.evaluation is not None else ()
+    return (*facts.ledgers[worst].lines(), *(f"evaluation: {line}" for line in evaluated))
+
+
+def _evaluation_noise(evaluation: LocalEvaluationFacts | None) -> dict[str, float]:
+    if evaluation is None or not evaluation.noise_multipliers:
+        return {}
+    return {"least_evaluation_noise_multiplier": min(evaluation.noise_multipliers.values())}
+
+
+def _parts(evaluation: LocalEvaluationFacts, worst: str | None) -> dict[str, float]:
+    """Return what training alone, and evaluations alone, have cost the worst client."""
+    if worst is None:
+        return {}
+    return {"training": evaluation.training[worst], "evaluation": evaluation.alone[worst]}
 
 
 def _everyone(costs: dict[str, Cost], worst: str | None, facts: LocalFacts) -> tuple[Adversary, ...]:
@@ -135,7 +199,7 @@ def _everyone(costs: dict[str, Cost], worst: str | None, facts: LocalFacts) -> t
     )
 
 
-def _client_costs(costs: dict[str, float]) -> ClientCosts | None:
+def _client_costs(costs: dict[str, float], evaluation: LocalEvaluationFacts | None) -> ClientCosts | None:
     if not costs:
         return None
     return ClientCosts(
@@ -145,6 +209,7 @@ def _client_costs(costs: dict[str, float]) -> ClientCosts | None:
         maximum=max(costs.values()),
         worst=max(costs, key=lambda name: costs[name]),
         each=costs if len(costs) <= _LISTED else {},
+        evaluation=dict(evaluation.alone) if evaluation is not None and len(costs) <= _LISTED else {},
     )
 
 
@@ -168,6 +233,11 @@ def _not_covered(facts: LocalFacts) -> list[str]:
     ]
     if facts.run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
+    if facts.evaluation is not None:
+        lines.append(
+            f"which metrics are evaluated, and their bounds, are taken as public: {facts.evaluation.num_evaluations} private "
+            "evaluations are covered"
+        )
     if facts.run.own_evaluation:
         lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return lines

@@ -229,8 +229,8 @@ class NbAFLRules:
             NbAFLFacts(
                 local=local_facts(self.title, books, self.sampling, facts),
                 broadcast_ledgers=self.broadcast_ledgers,
-                outside={name: books.cost(ledger) for name, ledger in self.broadcast_ledgers.items()},
-                inside={name: books.cost(ledger) for name, ledger in self.participant_ledgers.items()},
+                outside={name: books.total(name, ledger) for name, ledger in self.broadcast_ledgers.items()},
+                inside={name: books.total(name, ledger) for name, ledger in self.participant_ledgers.items()},
                 clip_norm=self.clip_norm,
                 paper_epsilon=self.paper_epsilon,
                 uplink_exposures=self.uplink_exposures,

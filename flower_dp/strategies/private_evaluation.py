@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from flower_dp import wire
 from flower_dp.core import checks
-from flower_dp.core.sampling import Sampler, check_sampler
+from flower_dp.core.sampling import FullSampling, Sampler, check_sampler
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,56 @@ class PrivateEvaluation:
 
     def __post_init__(self) -> None:
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
+        check_sampler(self.sampling)
+        wire.EvaluationOrder(placement="central", bounds=self.metrics)
+        checks.integer("every", self.every, at_least=1)
+
+    def due(self, server_round: int) -> bool:
+        """Return whether there is an evaluation in a round."""
+        return server_round % self.every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEvaluation:
+    """Evaluation of the global model on clients' own data, for methods in which every message is private on its own.
+
+    In every `every`-th round clients send their metrics of the model with Laplace noise for a budget of their own
+    (`EvaluationBudget`), charged to their ledgers before any message leaves. The value of a metric is the mean of what came, by
+    the method's public weights. Where the method protects single records, so does this: a metric is the mean over a client's
+    records, and its noise falls with their number.
+
+    Attributes:
+        budget: of every client; clients have the same one (`LocalDPClient(evaluation=...)`).
+        metrics: the public upper bound of every metric, by the name under which clients have it; all are at least 0. `loss` and
+            `accuracy`, or what `record_metrics` of the clients names.
+        every: rounds from one evaluation to the next.
+        sampling: who evaluates, out of those whose budget is not spent.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.strategies import EvaluationBudget, FedSGDDPC, LocalEvaluation
+        >>> strategy = FedSGDDPC(
+        ...     mechanism="laplace",
+        ...     num_clients=10,
+        ...     cohort_size=5,
+        ...     num_records=500,
+        ...     clip_norm=1.0,
+        ...     epsilon=2.0,
+        ...     learning_rate=0.1,
+        ...     evaluation=LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=4), every=5),
+        ... )
+    """
+
+    budget: EvaluationBudget
+    metrics: Mapping[str, float] = field(default_factory=lambda: {"accuracy": 1.0})
+    every: int = 1
+    sampling: Sampler = field(default_factory=FullSampling)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, EvaluationBudget):
+            raise ValueError(f"budget={self.budget!r}: must be an EvaluationBudget")
         check_sampler(self.sampling)
         wire.EvaluationOrder(placement="central", bounds=self.metrics)
         checks.integer("every", self.every, at_least=1)

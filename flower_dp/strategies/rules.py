@@ -11,7 +11,7 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.replies import Bounds, Collected, Missing
 from flower_dp.wire import Model
 
@@ -25,7 +25,8 @@ class Options(TypedDict, total=False):
         noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
         frozen_arrays: names of the model's arrays that are sent and never trained, clipped or noised, such as the causal mask of
             a stock model's state_dict. A reply in which one differs is refused.
-        evaluation: a private evaluation on clients' own data, with methods of one noised sum: see `PrivateEvaluation`.
+        evaluation: private evaluation on clients' own data: see `PrivateEvaluation`, for methods of one noised sum, and
+            `LocalEvaluation`, for methods in which every message is private on its own.
         server_optimizer: a Flower strategy that moves the model by the noised one, such as FedAdam: see `ServerOptimizer`.
     """
 
@@ -34,7 +35,7 @@ class Options(TypedDict, total=False):
     noise_seed: int | None
     frozen_arrays: Sequence[str]
     server_optimizer: Strategy | None
-    evaluation: PrivateEvaluation | None
+    evaluation: PrivateEvaluation | LocalEvaluation | None
 
 
 def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,7 +23,9 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
 from flower_dp.strategies.legacy import LegacyAppError
-from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.local_evaluation import LocalEvaluator
+from flower_dp.strategies.local_level import ClientBooks
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
 from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
@@ -104,6 +106,8 @@ class DPStrategy(Strategy):
         self._stated: tuple[Any, PrivacyStatement] | None = None
         if self._optimizer is not None:
             self._optimizer.begin()
+        if self._evaluator is not None:
+            self._evaluator.begin()
         self.rules.begin()
 
     def plan(self, num_rounds: int) -> None:
@@ -150,7 +154,7 @@ class DPStrategy(Strategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        key = (self.rules.charges, self.facts)
+        key = (self.rules.charges, self._evaluator and self._evaluator.num_charged, self.facts)
         if self._stated is None or self._stated[0] != key:
             self._stated = (key, self.rules.explain(self.facts))
         return self._stated[1]
@@ -311,8 +315,8 @@ class DPStrategy(Strategy):
             return []
         roster = self._call_roll(grid)
         rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.plan.sampling.choose(server_round, len(roster.names), rng))
-        evaluator.rules.charge(server_round, tuple(name for names in asked.values() for name in names))
+        asked = roster.by_node(evaluator.cohort(server_round, roster.names, rng))
+        evaluator.charge(server_round, tuple(name for names in asked.values() for name in names))
         if self.rounds:
             self.rounds[-1] = replace(self.rounds[-1], epsilon=self.epsilon)
         return evaluator.messages(server_round, roster, arrays, config, asked)
@@ -365,18 +369,19 @@ class DPStrategy(Strategy):
                 noise / signal,
             )
 
-    def _make_evaluator(self, plan: PrivateEvaluation) -> Evaluator:
+    def _make_evaluator(self, plan: PrivateEvaluation | LocalEvaluation) -> Evaluator | LocalEvaluator:
         """Return what runs private evaluations.
 
         Raises:
-            ValueError: if the method's own messages are private one by one, under ledgers of single clients.
+            ValueError: if the plan is not of the method's kind: one ledger for all clients, or one each.
         """
-        if not isinstance(self.rules, ClientLevelRules):
-            raise ValueError(
-                f"evaluation: {self.rules.title} protects single records by every client's own budget, which pays for no "
-                "evaluation; use evaluate_fn with public data"
-            )
-        return Evaluator(plan, self.rules)
+        books = getattr(self.rules, "books", None)
+        if isinstance(plan, LocalEvaluation) and isinstance(books, ClientBooks):
+            return LocalEvaluator(plan, books)
+        if isinstance(plan, PrivateEvaluation) and isinstance(self.rules, ClientLevelRules):
+            return Evaluator(plan, self.rules)
+        fit = "LocalEvaluation, with a budget of every client" if isinstance(books, ClientBooks) else "PrivateEvaluation"
+        raise ValueError(f"evaluation: is a {type(plan).__name__}; {self.rules.title} takes a {fit}")
 
     def _call_roll(self, grid: Grid) -> Roster:
         """Return the roster of now: nodes may have joined, left or come back since the last round."""
@@ -472,7 +477,10 @@ class DPStrategy(Strategy):
             runs = ", ".join(sorted(methods)) or "no common method"
             return f"{self.rules.title}: clients must run {self.rules.name!r}; these run {runs}"
         if self._evaluator is not None and wire.EVALUATION not in methods:
-            return f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient"
+            return (
+                f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient, or "
+                "LocalDPClient(evaluation=...)"
+            )
         return None
 
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:

@@ -8,7 +8,14 @@ memory is taken, and every refusal is a ValueError that says why.
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import BESIDE, Model, numpy_arrays, payload_of, with_beside
-from flower_dp.wire.evaluation import EVALUATION, EvaluationAnswer, EvaluationOrder, reported_metrics
+from flower_dp.wire.evaluation import (
+    EVALUATION,
+    EvaluationAnswer,
+    EvaluationOrder,
+    LocalEvaluationOrder,
+    evaluation_answer_of,
+    reported_metrics,
+)
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
@@ -45,6 +52,7 @@ __all__ = [
     "EvaluationOrder",
     "FedSMPOrder",
     "Instruction",
+    "LocalEvaluationOrder",
     "LocalOrder",
     "Model",
     "answer_of",
@@ -52,6 +60,7 @@ __all__ = [
     "check_content",
     "content_bytes",
     "evaluate_message",
+    "evaluation_answer_of",
     "instruction_of",
     "is_roll_call",
     "most_answer_characters",

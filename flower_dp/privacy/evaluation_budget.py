@@ -1,0 +1,73 @@
+"""What private evaluations may cost a client whose every message is private on its own: a pure epsilon beside training's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flower_dp.core import checks
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, value_of, values_in
+from flower_dp.privacy.mechanisms import Laplace
+from flower_dp.privacy.release import Release
+
+# Noise is that much larger than its budget asks, so that a sum of float64 shares never exceeds the budget.
+_ROUNDING = 2.0**-40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationBudget:
+    """A client's budget of private evaluations, for methods in which every message is private on its own.
+
+    In an evaluation a client sends its metrics of the global model with Laplace noise. All `num_evaluations` together are
+    (epsilon, 0)-differentially private, for the unit and under the relation of the method. With a training budget of
+    (epsilon_t, delta) the client has spent at most (epsilon_t + epsilon, delta): pure epsilons add up.
+
+    Give the same budget to the client, which adds the noise and counts by it, and to the server's `LocalEvaluation`, which states
+    it; a client whose own budget is another one does not reply.
+
+    Attributes:
+        epsilon: of all evaluations together, > 0 and finite; one number, or one by client name.
+        num_evaluations: the most evaluations that a client will ever take part in.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.privacy.evaluation_budget import EvaluationBudget
+        >>> EvaluationBudget(epsilon=0.5, num_evaluations=4).num_evaluations
+        4
+    """
+
+    epsilon: float | Mapping[str, float]
+    num_evaluations: int
+
+    def __post_init__(self) -> None:
+        for epsilon in values_in(self.epsilon):
+            checks.number("evaluation epsilon", epsilon, above=0)
+        checks.integer("num_evaluations", self.num_evaluations, at_least=1)
+
+    def terms(self, name: str, training: Terms) -> Terms:
+        """Return a client's terms of evaluation, under the unit, relation and public data size of its terms of training.
+
+        The release is a sum of contributions of L1 norm at most 1. Where the unit is a record, each of the client's records
+        contributes: replacing one moves the sum by at most 2, adding or removing one by at most 1. Where it is the client, there
+        is one contribution.
+
+        Raises:
+            ValueError: if the client has no budget.
+        """
+        epsilon = value_of("evaluation epsilon", self.epsilon, name)
+        release = training.release
+        sensitivity = 2.0 if release.relation == "replace-one" else 1.0
+        # Of Laplace noise of scale b, one evaluation costs sensitivity / b.
+        scale = sensitivity * self.num_evaluations / epsilon * (1 + _ROUNDING)
+        own = Release(
+            what="the client's metrics of the global model with noise, in every evaluation",
+            seen_by=SEEN_BY,
+            unit=release.unit,
+            relation=release.relation,
+            clip_norm=1.0,
+            mechanism=Laplace(noise_multiplier=scale),
+            sampler=FullSampling(),
+            num_clients=release.num_clients,
+        )
+        return Terms(release=own, num_replies=self.num_evaluations)

@@ -1,0 +1,78 @@
+"""What private evaluations cost clients with ledgers of their own, beside what training costs them."""
+
+from collections.abc import Mapping
+
+from dp_accounting import ComposedDpEvent, DpEvent
+
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.events import Relation, UnsupportedEventError
+from flower_dp.privacy.ledger import Ledger
+
+
+class EvaluationBooks:
+    """Terms and ledgers of evaluation of every client, for one run.
+
+    Args:
+        budget: that was agreed with the clients.
+        relation: neighbouring relation of the ledgers.
+        delta: the delta at which epsilon is stated.
+    """
+
+    def __init__(self, budget: EvaluationBudget, *, relation: Relation, delta: float) -> None:
+        self.budget, self.relation, self.delta = budget, relation, delta
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self.terms: dict[str, Terms] = {}
+        self.ledgers: dict[str, Ledger] = {}
+        self.num_charged = 0
+
+    def open(self, training: Mapping[str, Terms]) -> None:
+        """Open a ledger for every client, beside its terms of training."""
+        self.terms = {name: self.budget.terms(name, terms) for name, terms in training.items()}
+        self.ledgers = {name: Ledger(owner=f"{name}, evaluation", relation=self.relation) for name in training}
+
+    def can_pay(self, name: str) -> bool:
+        """Tell whether a client's budget has one more evaluation in it."""
+        return self.ledgers[name].num_charges < self.terms[name].num_replies
+
+    def charge(self, names: tuple[str, ...]) -> None:
+        """Charge one evaluation to each client."""
+        self.num_charged += 1
+        for name in names:
+            self.ledgers[name].charge(self.terms[name].event)
+
+    def alone(self, name: str) -> Cost:
+        """Return what a client's evaluations cost alone: pure epsilons added up."""
+        return accounting.epsilon(self.ledgers[name].event, delta=0.0, relation=self.relation)
+
+    def together(self, name: str, training: Cost, event: DpEvent, *, grid: float) -> Cost:
+        """Return what training and evaluations cost a client together: the least bound that can be proved.
+
+        The sum always holds: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
+
+        Args:
+            name: the client.
+            training: the cost of its training.
+            event: of its training.
+            grid: of the accountant.
+        """
+        ledger = self.ledgers[name]
+        if not ledger.num_charges:
+            return training
+        total = Cost(
+            epsilon=training.epsilon + self.alone(name).epsilon,
+            delta=training.delta,
+            relation=training.relation,
+            accountant=f"{training.accountant} + pure",
+        )
+        try:
+            whole = ComposedDpEvent([event, ledger.event])
+            exact = accounting.epsilon(whole, delta=self.delta, relation=self.relation, grid=grid)
+        except UnsupportedEventError:
+            return total
+        return min(exact, total, key=lambda cost: cost.epsilon)

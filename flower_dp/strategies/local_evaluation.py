@@ -1,0 +1,142 @@
+"""Private evaluation where every message is private on its own: the weighted mean of clients' noised metrics."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+
+from flower_dp import wire
+from flower_dp.core.noise import Generator
+from flower_dp.strategies.evaluation_books import EvaluationBooks
+from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks
+from flower_dp.strategies.private_evaluation import LocalEvaluation
+from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted, answering_nodes
+from flower_dp.strategies.roster import Roster
+from flower_dp.strategies.rules import RoundLeftOut
+
+
+class LocalEvaluator:
+    """One run's private evaluations, each charged to the ledger of every client that is asked."""
+
+    def __init__(self, plan: LocalEvaluation, books: ClientBooks) -> None:
+        self.plan, self.books = plan, books
+        self.evaluations = EvaluationBooks(plan.budget, relation=books.relation, delta=books.delta)
+        books.evaluations = self.evaluations
+        self.order = wire.LocalEvaluationOrder(bounds=plan.metrics, weights=(), terms=(), noise_multipliers=())
+        self._last = 0
+        self._now: tuple[int, dict[int, tuple[str, ...]]] | None = None
+        self._sent: list[Message] = []
+
+    @property
+    def num_charged(self) -> int:
+        """How many evaluations were charged."""
+        return self.evaluations.num_charged
+
+    def begin(self) -> None:
+        """Forget the last run."""
+        self._last, self._now, self._sent = 0, None, []
+
+    def due(self, server_round: int) -> bool:
+        """Return whether there is an evaluation in this round that was not asked for yet, and a client that can pay."""
+        able = any(self.evaluations.can_pay(name) for name in self.evaluations.ledgers)
+        return self.plan.due(server_round) and server_round > self._last and able
+
+    def asked(self, server_round: int) -> bool:
+        """Return whether clients were asked in this round, and their replies were not used yet."""
+        return self._now is not None and self._now[0] == server_round
+
+    def cohort(self, server_round: int, names: tuple[str, ...], rng: Generator) -> np.ndarray:
+        """Return the indices of the clients that evaluate: those drawn who can pay."""
+        chosen = self.plan.sampling.choose(server_round, len(names), rng)
+        return np.asarray([index for index in chosen if self.evaluations.can_pay(names[index])], dtype=chosen.dtype)
+
+    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
+        """Charge one evaluation to each client."""
+        self._last = server_round
+        self.evaluations.charge(names)
+
+    def messages(
+        self, server_round: int, roster: Roster, arrays: ArrayRecord, config: ConfigRecord, asked: dict[int, tuple[str, ...]]
+    ) -> list[Message]:
+        """Return one message a node; the evaluation is charged already."""
+        self._now = (server_round, asked)
+        self._sent = [
+            wire.evaluate_message(node, roster.dialect, arrays, config, self._instruction(server_round, names))
+            for node, names in asked.items()
+        ]
+        return self._sent
+
+    def _instruction(self, server_round: int, names: tuple[str, ...]) -> wire.Instruction:
+        terms = [self.evaluations.terms[name] for name in names]
+        multipliers = tuple(one.release.mechanism.noise_multiplier for one in terms)
+        order = replace(
+            self.order,
+            weights=tuple(self.books.share(name) for name in names),
+            terms=tuple(one.kind for one in terms),
+            noise_multipliers=multipliers,
+        )
+        return wire.Instruction(
+            server_round=server_round,
+            method=wire.EVALUATION,
+            clients=names,
+            clip_norm=1.0,
+            noise_multiplier=min(multipliers),
+            order=asdict(order),
+        )
+
+    def collect(self, replies: Iterable[Message]) -> Collected:
+        """Add up the rows of a round's replies; one that makes no sense is left out."""
+        if self._now is None:
+            raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
+        collected = Collected(total=np.zeros(self.order.dimension))
+        bounds = Bounds(clip_norm=None, step=0.0, honest_norm=self._longest)
+        for node, names, reply in answering_nodes(collected, replies, self._now[1], self._sent):
+            try:
+                answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
+                clients = tuple(name for name in names if name not in answer.refused)
+                if clients:
+                    collected.total += accepted(answer.total, clients, bounds)
+                    collected.clients.extend(clients)
+                collected.seeded_noise |= answer.seeded_noise
+                collected.add_refused(answer.refused)
+            except Exception as error:  # whatever a forged reply may raise, it must not end the run
+                collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
+        return collected
+
+    def _longest(self, names: Sequence[str]) -> float:
+        """Return an L2 norm that the sum of these clients' honest rows all but never exceeds."""
+        spread = 2 * math.sqrt(self.order.dimension) + NOISE_DEVIATIONS
+        return sum(self.books.share(name) * (1 + self._scale(name) * spread) for name in names)
+
+    def _scale(self, name: str) -> float:
+        """Return the Laplace scale on the mean of a client's contributions."""
+        release = self.evaluations.terms[name].release
+        return release.noise_scale / release.expected_cohort
+
+    def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
+        """Return value and standard error of every metric: the mean of the rows that came, by their public weights.
+
+        The standard error covers the noise, and the choice of the clients where not all of them are there: of their values it
+        assumes no more than their bounds and the reported mean.
+
+        Raises:
+            RoundLeftOut: if no client has answered.
+        """
+        self._now, self._sent = None, []
+        if not collected.clients:
+            raise RoundLeftOut("no client has answered")
+        shares = {name: self.books.share(name) for name in collected.clients}
+        whole = sum(shares.values())
+        parts = {name: share / whole for name, share in shares.items()}
+        fractions = self.order.fractions(collected.total / whole)
+        # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
+        variance = sum((part * math.sqrt(2) * self._scale(name) * self.order.dimension / 2) ** 2 for name, part in parts.items())
+        chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.books.ledgers) else 0.0
+        told: dict[str, float] = {}
+        for (name, bound), fraction in zip(self.plan.metrics.items(), fractions.tolist(), strict=True):
+            value = min(max(fraction, 0.0), 1.0)
+            error = math.sqrt(variance + chosen * value * (1 - value))
+            told |= {name: value * bound, f"{name}-standard-error": error * bound}
+        return told

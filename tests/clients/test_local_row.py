@@ -1,0 +1,35 @@
+"""The last step before a client's metrics leave it: contributions, noise, and nothing in between."""
+
+import numpy as np
+import pytest
+
+from flower_dp.clients.local_row import private_row
+from flower_dp.core import noise
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
+
+
+def release_of(epsilon=1.0, num_records=4):
+    training = gradient_terms(mechanism="laplace", clip_norm=1.0, epsilon=1.0, delta=0.0, num_replies=5, num_records=num_records)
+    return EvaluationBudget(epsilon=epsilon, num_evaluations=1).terms("a", training).release
+
+
+def test_a_contribution_beyond_the_bound_is_refused():
+    rng = np.random.default_rng(0)
+    private_row(np.array([[0.5, -0.5], [1.0, 0.0]]), release_of(), rng)
+    with pytest.raises(ValueError, match="L1 norm above 1"):
+        private_row(np.array([[0.5, -0.5], [0.75, 0.5]]), release_of(), rng)
+
+
+def test_what_leaves_lies_on_the_lattice_of_the_noise():
+    release = release_of()
+    contributions = np.full((4, 3), 1 / 3)
+    row = private_row(contributions, release, np.random.default_rng(0))
+    step = release.lattice_step(3) / 2**12
+    assert step <= release.noise_scale / 1024
+    assert np.array_equal(noise.nearest(row * 4, step), row * 4)
+
+
+def test_rounding_is_no_bias_that_anybody_could_see():
+    row = private_row(np.full((4, 3), 0.333), release_of(1e9), np.random.default_rng(0))
+    assert row == pytest.approx(np.full(3, 0.333), abs=1e-6)

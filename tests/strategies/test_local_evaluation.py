@@ -1,0 +1,623 @@
+"""Private evaluation where every message is private on its own: values, noise, budgets, accounts, statement. Numbers by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent
+from flwr.app import Context, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+from torch import nn
+
+from flower_dp import wire
+from flower_dp.clients import (
+    ClientPolicy,
+    DPFedPAQRecipe,
+    DPPASGDRecipe,
+    EvaluationBudget,
+    FedSGDDPCRecipe,
+    FlatModel,
+    LocalDPClient,
+    LocalTraining,
+    NbAFLRecipe,
+    RecordMetrics,
+    ScaffoldRecipe,
+    TensorRecords,
+    client_app,
+)
+from flower_dp.clients.account import LEDGER_PATH
+from flower_dp.clients.local_evaluation import evaluated_row, record_loss_and_accuracy
+from flower_dp.clients.local_row import private_row
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.strategies import (
+    DPPASGD,
+    DPFedAvg,
+    DPFedPAQ,
+    FedSGDDPC,
+    LocalEvaluation,
+    NbAFL,
+    PrivateEvaluation,
+    Scaffold,
+)
+from tests.grids import LocalGrid
+from tests.stock import arrays
+
+CLIENTS, SIZE = 4, 40
+NAMES = [f"c{number}" for number in range(CLIENTS)]
+RIGHT = {"c0": 10, "c1": 20, "c2": 30, "c3": 40}  # of 40 records
+PLENTY = EvaluationBudget(epsilon=1e7, num_evaluations=2)  # next to no noise
+BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=2)
+STEPS = FedPAQSteps(
+    learning_rate=1e-6, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step", decay_iterations=None
+)
+PAQ = {"steps": STEPS, "epsilon": 2.0, "delta": 1e-3, "quantization_levels": None}
+PASGD = {
+    "batch_size": 16,
+    "clip_norm": 1.0,
+    "epsilon": 2.0,
+    "delta": 1e-3,
+    "num_steps": 6,
+    "num_local_steps": 2,
+    "learning_rate": 1e-6,
+}
+NBAFL = {"clip_norm": 2.0, "epsilon": 5.0, "delta": 1e-3, "uplink_exposures": 3}
+SGD = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 2.0}
+GAUSSIAN = {"mechanism": "gaussian", "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3}
+TURN = {"cohort_size": CLIENTS, "learning_rate": 1e-6, "num_clients": CLIENTS, "num_records": SIZE, "num_replies": 3}
+
+
+def sgd(words, **more):
+    return (
+        lambda **options: FedSGDDPC(**words, **TURN, **more, **options),
+        FedSGDDPCRecipe(**words, num_replies=3, num_records=SIZE, **more),
+    )
+
+
+def paq(strategy, recipe):
+    words = {"num_clients": CLIENTS, "num_records": SIZE, "num_replies": 3, "sampling": FullSampling()}
+    return lambda **options: strategy(**PAQ, **words, **options), recipe(**PAQ, num_replies=3)
+
+
+METHODS = {
+    "fedsgd-dpc laplace": sgd(SGD),
+    "fedsgd-dpc gaussian": sgd(GAUSSIAN),
+    "fedsgd-dpc add-or-remove": sgd(GAUSSIAN, relation="add-or-remove-one"),
+    "dp-fedpaq": paq(DPFedPAQ, DPFedPAQRecipe),
+    "scaffold": paq(Scaffold, ScaffoldRecipe),
+    "dp-pasgd": (lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, **options), DPPASGDRecipe(**PASGD)),
+    "nbafl": (
+        lambda **options: NbAFL(**NBAFL, num_clients=CLIENTS, num_records=SIZE, **options),
+        NbAFLRecipe(**NBAFL, min_records=SIZE, training=LocalTraining(learning_rate=1e-6)),
+    ),
+}
+
+
+def data(name, size=SIZE):
+    targets = torch.cat([torch.zeros(RIGHT[name]), torch.ones(SIZE - RIGHT[name])]).long()
+    return TensorRecords(inputs=torch.ones(size, 2), targets=targets[:size])
+
+
+def client_of(context, recipe, budget, *, nodes=CLIENTS, **words):
+    part = int(context.node_config["partition-id"])
+    hosted = {name: data(name) for name in NAMES[part::nodes]}
+    return LocalDPClient(model=nn.Linear(2, 2), clients=hosted, recipe=recipe, evaluation=budget, device="cpu", **words)
+
+
+def grid_of(recipe, budget=BUDGET, *, nodes=CLIENTS, **words):
+    return LocalGrid(client_app(lambda context: client_of(context, recipe, budget, nodes=nodes, **words)), nodes)
+
+
+def flat():
+    """A model that says class 0 of every record."""
+    return arrays(weight=np.array([[1, 1], [0, 0]], np.float32), bias=np.zeros(2, np.float32))
+
+
+def opened(method, grid, budget=BUDGET, *, metrics=None, **plan):
+    """A strategy whose clients have registered."""
+    metrics = metrics or {"loss": 4.0, "accuracy": 1.0}
+    strategy = METHODS[method][0](evaluation=LocalEvaluation(budget=budget, metrics=metrics, **plan))
+    strategy.plan(3)
+    strategy._call_roll(grid)
+    return strategy
+
+
+def evaluate(strategy, grid, server_round=1):
+    messages = strategy.configure_evaluate(server_round, flat(), {}, grid)
+    return strategy.aggregate_evaluate(server_round, list(grid.send_and_receive(messages)))
+
+
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+# Values
+
+
+@every_method
+@pytest.mark.parametrize("nodes", [CLIENTS, 2])
+def test_values_are_those_of_the_clients_records(method, nodes):
+    grid = grid_of(METHODS[method][1], PLENTY, nodes=nodes)
+    told = dict(evaluate(opened(method, grid, PLENTY), grid))
+    if method == "dp-pasgd":  # 16 of 40 records are public: a batch at random
+        assert told["accuracy"] == pytest.approx(0.625, abs=5 * math.sqrt(0.25 / 64))
+        return
+    assert told["accuracy"] == pytest.approx(0.625, abs=1e-4)
+    # Logits (2, 0): log(1 + e^-2) for class 0, that and 2 for class 1.
+    assert told["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
+
+
+def test_clients_weigh_by_their_public_data_sizes_as_in_training():
+    sizes = {"c0": 10, "c1": 20, "c2": 30, "c3": 40}
+    recipe = FedSGDDPCRecipe(**SGD, num_replies=3, num_records=sizes)
+
+    def client_fn(context):
+        name = NAMES[int(context.node_config["partition-id"])]
+        records = data(name, sizes[name])
+        return LocalDPClient(model=nn.Linear(2, 2), clients={name: records}, recipe=recipe, evaluation=PLENTY, device="cpu")
+
+    grid = LocalGrid(client_app(client_fn), CLIENTS)
+    plan = LocalEvaluation(budget=PLENTY)
+    strategy = FedSGDDPC(**SGD, **TURN | {"num_records": sizes}, evaluation=plan)
+    strategy.plan(3)
+    strategy._call_roll(grid)
+    # The first records of every client are those that the model gets right: all of them here.
+    right = sum(min(RIGHT[name], size) for name, size in sizes.items())
+    assert dict(evaluate(strategy, grid))["accuracy"] == pytest.approx(right / 100, abs=1e-4)
+
+
+def test_a_metric_of_ones_own_is_clipped_to_its_bound_record_by_record():
+    values = iter([3.0, -1.0, math.nan, 0.5] * (SIZE // 4) * CLIENTS)
+    metrics = RecordMetrics(names=("age",), of=lambda outputs, target: {"age": next(values)})
+    grid = grid_of(METHODS["dp-fedpaq"][1], PLENTY, record_metrics=metrics)
+    told = evaluate(opened("dp-fedpaq", grid, PLENTY, metrics={"age": 2.0}), grid)
+    assert dict(told)["age"] == pytest.approx((2.0 + 0.0 + 2.0 + 0.5) / 4, abs=1e-4)
+
+
+def test_the_standard_error_is_that_of_the_noise_where_all_clients_are_there():
+    grid = grid_of(METHODS["fedsgd-dpc laplace"][1])
+    told = dict(evaluate(opened("fedsgd-dpc laplace", grid), grid))
+    # Laplace scale 2 x 2 / 0.5 on a sum of 40; the mean of 4 clients; two metrics share the norm, and [-1, 1] is 2 wide.
+    error = math.sqrt(2) * 8 / 40 / math.sqrt(4) * 2 / 2
+    assert told["accuracy-standard-error"] == pytest.approx(error)
+    assert told["loss-standard-error"] == pytest.approx(4 * error)
+
+
+def test_the_estimate_is_unbiased_and_its_error_is_as_told():
+    """3,000 evaluations of one client: the mean is 5 standard errors off with probability 6e-7; the seed is fixed."""
+    terms = BUDGET.terms("c1", METHODS["fedsgd-dpc laplace"][1].terms("c1", data("c1")))
+    order = wire.LocalEvaluationOrder(bounds={"loss": 4.0, "accuracy": 1.0}, weights=(), terms=(), noise_multipliers=())
+    rng = np.random.default_rng(5)
+    rows = order.contributions(np.tile([[0.7, 1.0], [2.3, 0.0]], (SIZE // 2, 1)))
+    fractions = np.asarray([order.fractions(private_row(rows, terms.release, rng)) for _ in range(3000)])
+    std = math.sqrt(2) * 8 / 40
+    assert np.abs(fractions.mean(0) - [1.5 / 4, 0.5]).max() < 5 * std / math.sqrt(3000)
+    # Of a Laplace sample's std the relative error is sqrt(5 / 4 / 3000) = 2 %.
+    assert fractions.std(0) == pytest.approx(std, rel=0.1)
+
+
+# Noise
+
+
+@pytest.mark.parametrize(("relation", "sensitivity"), [("replace-one", 2.0), ("add-or-remove-one", 1.0)])
+def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(relation, sensitivity):
+    """80,000 draws: the relative error of the std is sqrt(5 / 4 / 80000) = 0.4 %; 2.5 % off has a probability below 1e-9."""
+    training = gradient_terms(**GAUSSIAN, num_replies=3, num_records=SIZE, relation=relation)
+    release = BUDGET.terms("c0", training).release
+    rng = np.random.default_rng(3)
+    draws = np.concatenate([private_row(np.zeros((SIZE, 8000)), release, rng) for _ in range(10)])
+    # Two evaluations for 0.5: each may cost 0.25.
+    std = math.sqrt(2) * sensitivity / 0.25 / SIZE
+    found = {factor: bool(abs(np.std(draws) / (std * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)}
+    assert found == {0.95: False, 1.0: True, 1.05: False}
+
+
+@every_method
+def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
+    terms = BUDGET.terms("c0", METHODS[method][1].terms("c0", data("c0")))
+    release = terms.release
+    assert isinstance(release.event(1), LaplaceDpEvent)
+    relation = "add-or-remove-one" if "add" in method else "replace-one"
+    assert (release.relation, release.unit) == (relation, "client" if method == "nbafl" else "record")
+    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1, "dp-pasgd": 16}.get(method, SIZE))
+    one = release.sensitivity / release.noise_scale
+    assert 2 * one <= 0.5
+    assert 2 * one == pytest.approx(0.5, rel=1e-9)
+
+
+VALUES = arrays_of.arrays(np.float64, (5, 3), elements=st.floats(allow_nan=True, allow_infinity=True))
+
+
+@given(VALUES, VALUES)
+def test_one_record_moves_the_sum_by_what_the_noise_is_made_for(values, others):
+    order = wire.LocalEvaluationOrder(bounds={"a": 1.0, "b": 1e-6, "c": 1e6}, weights=(), terms=(), noise_multipliers=())
+    rows, replaced = order.contributions(values), order.contributions(np.concatenate([others[:1], values[1:]]))
+    assert np.abs(rows.sum(0) - replaced.sum(0)).sum() <= 2 * (1 + 1e-12)
+    assert np.abs(rows.sum(0) - rows[1:].sum(0)).sum() <= 1 + 1e-12
+
+
+class Mixing(nn.Module):
+    """A model whose outputs depend on the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.linear(inputs - inputs.mean(0))
+
+
+def test_a_records_metrics_are_its_own_whatever_the_model_does_with_a_batch():
+    inputs = torch.tensor([[5.0, 0.0], [0.0, 0.0], [-1.0, 3.0], [2.0, 2.0]])
+    records = TensorRecords(inputs=inputs, targets=torch.tensor([0, 1, 0, 1]))
+    model = FlatModel(Mixing())
+    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=4)
+    release = PLENTY.terms("a", training).release
+    metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
+    order = wire.LocalEvaluationOrder(bounds={"loss": 10.0}, weights=(), terms=(), noise_multipliers=())
+    row = evaluated_row(model, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
+    with torch.no_grad():  # alone, every record is its own mean
+        alone = [float(nn.functional.cross_entropy(model.module.linear.bias[None], torch.tensor([label]))) for label in (0, 1)]
+    assert order.fractions(row)[0] == pytest.approx(np.mean(alone) / 10, abs=1e-5)
+
+
+class Broken(TensorRecords):
+    """Records of which the first can't be read."""
+
+    def batch(self, positions, device):
+        if 0 in positions.tolist():
+            raise KeyError("Jane Doe")
+        return super().batch(positions, device)
+
+
+def row_of(records, size=SIZE):
+    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size)
+    order = wire.LocalEvaluationOrder(bounds={"accuracy": 1.0}, weights=(), terms=(), noise_multipliers=())
+    model = FlatModel(nn.Linear(2, 2))
+    model.vector.copy_(torch.tensor([1.0, 1, 0, 0, 0, 0]))
+    metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
+    release = PLENTY.terms("a", training).release
+    return evaluated_row(model, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
+
+
+def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog):
+    whole = data("c1")
+    broken = Broken(inputs=whole.inputs, targets=whole.targets)
+    # Of contributions of +1 for 20 records and -1 for 20: the first is missing.
+    assert row_of(whole) == pytest.approx([0.0], abs=1e-5)
+    assert row_of(broken) == pytest.approx([-1 / 40], abs=1e-5)
+    assert "Jane" not in caplog.text
+
+
+def test_only_as_many_records_as_are_public_take_part():
+    assert np.abs(row_of(data("c3"), size=10)) <= 1 + 1e-5  # 40 records, of which 10 are public: at most 10 contributions
+
+
+# Accounts and budgets
+
+
+def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=1, **changes):
+    terms = budget.terms(name, METHODS[method][1].terms(name, data(name)))
+    multiplier = terms.release.mechanism.noise_multiplier
+    order = {"bounds": {"accuracy": 1.0}, "weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (multiplier,)}
+    words = {"method": wire.EVALUATION, "clients": (name,), "clip_norm": 1.0, "noise_multiplier": multiplier}
+    return wire.Instruction(**words | {"server_round": server_round, "order": order | changes})
+
+
+def ask(client, instruction):
+    given = {name: array.numpy() for name, array in flat().items()}
+    told = client.evaluation(given, {wire.KEY: instruction.to_json()})
+    assert set(told) == {wire.KEY}
+    assert set(json.loads(told[wire.KEY])) == {"protocol", "refused", "total", "seeded_noise"}
+    return wire.EvaluationAnswer.from_json(told[wire.KEY], instruction.clients, len(instruction.order["bounds"]))
+
+
+def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
+    state = RecordDict() if state is None else state  # an empty one is false
+    context = Context(run_id=1, node_id=1, node_config={"partition-id": 0}, state=state, run_config={})
+    return client_of(context, METHODS[method][1], budget, state=context.state, **words)
+
+
+def test_a_client_refuses_more_evaluations_than_it_agreed_to_whatever_the_server_says():
+    state = RecordDict()
+    answers = [ask(device(state=state), instruction_of(BUDGET, server_round=1)) for _ in range(3)]
+    assert [bool(answer.refused) for answer in answers] == [False, False, True]
+    assert "its budget is spent" in answers[2].refused["c0"]
+    assert not answers[2].total.any()
+
+
+def test_the_account_of_evaluations_is_not_that_of_training():
+    state = RecordDict()
+    for _ in range(2):
+        ask(device(state=state), instruction_of(BUDGET))
+    record = state["flower-dp.account"]
+    assert (record["clients"], record["replies"]) == (["c0, evaluation"], [2])
+
+
+def test_a_charge_stands_before_a_record_is_touched():
+    state, seen = RecordDict(), []
+
+    class Watched(TensorRecords):
+        def batch(self, positions, device):
+            seen.append(list(state["flower-dp.account"]["replies"]))
+            return super().batch(positions, device)
+
+    client = device(state=state)
+    whole = data("c0")
+    client.clients = {"c0": Watched(inputs=whole.inputs, targets=whole.targets)}
+    ask(client, instruction_of(BUDGET))
+    assert set(map(tuple, seen)) == {(1,)}
+
+
+@pytest.mark.parametrize(
+    ("budget", "changes", "match"),
+    [
+        (None, {}, "evaluation=None: this client has no budget"),
+        (EvaluationBudget(epsilon=0.25, num_evaluations=2), {}, "by this client's own budget it is 16"),
+        (EvaluationBudget(epsilon=0.5, num_evaluations=1), {}, "are not this client's own"),
+        (BUDGET, {"noise_multipliers": (8.1,)}, "noise_multiplier=8.1: by this client's own budget it is 8"),
+        (BUDGET, {"terms": ("2 replies, Laplace",)}, "are not this client's own"),
+    ],
+)
+def test_a_client_works_by_its_own_budget_alone(budget, changes, match):
+    # A client with more noise than the server says does reply: it costs less than what is stated.
+    client, instruction = device(budget), instruction_of(BUDGET, **changes)
+    if budget is not None and budget.epsilon == 0.25:
+        assert not ask(client, instruction).refused
+        return
+    reason = ask(client, instruction).refused["c0"]
+    assert match in reason
+    assert not client.state["flower-dp.account"]["clients"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "match"),
+    [
+        (ClientPolicy(allow_evaluation=False), "allow_evaluation=False"),
+        (ClientPolicy(min_evaluation_noise_std=9.0), "noise_std=8 of an evaluation"),
+        (ClientPolicy(min_evaluation_noise_multiplier=9.0), "noise_multiplier=8 of an evaluation"),
+    ],
+)
+def test_a_policy_is_asked_as_well(policy, match):
+    assert match in ask(device(policy=policy), instruction_of(BUDGET)).refused["c0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"bounds": {"f1": 1.0}}, "metric 'f1': this client has loss, accuracy"),
+        ({"bounds": {}}, "bounds="),
+        ({"weights": ()}, "weights: must have one value"),
+        ({"weights": (-1.0,)}, "weights=-1"),
+        ({"placement": "central"}, "placement"),
+    ],
+)
+def test_orders_that_make_no_sense_are_declined_before_anything_is_charged(changes, match):
+    client = device()
+    with pytest.raises(ValueError, match=f"^{wire.DECLINED}: .*{match}"):
+        ask(client, instruction_of(BUDGET, **changes))
+    assert "flower-dp.account" not in client.state.config_records
+
+
+def test_an_order_with_another_clip_is_declined():
+    instruction = instruction_of(BUDGET)
+    wide = wire.Instruction(**{key: getattr(instruction, key) for key in instruction.__dataclass_fields__} | {"clip_norm": 100.0})
+    assert "clip_norm=100" in ask(device(), wide).refused["c0"]
+
+
+def test_every_draw_of_noise_is_fresh():
+    first, second = (ask(device(), instruction_of(BUDGET)).total for _ in range(2))
+    assert first != second
+
+
+def test_a_ledger_on_the_device_counts_the_evaluations_of_all_runs(tmp_path):
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    client = device(ledger=str(ledger.path))
+    assert not ask(client, instruction_of(BUDGET)).refused
+    again = device(ledger=str(ledger.path))  # another run: its state is empty
+    assert not ask(again, instruction_of(BUDGET)).refused
+    assert "its budget is spent" in ask(device(ledger=str(ledger.path)), instruction_of(BUDGET)).refused["c0"]
+    entries = ledger.read()
+    assert {name: entry.replies for name, entry in entries.items()} == {"c0": 0, "c0, evaluation": 2}
+    assert entries["c0, evaluation"].event == LaplaceDpEvent(entries["c0, evaluation"].event.noise_multiplier)
+
+
+def test_a_ledger_of_somebody_else_pays_no_evaluation(tmp_path):
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["somebody"])
+    assert "ledger can't be used" in ask(device(ledger=str(ledger.path)), instruction_of(BUDGET)).refused["c0"]
+
+
+def test_a_ledger_that_is_put_back_pays_no_evaluation(tmp_path):
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    old, state = ledger.path.read_bytes(), RecordDict()
+    assert not ask(device(ledger=str(ledger.path), state=state), instruction_of(BUDGET)).refused
+    ledger.path.write_bytes(old)
+    answer = ask(device(ledger=str(ledger.path), state=state), instruction_of(BUDGET))
+    assert "ledger can't be used" in answer.refused["c0"]
+
+
+def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
+    ledger = LedgerFile.create(tmp_path / "ledger.json", NAMES)
+    grid = grid_of(METHODS["fedsgd-dpc laplace"][1])
+    for context in grid.contexts.values():
+        context.node_config[LEDGER_PATH] = str(ledger.path)
+    evaluate(opened("fedsgd-dpc laplace", grid), grid)
+    assert {entry.replies for name, entry in ledger.read().items() if name.endswith("evaluation")} == {1}
+
+
+# The server
+
+
+@every_method
+def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(method):
+    make, recipe = METHODS[method]
+    strategy = make(evaluation=LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0}))
+    seen = []
+
+    class Watching(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            out = list(messages)
+            if out and out[0].metadata.message_type == "evaluate":
+                ledgers = strategy._evaluator.evaluations.ledgers
+                seen.append([ledgers[name].num_charges for name in NAMES])
+            return super().send_and_receive(out, timeout=timeout)
+
+    grid = Watching(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
+    strategy.start(grid, flat(), num_rounds=3)
+    # The third round finds the budgets of evaluation spent.
+    assert seen == [[1] * CLIENTS, [2] * CLIENTS]
+    assert set(strategy.evaluations) == {1, 2}
+    statement = strategy.statement
+    assert not statement.incidents
+    assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)
+    assert statement.clients.evaluation == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
+    books = strategy.rules.books
+    training = books.cost(books.ledgers["c0"]).epsilon
+    assert statement.parts["training"] == pytest.approx(training)
+    total = statement.clients.each["c0"]
+    assert training < total <= training + 0.5
+    # Nobody's view leaves evaluations out, and no paper's epsilon passes for the whole.
+    assert all(one.epsilon > 0.5 * (1 - 1e-9) for one in statement.adversaries)
+    assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries))
+    papers = [statement.paper, *(one.paper for one in statement.adversaries)]
+    assert not any(paper.valid for paper in papers if paper is not None)
+    assert strategy.rounds[-1].epsilon >= total - 1e-6
+    assert "Each client's evaluations alone: c0 0.5" in str(statement)
+
+
+def test_pure_epsilons_add_up():
+    method = "fedsgd-dpc laplace"
+    strategy = METHODS[method][0](evaluation=LocalEvaluation(budget=BUDGET))
+    strategy.start(grid_of(METHODS[method][1]), flat(), num_rounds=3)
+    assert strategy.statement.delta == 0
+    assert strategy.statement.epsilon == pytest.approx(2.0 + 0.5, rel=1e-9)
+
+
+@pytest.mark.parametrize("sampling_rate", [1.0, 0.5])
+def test_a_clients_total_keeps_the_sum_of_its_budgets(sampling_rate):
+    """Also where no accountant composes the two: Poisson sampling under replace-one, and Laplace."""
+    words = GAUSSIAN | {"sampling_rate": sampling_rate}
+    make, recipe = sgd(words)
+    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
+    strategy.start(grid_of(recipe), flat(), num_rounds=3)
+    assert 2.0 < strategy.statement.epsilon <= 2.0 + 0.5 + 1e-6
+
+
+def test_outsiders_of_nbafl_see_evaluations():
+    make, recipe = METHODS["nbafl"]
+    epsilons = {}
+    for name, options in {"with": {"evaluation": LocalEvaluation(budget=BUDGET)}, "without": {}}.items():
+        strategy = make(**options)
+        strategy.start(grid_of(recipe), flat(), num_rounds=2)
+        epsilons[name] = {one.name: one.epsilon for one in strategy.statement.adversaries}
+    for who, alone in epsilons["without"].items():
+        assert alone < epsilons["with"][who] <= alone + 0.5 + 1e-6
+
+
+def test_a_round_is_evaluated_once():
+    grid = grid_of(METHODS["dp-fedpaq"][1])
+    strategy = opened("dp-fedpaq", grid)
+    assert len(strategy.configure_evaluate(1, flat(), {}, grid)) == CLIENTS
+    assert strategy.configure_evaluate(1, flat(), {}, grid) == []
+    assert len(strategy.configure_evaluate(2, flat(), {}, grid)) == CLIENTS
+    assert strategy.configure_evaluate(3, flat(), {}, grid) == []  # two evaluations are paid for
+
+
+def test_a_node_that_sends_too_much_is_refused():
+    grid = grid_of(METHODS["dp-fedpaq"][1], PLENTY)
+    strategy = opened("dp-fedpaq", grid, PLENTY, metrics={"accuracy": 1.0})
+    messages = strategy.configure_evaluate(1, flat(), {}, grid)
+    replies = list(grid.send_and_receive(messages))
+    for node, total in ((1, "[1e9]"), (2, "[NaN]"), (3, "[0.1,0.1]")):
+        reply = next(reply for reply in replies if reply.metadata.src_node_id == node)
+        text = f'{{"protocol":{wire.PROTOCOL},"refused":{{}},"total":{total},"seeded_noise":false}}'
+        reply.content.config_records[wire.KEY][wire.KEY] = text
+    told = strategy.aggregate_evaluate(1, replies)
+    assert told["accuracy"] == pytest.approx(1.0, abs=1e-4)  # of c3 alone
+
+
+def test_seeded_noise_of_an_evaluation_makes_the_run_not_private():
+    make, recipe = METHODS["dp-fedpaq"]
+    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
+    grid = grid_of(recipe, noise_seed=1)
+    strategy.plan(3)
+    strategy._call_roll(grid)
+    evaluate(strategy, grid)
+    assert not strategy.statement.private
+
+
+def test_a_second_run_starts_with_empty_ledgers():
+    make, recipe = METHODS["fedsgd-dpc laplace"]
+    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
+    epsilons = []
+    for _ in range(2):
+        strategy.start(grid_of(recipe), flat(), num_rounds=3)
+        epsilons.append(strategy.statement.epsilon)
+    assert epsilons[0] == epsilons[1]
+
+
+def test_clients_without_a_budget_do_not_fit_a_run_with_evaluations():
+    make, recipe = METHODS["dp-fedpaq"]
+    with pytest.raises(ValueError, match=r"do not run 'private-evaluation'.*LocalDPClient\(evaluation="):
+        make(evaluation=LocalEvaluation(budget=BUDGET)).start(grid_of(recipe, None), flat(), num_rounds=1)
+
+
+def test_plans_of_the_other_kind_are_refused():
+    central = PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())
+    with pytest.raises(ValueError, match="evaluation: is a PrivateEvaluation; NbAFL takes a LocalEvaluation, with a budget"):
+        METHODS["nbafl"][0](evaluation=central)
+    words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    with pytest.raises(ValueError, match="evaluation: is a LocalEvaluation; DP-FedAvg takes a PrivateEvaluation"):
+        DPFedAvg(**words, evaluation=LocalEvaluation(budget=BUDGET))
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"epsilon": 0.0}, "evaluation epsilon=0"),
+        ({"epsilon": math.inf}, "evaluation epsilon=inf"),
+        ({"epsilon": {"a": -1.0}}, "evaluation epsilon=-1"),
+        ({"num_evaluations": 0}, "num_evaluations=0"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused(words, match):
+    with pytest.raises(ValueError, match=match):
+        EvaluationBudget(**{"epsilon": 1.0, "num_evaluations": 1} | words)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"metrics": {"loss": 0.0}}, "bounds\\['loss'\\]=0"),
+        ({"budget": 0.5}, "budget=0.5: must be an EvaluationBudget"),
+        ({"sampling": 0.5}, "sampling=0.5"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(words, match):
+    with pytest.raises(ValueError, match=match):
+        LocalEvaluation(**{"budget": BUDGET} | words)
+
+
+def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
+    grid = grid_of(METHODS["dp-fedpaq"][1])
+    strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
+    asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
+    charges = [ledger.num_charges for ledger in strategy._evaluator.evaluations.ledgers.values()]
+    assert sum(charges) == asked
+
+
+def test_noise_of_training_is_what_it_was():
+    """The evaluation's budget is added to the method's, not taken from it."""
+    plain = METHODS["fedsgd-dpc gaussian"][0]()
+    grid = grid_of(METHODS["fedsgd-dpc gaussian"][1])
+    strategy = opened("fedsgd-dpc gaussian", grid)
+    plain.plan(3)
+    plain._call_roll(grid_of(METHODS["fedsgd-dpc gaussian"][1]))
+    assert strategy.rules.books.terms["c0"] == plain.rules.books.terms["c0"]
+    assert isinstance(strategy.rules.books.terms["c0"].event, GaussianDpEvent)
