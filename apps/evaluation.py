@@ -1,6 +1,6 @@
 """Private evaluation on the clients, as a table of settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flower_dp.core import checks
 
@@ -16,6 +16,7 @@ class Evaluation:
     metrics: str = "accuracy=1"
     noise_multiplier: float = 4.0
     sampling_rate: float = 0.0
+    epsilon: float = 0.0
 
     def check(self) -> None:
         """Refuse values that make no sense.
@@ -26,7 +27,21 @@ class Evaluation:
         checks.integer("evaluation.every", self.every, at_least=0)
         checks.number("evaluation.noise-multiplier", self.noise_multiplier, at_least=0)
         checks.number("evaluation.sampling-rate", self.sampling_rate, at_least=0, at_most=1)
+        checks.number("evaluation.epsilon", self.epsilon, at_least=0)
         self.bounds()
+        if not self.every:
+            for one in fields(self):
+                self.refuse(one.name, "is read with evaluation.every above 0 only")
+
+    def refuse(self, name: str, why: str) -> None:
+        """Refuse a setting that somebody has set and nobody reads.
+
+        Raises:
+            ValueError: if it has another value than its default.
+        """
+        value = getattr(self, name)
+        if value != type(self).__dataclass_fields__[name].default:
+            raise ValueError(f"evaluation.{name.replace('_', '-')}={value!r}: {why}")
 
     def bounds(self) -> dict[str, float]:
         """Return the public upper bound of every metric by name.

@@ -260,6 +260,8 @@ def _with_loss(client: Any, loss: Loss) -> NodeClient:
             setattr(client, name, _part_with_loss(getattr(client, name), loss))
     if hasattr(client, "metrics"):
         client.metrics = loss_and_accuracy(loss)
+    if hasattr(client, "record_metrics"):
+        client.record_metrics = None  # those of the recipe's loss
     made: NodeClient = client
     return made
 

@@ -10,9 +10,10 @@ from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
 from flower_dp.clients.evaluation import loss_and_accuracy
+from flower_dp.clients.local_evaluation import record_loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
-from flower_dp.strategies import PrivateEvaluation
+from flower_dp.strategies import EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.client_level import ClientLevelRules
 
 N = TypeVar("N", int, float)
@@ -99,12 +100,55 @@ def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
     own = settings.evaluation
     if not own.every:
         return None
+    own.refuse(
+        "epsilon", f"is read by methods with a budget of every client; method={settings.method!r} has evaluation.noise-multiplier"
+    )
     return PrivateEvaluation(
         noise_multiplier=own.noise_multiplier,
         sampling=PoissonSampling(sampling_rate=own.sampling_rate) if own.sampling_rate else sampler_of(settings),
         metrics=own.bounds(),
         every=own.every,
     )
+
+
+def local_evaluation_of(settings: Settings) -> LocalEvaluation | None:
+    """Return the private evaluation of a run with a budget of every client; None for none."""
+    budget = evaluation_budget_of(settings)
+    if budget is None:
+        return None
+    rate = settings.evaluation.sampling_rate
+    return LocalEvaluation(
+        budget=budget,
+        metrics=settings.evaluation.bounds(),
+        every=settings.evaluation.every,
+        sampling=PoissonSampling(sampling_rate=rate) if rate else FullSampling(),
+    )
+
+
+def evaluation_budget_of(settings: Settings) -> EvaluationBudget | None:
+    """Return every client's budget of private evaluations, which both sides must agree on; None for none.
+
+    Raises:
+        ValueError: if it is missing.
+    """
+    own = settings.evaluation
+    if not own.every:
+        return None
+    own.refuse("noise_multiplier", f"is not read by method={settings.method!r}; the noise follows from evaluation.epsilon")
+    if not own.epsilon:
+        raise ValueError(
+            f"evaluation.epsilon=0.0: method={settings.method!r} needs every client's budget of all evaluations, above 0"
+        )
+    return EvaluationBudget(epsilon=own.epsilon, num_evaluations=max(1, settings.num_rounds // own.every))
+
+
+def local_client_words(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of every client with a budget of its own."""
+    return {
+        "seed": settings.seed,
+        "evaluation": evaluation_budget_of(settings),
+        "record_metrics": record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
+    }
 
 
 def client_level_client(

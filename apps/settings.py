@@ -80,6 +80,8 @@ class Settings:
         checks.integer("seed", self.seed, at_least=0)
         checks.number("round-timeout", self.round_timeout, above=0)
         self.evaluation.check()
+        if 0 < self.num_rounds < self.evaluation.every:
+            raise ValueError(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
         for name, samplings in _SAMPLED.items():
             if self.is_set(name) and self.sampling not in samplings:
                 value, words = getattr(self, name), " or ".join(samplings)

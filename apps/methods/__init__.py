@@ -31,7 +31,7 @@ class Method(Protocol):
 
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
-        READS: the settings of local training that it reads, and `evaluation` if its clients can evaluate.
+        READS: the settings of local training that it reads.
     """
 
     Own: type[Any]
@@ -126,13 +126,6 @@ def _refuse_unread(settings: Settings, own: Mapping[str, Any]) -> None:
         if settings.is_set(name) and name not in reads[method]:
             readers = ", ".join(other for other in METHODS if name in reads[other])
             raise ValueError(f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={method!r}, but by {readers}")
-    if settings.evaluation != Evaluation() and "evaluation" not in reads[method]:
-        changed = next(one.name for one in fields(Evaluation) if getattr(settings.evaluation, one.name) != one.default)
-        readers = ", ".join(other for other in METHODS if "evaluation" in reads[other])
-        raise ValueError(
-            f"evaluation.{key_of(changed)}={getattr(settings.evaluation, changed)!r}: is not read by method={method!r}, but by "
-            f"{readers}"
-        )
     for other, table in own.items():
         kind, chosen = ("method", method) if other in METHODS else ("task", settings.task)
         for field in fields(table):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, sampler_of
+from apps.parts import Sizes, cohort_size_of, local_client_words, local_evaluation_of, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, DPFedPAQRecipe, LocalDPClient, Records
@@ -43,7 +43,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
     return LocalDPClient(
         model=model,
         clients=clients,
-        seed=settings.seed,
+        **local_client_words(settings),
         recipe=DPFedPAQRecipe(**shared(settings, own), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
     )
@@ -57,6 +57,7 @@ def strategy_words(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]
         "num_clients": settings.num_clients,
         "num_records": dict(sizes()),
         "report_client_metrics": settings.report_client_metrics,
+        "evaluation": local_evaluation_of(settings),
     }
 
 

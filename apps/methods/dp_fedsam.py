@@ -10,7 +10,7 @@ from apps.settings import TRAINING, Settings
 from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedSAM
 
-READS = (*TRAINING, "evaluation")
+READS = TRAINING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, per_client, sampler_of
+from apps.parts import Sizes, local_client_words, local_evaluation_of, per_client, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, DPPASGDRecipe, LocalDPClient, Records
@@ -49,6 +49,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
         max_cost=own.max_cost or None,
         best_by=own.best_by or ("validation-loss" if settings.validation_ratio else "loss"),
         report_client_metrics=settings.report_client_metrics,
+        evaluation=local_evaluation_of(settings),
     )
 
 
@@ -57,7 +58,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
     return LocalDPClient(
         model=model,
         clients=clients,
-        seed=settings.seed,
+        **local_client_words(settings),
         recipe=DPPASGDRecipe(**_shared(settings, own), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
     )

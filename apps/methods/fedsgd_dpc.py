@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, per_client, sampler_of
+from apps.parts import Sizes, cohort_size_of, local_client_words, local_evaluation_of, per_client, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, Records
@@ -51,6 +51,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
         aggregation=own.aggregation,
         noise_constant=own.noise_constant or None,
         report_client_metrics=settings.report_client_metrics,
+        evaluation=local_evaluation_of(settings),
     )
 
 
@@ -59,7 +60,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
     return LocalDPClient(
         model=model,
         clients=clients,
-        seed=settings.seed,
+        **local_client_words(settings),
         recipe=FedSGDDPCRecipe(**_shared(settings, own, sizes), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, sampler_of, training_of
+from apps.parts import Sizes, cohort_size_of, local_client_words, local_evaluation_of, sampler_of, training_of
 from apps.settings import TRAINING, Settings
 from flower_dp.clients import ClientPolicy, LocalDPClient, NbAFLRecipe, Records
 from flower_dp.core import checks
@@ -39,6 +39,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
         cohort_size=None if settings.sampling == "full" else cohort_size_of(settings),
         aggregation=own.aggregation,
         report_client_metrics=settings.report_client_metrics,
+        evaluation=local_evaluation_of(settings),
     )
 
 
@@ -47,7 +48,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
     return LocalDPClient(
         model=model,
         clients=clients,
-        seed=settings.seed,
+        **local_client_words(settings),
         recipe=NbAFLRecipe(**_shared(settings, own), training=training_of(settings), min_records=min(sizes().values())),
         policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
     )

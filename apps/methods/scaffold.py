@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from apps.methods.dp_fedpaq import shared, steps_of, strategy_words
-from apps.parts import Sizes
+from apps.parts import Sizes, local_client_words
 from apps.settings import Settings
 from apps.tasks.models import loss_of
 from flower_dp.clients import ClientPolicy, LocalDPClient, Records, ScaffoldRecipe
@@ -41,7 +41,7 @@ def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str,
     return LocalDPClient(
         model=model,
         clients=clients,
-        seed=settings.seed,
+        **local_client_words(settings),
         recipe=ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model)),
         policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
     )

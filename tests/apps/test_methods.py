@@ -20,7 +20,7 @@ from flower_dp.clients.losses import hinge
 from flower_dp.clients.registry import LOCAL
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.running.apps import flatten
-from flower_dp.strategies import DPPASGD, FedSGDDPC, NbAFL
+from flower_dp.strategies import DPPASGD, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
 from flower_dp.wire import ClientLevelOrder
 from tests.grids import LocalGrid
 
@@ -270,7 +270,7 @@ def play(tmp_path, method, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in METHODS if "evaluation" in module_of(name).READS])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in LOCAL])
 def test_private_evaluations_are_settings_of_the_app(method, tmp_path):
     words = {"evaluation.every": 2, "evaluation.metrics": "loss=4, accuracy=1", "evaluation.noise-multiplier": 0.5}
     lines, statement = play(tmp_path, method, **words)
@@ -314,12 +314,42 @@ def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
         ("metrics", "loss=low", r"'low' is no number"),
         ("metrics", "loss=inf", r"the bound of loss=inf"),
         ("metrics", "accuracy=0", r"the bound of accuracy=0"),
-        ("often", 1, r"evaluation\.often=1: unknown key; known are every, metrics"),
+        ("epsilon", -1.0, r"evaluation\.epsilon=-1"),
+        ("often", 1, r"evaluation\.often=1: unknown key; known are epsilon, every, metrics"),
     ],
 )
 def test_evaluations_that_make_no_sense_are_refused(key, value, match):
     with pytest.raises(ValueError, match=match):
         run_of({f"evaluation.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"evaluation.noise-multiplier": 2.0}, r"evaluation\.noise-multiplier=2\.0: is read with evaluation\.every above 0 only"),
+        ({"evaluation.every": 5, "num-rounds": 4}, r"evaluation\.every=5: num-rounds=4 has no such round"),
+        (
+            {"evaluation.every": 1, "evaluation.epsilon": 1.0},
+            r"evaluation\.epsilon=1\.0: .* method='dp-fedsam' has evaluation\.noise-multiplier",
+        ),
+        ({**LAPLACE, "evaluation.every": 1}, r"evaluation\.epsilon=0\.0: method='fedsgd-dpc' needs every client's budget"),
+        (
+            {**LAPLACE, "evaluation.every": 1, "evaluation.epsilon": 1.0, "evaluation.noise-multiplier": 2.0},
+            r"evaluation\.noise-multiplier=2\.0: is not read by method='fedsgd-dpc'",
+        ),
+    ],
+)
+def test_settings_of_an_evaluation_that_nobody_reads_are_refused(words, match):
+    with pytest.raises(ValueError, match=match):
+        strategy_of(made := run_of(words), sizes_of(made))
+
+
+def test_both_sides_of_a_method_with_client_budgets_have_the_same_budget_of_evaluations():
+    run = run_of({**LAPLACE, "num-rounds": 40, "evaluation.every": 15, "evaluation.epsilon": 0.5})
+    budget = EvaluationBudget(epsilon=0.5, num_evaluations=2)
+    assert strategy_of(run, sizes_of(run))._evaluator.plan == LocalEvaluation(budget=budget, every=15)
+    assert client(run).evaluation_budget == budget
+    assert client(run_of(LAPLACE)).evaluation_budget is None
 
 
 def test_the_metrics_are_those_of_the_model():
@@ -343,7 +373,7 @@ def test_defaults_in_code_and_in_the_app_are_the_same():
 
 
 def test_every_method_reads_known_settings_of_training():
-    assert all(set(module_of(name).READS) <= {*TRAINING, "evaluation"} for name in METHODS)
+    assert all(set(module_of(name).READS) <= set(TRAINING) for name in METHODS)
 
 
 def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():

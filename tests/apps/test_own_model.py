@@ -13,6 +13,7 @@ from torch import nn
 import flower_dp
 from apps.methods import METHODS
 from apps.own_model import run_of
+from flower_dp.clients.registry import LOCAL
 from flower_dp.reporting import compare
 from flower_dp.running.apps import flatten, read_app
 from tests.grids import LocalGrid
@@ -64,6 +65,24 @@ def test_every_method_takes_a_model_and_data_of_ones_own(method, tmp_path):
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert statement["private"]
     assert 0 < found.epsilon < float("inf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_evaluates_on_its_clients(method, tmp_path):
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records)
+    words = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
+    own = {"evaluation.epsilon": 3.0} if method in LOCAL else {"evaluation.noise-multiplier": 0.5}
+    evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
+    play(app, tmp_path / "run", method=method, **words, **own, **evaluation)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["private-accuracy" in line for line in lines] == [False, False, True]
+    assert lines[2]["private-loss-standard-error"] > 0
+    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert statement["private"]
+    assert statement["parts"]["training"] < statement["epsilon"]
+    if method in LOCAL:
+        assert statement["parts"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}

@@ -533,12 +533,12 @@ def test_a_node_that_sends_too_much_is_refused():
     strategy = opened("dp-fedpaq", grid, PLENTY, metrics={"accuracy": 1.0})
     messages = strategy.configure_evaluate(1, flat(), {}, grid)
     replies = list(grid.send_and_receive(messages))
-    for node, total in ((1, "[1e9]"), (2, "[NaN]"), (3, "[0.1,0.1]")):
+    for node, total in ((2, "[1e9]"), (3, "[NaN]"), (4, "[0.1,0.1]")):
         reply = next(reply for reply in replies if reply.metadata.src_node_id == node)
         text = f'{{"protocol":{wire.PROTOCOL},"refused":{{}},"total":{total},"seeded_noise":false}}'
         reply.content.config_records[wire.KEY][wire.KEY] = text
     told = strategy.aggregate_evaluate(1, replies)
-    assert told["accuracy"] == pytest.approx(1.0, abs=1e-4)  # of c3 alone
+    assert told["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 
 
 def test_seeded_noise_of_an_evaluation_makes_the_run_not_private():
