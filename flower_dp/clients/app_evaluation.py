@@ -1,14 +1,21 @@
 """Evaluation by an app that is not ours: its metrics of the global model, which stay on the device. NumPy only."""
 
-from dataclasses import replace
+import logging
+from dataclasses import dataclass, replace
 
+import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp import wire
 from flower_dp.clients.account import kept_account
 from flower_dp.clients.app_training import stock_message
-from flower_dp.wire import Dialect
+from flower_dp.clients.local_row import private_row
+from flower_dp.core.noise import Generator
+from flower_dp.privacy.release import Release
+from flower_dp.wire import Dialect, LocalEvaluationOrder
+
+log = logging.getLogger("flwr")
 
 _STATUS = "evaluateres.status"
 _DIALECTS = tuple(
@@ -25,20 +32,55 @@ def evaluating_dialect(content: RecordDict) -> Dialect | None:
     return None
 
 
-def metrics_of_app(call: ClientAppCallable, message: Message, context: Context, dialect: Dialect) -> dict[str, float]:
-    """Return the numbers that the app's own evaluate function replies with, by name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppMetrics:
+    """The app's own evaluate function.
 
-    The app gets the model and the config that a stock server would send.
-
-    Raises:
-        RuntimeError: if the app replies with an error.
-        Exception: what the app raises.
+    Attributes:
+        call: the app, or the next mod before it.
+        message: the server's.
+        context: of the node.
+        dialect: in which the message is, and the app reads it.
     """
-    with kept_account(context):
-        reply = call(stock_message(message, dialect), context)
-    if reply.has_error():
-        raise RuntimeError(f"the app replied with error {reply.error.code}")
-    status = reply.content.config_records.get(_STATUS)
-    if status is not None and status.get("code") != 0:
-        raise RuntimeError(f"the app replied with status {status.get('code')!r}")
-    return wire.reported_metrics(reply.content)
+
+    call: ClientAppCallable
+    message: Message
+    context: Context
+    dialect: Dialect
+
+    def __call__(self) -> dict[str, float]:
+        """Return the numbers that the app replies with, by name; it gets the model and the config that a stock server would send.
+
+        Raises:
+            RuntimeError: if the app replies with an error.
+            Exception: what the app raises.
+        """
+        with kept_account(self.context):
+            reply = self.call(stock_message(self.message, self.dialect), self.context)
+        if reply.has_error():
+            raise RuntimeError(f"the app replied with error {reply.error.code}")
+        status = reply.content.config_records.get(_STATUS)
+        if status is not None and status.get("code") != 0:
+            raise RuntimeError(f"the app replied with status {status.get('code')!r}")
+        return wire.reported_metrics(reply.content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullScale:
+    """The noise that a client adds to its own vector in full, for its policy."""
+
+    noise_std: float
+
+
+def local_row_of_app(app: AppMetrics, *, order: LocalEvaluationOrder, release: Release, rng: Generator) -> np.ndarray:
+    """Return a client's row [dimension] that is private on its own: the app's metrics, clipped, with the full noise of a release.
+
+    Where the app fails, or lacks a metric, the row is noise alone: no record decides whether the client replies.
+    """
+    rows = np.zeros((1, order.dimension))
+    try:
+        told = app()
+        rows = order.contributions(np.asarray([[told[name] for name in order.bounds]]))
+    except Exception as error:
+        log.error("evaluation failed: the reply is noise alone", exc_info=error)
+    return private_row(rows, release, rng)

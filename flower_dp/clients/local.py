@@ -1,7 +1,7 @@
 """The client of methods whose every message is private on its own: own budget, own noise, own account."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flower_dp import wire
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
 from flower_dp.clients.agreement import why_not
+from flower_dp.clients.app_evaluation import FullScale
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
@@ -217,7 +218,7 @@ class LocalDPClient(NodeClient):
                 terms = self.recipe.terms(name, records)
                 if instruction.method == wire.EVALUATION:
                     terms = self._evaluation_terms(name, terms)
-                    self.policy.check_evaluation(instruction, _Scale(noise_std=terms.release.noise_scale))
+                    self.policy.check_evaluation(instruction, FullScale(noise_std=terms.release.noise_scale))
             except ValueError as error:
                 refused[name] = str(error)
                 continue
@@ -236,13 +237,6 @@ class LocalDPClient(NodeClient):
 def _loss_of(recipe: Any) -> Loss:
     loss: Loss = recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
     return loss
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
-    """The noise that a client adds to its own vector."""
-
-    noise_std: float
 
 
 class _Keeper:

@@ -14,7 +14,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_dp import wire
 from flower_dp.clients.account import LEDGER_PATH, account_of
 from flower_dp.clients.agreement import why_not
-from flower_dp.clients.app_evaluation import evaluating_dialect, metrics_of_app
+from flower_dp.clients.app_evaluation import AppMetrics, FullScale, evaluating_dialect, local_row_of_app
 from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.metric_vector import protected_vector
@@ -22,9 +22,21 @@ from flower_dp.clients.pipeline import Job, Pipeline, Train, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
+from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.ledger_file import evaluation_account
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Answer, Dialect, EvaluationAnswer, EvaluationOrder, Instruction, LocalOrder, Model
+from flower_dp.wire import (
+    Answer,
+    Dialect,
+    EvaluationAnswer,
+    EvaluationOrder,
+    Instruction,
+    LocalEvaluationOrder,
+    LocalOrder,
+    Model,
+)
 
 log = logging.getLogger("flwr")
 
@@ -48,6 +60,7 @@ def privacy_mod(
     name: str | Callable[[Context], str] | None = None,
     policy: ClientPolicy | None = None,
     terms: OwnTerms | Callable[[Context], OwnTerms] | None = None,
+    evaluation: EvaluationBudget | None = None,
     noise_seed: int | None = None,
 ) -> Mod:
     """Return a Flower mod for an app whose clients are not this package's: `ClientApp(mods=[privacy_mod()])`.
@@ -70,6 +83,7 @@ def privacy_mod(
         policy: this client's own limits.
         terms: this client's own terms, or a function of the node's context that makes them; None: methods in which a single
             message is not private on its own, with the noise that the server asks for and the policy allows.
+        evaluation: with `terms`, what private evaluations may cost this client beside them; None: it takes part in none.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
 
     Raises:
@@ -89,7 +103,11 @@ def privacy_mod(
         raise ValueError(f"terms={terms!r}: must be a client's terms, for example NbAFLTerms, or a function that makes them")
     if policy is not None and not isinstance(policy, ClientPolicy):
         raise ValueError(f"policy={policy!r}: must be a ClientPolicy")
-    return _PrivacyMod(name=name, policy=policy or ClientPolicy(), own_terms=terms, noise_seed=noise_seed)
+    if evaluation is not None and (terms is None or not isinstance(evaluation, EvaluationBudget)):
+        raise ValueError(
+            f"evaluation={evaluation!r}: must be an EvaluationBudget, beside terms; without terms the policy decides"
+        )
+    return _PrivacyMod(name=name, policy=policy or ClientPolicy(), own_terms=terms, evaluation=evaluation, noise_seed=noise_seed)
 
 
 @final
@@ -100,6 +118,7 @@ class _PrivacyMod:
     name: str | Callable[[Context], str] | None
     policy: ClientPolicy
     own_terms: OwnTerms | Callable[[Context], OwnTerms] | None
+    evaluation: EvaluationBudget | None
     noise_seed: int | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -136,7 +155,7 @@ class _PrivacyMod:
         try:
             name = _checked_name(self.name(context) if callable(self.name) else self.name or _default_name(context))
             terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
-            return _Client(name=name, terms=terms, policy=self.policy, noise_seed=self.noise_seed)
+            return _Client(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
         except Exception as error:
             log.error("this client's name or terms can't be made", exc_info=error)
             raise RuntimeError(
@@ -169,20 +188,12 @@ class _PrivacyMod:
         client = self._client(context)
         try:
             instruction = wire.instruction_of(message.content.config_records[dialect.config])
-            order = client.evaluation_order(instruction, context)
+            client.check_evaluates(instruction)
+            app = AppMetrics(call=call_next, message=message, context=context, dialect=dialect)
+            total, refused = client.evaluate(instruction, app)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
-        refused = {name: "not hosted here" for name in instruction.clients if name != client.name}
-        total = np.zeros(order.dimension)
-        if client.name in instruction.clients:
-            # A function, not a generator: every draw takes new entropy from the operating system.
-            about = f"evaluation of {client.name}"
-            secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, about)
-            try:
-                metrics = metrics_of_app(call_next, message, context, dialect)
-                total = protected_vector(metrics, instruction=instruction, order=order, secret=secret)
-            except Exception as error:
-                refused[client.name] = failure(client.name, error).reason
+        refused |= {name: "not hosted here" for name in instruction.clients if name != client.name}
         answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
         return _config_reply(message, answer.to_json(instruction.clients))
 
@@ -195,12 +206,14 @@ class _Client:
     name: str
     terms: OwnTerms | None
     policy: ClientPolicy
+    evaluation: EvaluationBudget | None
     noise_seed: int | None
     methods: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        methods = (*CLIENT_LEVEL, wire.EVALUATION) if self.terms is None else (self.terms.method,)
-        object.__setattr__(self, "methods", methods)
+        methods = tuple(CLIENT_LEVEL) if self.terms is None else (self.terms.method,)
+        evaluates = self.terms is None or self.evaluation is not None
+        object.__setattr__(self, "methods", (*methods, wire.EVALUATION) if evaluates else methods)
 
     def check(self, instruction: Instruction) -> None:
         """Refuse an instruction of another method, or one against the policy."""
@@ -212,16 +225,48 @@ class _Client:
                 f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
             )
 
-    def evaluation_order(self, instruction: Instruction, context: Context) -> EvaluationOrder:
-        """Return the table of a private evaluation; refuse one that this client does not do, or that is against the policy."""
+    def check_evaluates(self, instruction: Instruction) -> None:
+        """Refuse an instruction that is of no private evaluation, or of one without a budget that would pay for it."""
         if instruction.method != wire.EVALUATION or wire.EVALUATION not in self.methods:
-            raise ValueError(
-                f"method={instruction.method!r}: to evaluate, this client runs {wire.EVALUATION!r} without terms only"
-            )
-        _refuse_ledger(context)
+            need = "evaluation=EvaluationBudget(...) beside its terms" if self.terms is not None else wire.EVALUATION
+            raise ValueError(f"method={instruction.method!r}: to evaluate, this client needs {need}")
+
+    def evaluate(self, instruction: Instruction, app: AppMetrics) -> tuple[np.ndarray, dict[str, str]]:
+        """Return this client's row [dimension] of a private evaluation, or zeros and why not; the app is called last."""
+        # A function, not a generator: every draw takes new entropy from the operating system.
+        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, f"evaluation of {self.name}")
+        if self.terms is not None:
+            return self._local_evaluation(instruction, app, secret())
+        _refuse_ledger(app.context)
         order = EvaluationOrder.of(instruction)
         self.policy.check_evaluation(instruction, order)
-        return order
+        if self.name not in instruction.clients:
+            return np.zeros(order.dimension), {}
+        try:
+            return protected_vector(app(), instruction=instruction, order=order, secret=secret), {}
+        except Exception as error:
+            return np.zeros(order.dimension), {self.name: failure(self.name, error).reason}
+
+    def _local_evaluation(self, instruction: Instruction, app: AppMetrics, rng: Generator) -> tuple[np.ndarray, dict[str, str]]:
+        order = LocalEvaluationOrder.of(instruction)
+        zeros = np.zeros(order.dimension)
+        if self.name not in instruction.clients or self.terms is None or self.evaluation is None:
+            return zeros, {}
+        place = instruction.clients.index(self.name)
+        try:
+            terms = self.evaluation.terms(self.name, self.terms.terms())
+            if terms.release.unit != "client":
+                raise ValueError("an app's metrics are means over records, and one record moves them by nobody knows how much")
+            self.policy.check_evaluation(instruction, FullScale(noise_std=terms.release.noise_scale))
+        except ValueError as error:
+            return zeros, {self.name: str(error)}
+        multiplier = order.noise_multipliers[place]
+        if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier):
+            return zeros, {self.name: reason}
+        account = account_of(app.context.node_config.get(LEDGER_PATH), [self.name], app.context.state)
+        if unpaid := account.charge({evaluation_account(self.name): terms}):
+            return zeros, {self.name: next(iter(unpaid.values()))}
+        return order.weights[place] * local_row_of_app(app, order=order, release=terms.release, rng=rng), {}
 
     def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet."""

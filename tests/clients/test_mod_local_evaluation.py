@@ -1,0 +1,128 @@
+"""`privacy_mod` with terms of its own in a private evaluation: full noise, own budget, own account."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_dp import wire
+from flower_dp.clients import ClientPolicy, EvaluationBudget, NbAFLTerms, privacy_mod
+from flower_dp.clients.account import KEY, LEDGER_PATH
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.strategies import LocalEvaluation, NbAFL
+from flower_dp.wire import MESSAGE_API, EvaluationAnswer, Instruction
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+
+TERMS = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
+BUDGET = EvaluationBudget(epsilon=4.0, num_evaluations=2)
+
+
+def app_of(mod: Any, told: Any, *, seen: list[Any] | None = None) -> ClientApp:
+    app = stock_app(shifted(lambda node: 0.0), mods=[mod])
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        if seen is not None:
+            seen.append(list(context.state[KEY]["replies"]) if KEY in context.state else None)
+        if isinstance(told, Exception):
+            raise told
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 8, **told})}), reply_to=message)
+
+    return app
+
+
+def instruction_of(budget: EvaluationBudget = BUDGET, **changes: Any) -> Instruction:
+    terms = budget.terms("a", TERMS.terms())
+    multiplier = terms.release.mechanism.noise_multiplier
+    order = {"bounds": {"acc": 1.0}, "weights": (0.5,), "terms": (terms.kind,), "noise_multipliers": (multiplier,)}
+    words = {"server_round": 1, "method": wire.EVALUATION, "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": multiplier}
+    return Instruction(**words | {"order": order | changes})
+
+
+def context_of(state: Any = None, **config: Any) -> Context:
+    return Context(run_id=1, node_id=1, node_config=config, state=RecordDict() if state is None else state, run_config={})
+
+
+def ask(app: ClientApp, instruction: Instruction, context: Context | None = None) -> EvaluationAnswer:
+    message = wire.evaluate_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, instruction)
+    reply = app(message, context or context_of())
+    assert set(reply.content) == {wire.KEY}
+    text = reply.content[wire.KEY][wire.KEY]
+    assert set(json.loads(text)) == {"protocol", "refused", "total", "seeded_noise"}
+    return EvaluationAnswer.from_json(text, instruction.clients, 1)
+
+
+def mod(budget: EvaluationBudget | None = BUDGET, **words: Any) -> Any:
+    return privacy_mod(name="a", terms=TERMS, evaluation=budget, **words)
+
+
+def test_the_row_is_the_clipped_metric_with_full_laplace_noise() -> None:
+    """4,000 rows: the relative error of their std is sqrt(5 / 4 / 4000) = 1.8 %, of fixed seeds; 9 % off is rejected."""
+    rows = [ask(app_of(mod(noise_seed=seed), {"acc": 7.0}), instruction_of()).total[0] for seed in range(4000)]
+    # Replacing the client moves the row by 2; two evaluations for 4: Laplace of scale 1, with the weight 0.5 on the row.
+    assert np.std(rows) == pytest.approx(0.5 * math.sqrt(2) * 1.0, rel=0.09)
+    assert np.mean(rows) == pytest.approx(0.5, abs=5 * 0.5 * math.sqrt(2 / 4000))
+
+
+def test_it_is_charged_before_the_app_is_called_and_refused_when_the_budget_is_spent() -> None:
+    seen: list[Any] = []
+    state = RecordDict()
+    answers = [ask(app_of(mod(), {"acc": 0.5}, seen=seen), instruction_of(), context_of(state)) for _ in range(3)]
+    assert [bool(answer.refused) for answer in answers] == [False, False, True]
+    assert "its budget is spent" in answers[2].refused["a"]
+    assert seen == [[1], [2]]
+    assert list(state[KEY]["clients"]) == ["a, evaluation"]
+
+
+def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["a"])
+    config = {LEDGER_PATH: str(ledger.path)}
+    answers = [ask(app_of(mod(), {"acc": 0.5}), instruction_of(), context_of(**config)) for _ in range(3)]
+    assert [bool(answer.refused) for answer in answers] == [False, False, True]
+    assert ledger.read()["a, evaluation"].replies == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "match"),
+    [
+        ({"budget": EvaluationBudget(epsilon=4.0, num_evaluations=1)}, {}, "are not this client's own"),
+        ({}, {"noise_multipliers": (1.1,)}, "by this client's own budget it is 1"),
+        ({"policy": ClientPolicy(allow_evaluation=False)}, {}, "allow_evaluation=False"),
+        ({"policy": ClientPolicy(min_evaluation_noise_std=2.0)}, {}, "asks for 2"),
+    ],
+)
+def test_what_its_own_terms_do_not_allow_never_reaches_the_app(words: Any, changes: Any, match: str) -> None:
+    seen: list[Any] = []
+    answer = ask(app_of(mod(**words), {"acc": 0.5}, seen=seen), instruction_of(**changes))
+    assert match in answer.refused["a"]
+    assert not answer.total.any()
+    assert seen == []
+
+
+@pytest.mark.parametrize("told", [KeyError("Jane Doe"), {"f1": 0.5}, {"acc": math.nan}])
+def test_no_record_decides_whether_the_client_replies(told: Any) -> None:
+    answer = ask(app_of(mod(), told), instruction_of())
+    assert answer.refused == {}
+    assert answer.total.any()
+
+
+def test_a_run_of_stock_apps_states_their_evaluations() -> None:
+    budget = EvaluationBudget(epsilon=1e6, num_evaluations=1)
+    app = app_of(privacy_mod(terms=TERMS, evaluation=budget), {"acc": 0.25})
+    words = {"clip_norm": 1.5, "epsilon": 0.8, "delta": 0.01, "uplink_exposures": 3, "min_records": 8, "num_records": 8}
+    strategy = NbAFL(**words, num_clients=3, evaluation=LocalEvaluation(budget=budget, metrics={"acc": 1.0}))
+    strategy.start(LocalGrid(app, 3), arrays(w=np.zeros(3, np.float32)), num_rounds=2)
+    assert {at: told["acc"] for at, told in strategy.evaluations.items()} == {1: pytest.approx(0.25, abs=1e-4)}
+    assert strategy.statement.parts["evaluation"] == pytest.approx(1e6)
+
+
+def test_a_budget_needs_terms() -> None:
+    with pytest.raises(ValueError, match=r"evaluation=EvaluationBudget.*beside terms"):
+        privacy_mod(evaluation=BUDGET)
+    with pytest.raises(ValueError, match=r"evaluation=0\.5: must be an EvaluationBudget"):
+        mod(0.5)  # type: ignore[arg-type]
