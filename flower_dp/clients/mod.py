@@ -3,56 +3,29 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, final
+from dataclasses import dataclass
+from typing import final
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
-from flower_dp.clients.account import LEDGER_PATH, account_of
-from flower_dp.clients.agreement import why_not
-from flower_dp.clients.app_evaluation import AppMetrics, FullScale, evaluating_dialect, local_row_of_app
-from flower_dp.clients.app_training import AppTraining, Updates, dialect_of
-from flower_dp.clients.client_level_registry import CLIENT_LEVEL
-from flower_dp.clients.metric_vector import protected_vector
-from flower_dp.clients.pipeline import Job, Pipeline, Train, failure
+from flower_dp.clients.app_client import AppClient, OwnTerms
+from flower_dp.clients.app_evaluation import AppMetrics, evaluating_dialect
+from flower_dp.clients.app_training import AppTraining, dialect_of
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.work import Work, add_up
-from flower_dp.core import checks, noise
-from flower_dp.core.noise import Generator
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.clients.work import add_up
+from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import evaluation_account
-from flower_dp.privacy.release import Release
 from flower_dp.wire import (
     Answer,
     Dialect,
     EvaluationAnswer,
-    EvaluationOrder,
     Instruction,
-    LocalEvaluationOrder,
-    LocalOrder,
     Model,
 )
 
 log = logging.getLogger("flwr")
-
-
-class OwnTerms(Protocol):
-    """One client's own terms under a method whose every message is private on its own, for example `NbAFLTerms`."""
-
-    @property
-    def method(self) -> str:
-        """Name of the method."""
-
-    def terms(self) -> Terms:
-        """Return the client's terms, from its own budget and data size alone."""
-
-    def pipeline(self, release: Release, *, train: Train, length: int) -> Pipeline:
-        """Return how the client makes its reply; a row of `train` is the model [length] that its app has trained."""
 
 
 def privacy_mod(
@@ -150,12 +123,12 @@ class _PrivacyMod:
             return json.dumps({"error": str(error)})
         return json.dumps({"clients": [client.name], "methods": list(client.methods)})
 
-    def _client(self, context: Context) -> "_Client":
+    def _client(self, context: Context) -> "AppClient":
         """Return who lives here; an error's text may hold a piece of the data, so that only its kind is told."""
         try:
             name = _checked_name(self.name(context) if callable(self.name) else self.name or _default_name(context))
             terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
-            return _Client(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
+            return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
         except Exception as error:
             log.error("this client's name or terms can't be made", exc_info=error)
             raise RuntimeError(
@@ -196,131 +169,6 @@ class _PrivacyMod:
         refused |= {name: "not hosted here" for name in instruction.clients if name != client.name}
         answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
         return _config_reply(message, answer.to_json(instruction.clients))
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Client:
-    """The one client of a node."""
-
-    name: str
-    terms: OwnTerms | None
-    policy: ClientPolicy
-    evaluation: EvaluationBudget | None
-    noise_seed: int | None
-    methods: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        methods = tuple(CLIENT_LEVEL) if self.terms is None else (self.terms.method,)
-        evaluates = self.terms is None or self.evaluation is not None
-        object.__setattr__(self, "methods", (*methods, wire.EVALUATION) if evaluates else methods)
-
-    def check(self, instruction: Instruction) -> None:
-        """Refuse an instruction of another method, or one against the policy."""
-        if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
-            raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
-        self.policy.check(instruction)
-        if self.terms is not None and self.policy.min_noise_std:
-            raise ValueError(
-                f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
-            )
-
-    def check_evaluates(self, instruction: Instruction) -> None:
-        """Refuse an instruction that is of no private evaluation, or of one without a budget that would pay for it."""
-        if instruction.method != wire.EVALUATION or wire.EVALUATION not in self.methods:
-            need = "evaluation=EvaluationBudget(...) beside its terms" if self.terms is not None else wire.EVALUATION
-            raise ValueError(f"method={instruction.method!r}: to evaluate, this client needs {need}")
-
-    def evaluate(self, instruction: Instruction, app: AppMetrics) -> tuple[np.ndarray, dict[str, str]]:
-        """Return this client's row [dimension] of a private evaluation, or zeros and why not; the app is called last."""
-        # A function, not a generator: every draw takes new entropy from the operating system.
-        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, f"evaluation of {self.name}")
-        if self.terms is not None:
-            return self._local_evaluation(instruction, app, secret())
-        _refuse_ledger(app.context)
-        order = EvaluationOrder.of(instruction)
-        self.policy.check_evaluation(instruction, order)
-        if self.name not in instruction.clients:
-            return np.zeros(order.dimension), {}
-        try:
-            return protected_vector(app(), instruction=instruction, order=order, secret=secret), {}
-        except Exception as error:
-            return np.zeros(order.dimension), {self.name: failure(self.name, error).reason}
-
-    def _local_evaluation(self, instruction: Instruction, app: AppMetrics, rng: Generator) -> tuple[np.ndarray, dict[str, str]]:
-        order = LocalEvaluationOrder.of(instruction)
-        zeros = np.zeros(order.dimension)
-        if self.name not in instruction.clients or self.terms is None or self.evaluation is None:
-            return zeros, {}
-        place = instruction.clients.index(self.name)
-        try:
-            terms = self.evaluation.terms(self.name, self.terms.terms())
-            if terms.release.unit != "client":
-                raise ValueError("an app's metrics are means over records, and one record moves them by nobody knows how much")
-            self.policy.check_evaluation(instruction, FullScale(noise_std=terms.release.noise_scale))
-        except ValueError as error:
-            return zeros, {self.name: str(error)}
-        multiplier = order.noise_multipliers[place]
-        if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier):
-            return zeros, {self.name: reason}
-        account = account_of(app.context.node_config.get(LEDGER_PATH), [self.name], app.context.state)
-        if unpaid := account.charge({evaluation_account(self.name): terms}):
-            return zeros, {self.name: next(iter(unpaid.values()))}
-        return order.weights[place] * local_row_of_app(app, order=order, release=terms.release, rng=rng), {}
-
-    def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
-        """Return what this client does; its account is charged when this returns, and the app is not called yet."""
-        refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
-        if self.terms is not None:
-            return self._local_work(instruction, train, context, refused)
-        _refuse_ledger(context)
-        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
-        self.policy.check_noise(pipeline.noise)
-        jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
-        return Work(groups=[(pipeline, jobs)], refused=refused)
-
-    def _local_work(self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]) -> Work:
-        order = LocalOrder.of(instruction)
-        if self.terms is None or self.name not in instruction.clients:
-            return Work(groups=[], refused=refused)
-        place = instruction.clients.index(self.name)
-        try:
-            terms = self.terms.terms()
-        except ValueError as error:
-            return Work(groups=[], refused=refused | {self.name: str(error)})
-        multiplier = order.noise_multipliers[place]
-        reason = why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier)
-        if reason:
-            return Work(groups=[], refused=refused | {self.name: reason})
-        account = account_of(context.node_config.get(LEDGER_PATH), [self.name], context.state)
-        refused |= account.charge({self.name: terms})
-        if self.name in refused:
-            return Work(groups=[], refused=refused)
-        pipeline = self.terms.pipeline(terms.release, train=train, length=train.model.layout.size)
-        return Work(groups=[(pipeline, [self._job(instruction, order.weights[place])])], refused=refused)
-
-    def _job(self, instruction: Instruction, weight: float) -> Job:
-        # A function, not a generator: every draw takes new entropy from the operating system.
-        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, self.name)
-        return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=weight)
-
-
-def _refuse_ledger(context: Context) -> None:
-    if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
-        raise ValueError(
-            f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting"
-        )
-
-
-class _Unseen:
-    """The records of a client whose app reads them itself."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def batch(self, positions: Any, device: Any) -> Any:
-        """Raise: nothing here reads records."""
-        raise TypeError("the records are the app's own")
 
 
 def _model(record: ArrayRecord, instruction: Instruction) -> Model:
