@@ -170,7 +170,7 @@ def client_level_client(
             allow_metrics=settings.report_client_metrics,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.noise_multiplier(()) if evaluating else 0.0,
-            min_evaluation_noise_std=(1 - 1e-9) * evaluating.smallest_share if evaluating else 0.0,
+            min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.smallest_share if evaluating else 0.0,
         ),
     )
 

@@ -439,7 +439,7 @@ class ClientLevelRules:
             num_evaluations=rules.num_rounds,
             noise_multiplier=rules.release.mechanism.noise_multiplier,
             sampling=str(rules.sampling),
-            smallest_share=rules.smallest_share,
+            smallest_share=rules.noise.smallest_share,
             parts={
                 name: accounting.epsilon(event, delta=self.delta, relation=self._relation).epsilon
                 for name, event in events.items()
