@@ -92,7 +92,7 @@ def record_gradients(
 def engine_of(model: FlatModel) -> str:
     """Return the engine for a model: by its layers and its device, never by data."""
     faster = model.device.type == "cpu" and any(isinstance(layer, _FASTER) for layer in model.module.modules())
-    return "expanded-weights" if faster and opacus_is_there() and works_apart(model.module) else "torch.func"
+    return "expanded-weights" if faster and opacus_is_there() and keeps_records_apart(model.module) else "torch.func"
 
 
 @cache
@@ -101,7 +101,7 @@ def opacus_is_there() -> bool:
     return find_spec("opacus") is not None
 
 
-def works_apart(module: nn.Module) -> bool:
+def keeps_records_apart(module: nn.Module) -> bool:
     """Whether a model is a plain stack of layers that keep the records of a batch apart and that expanded weights differentiate.
 
     Layers count by their exact type and options: a subclass, a hook or a forward of its own may mix records. Dropout does not

@@ -262,7 +262,7 @@ def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tm
     shutil.copy(path, tmp_path / "copy")
     LedgerFile(path).charge({"a": terms()})
     shutil.copy(tmp_path / "copy", path)
-    with pytest.raises(LedgerError, match="says that client 'a' has paid for 1 replies: it is an older copy, for there were 2"):
+    with pytest.raises(LedgerError, match="counts 1 replies of client 'a': it is an older copy, for there were 2"):
         LedgerFile(path).charge({"a": terms()}, at_least={"a": 2})
     # What the docs say: a file alone can't tell.
     assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}

@@ -161,7 +161,7 @@ def test_table_and_picture(write, call, tmp_path):
         "curve          seeds  final accuracy (%)  tight epsilon  delta  protects                   rounds",
         "clip-norm=0.5  2      75 +- 7.1           1.5            0.001  client, add-or-remove-one  2",
         "clip-norm=1    1      90                  not private    -      -                          2",
-        "picture: comparison.png",
+        "figure: comparison.png",
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
     status, out, _ = call(*folders, "--metric", "loss", "--output", "loss.png")
