@@ -216,10 +216,9 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
     shares = sorted(((part / best.bound, name) for name, part in parts.items() if part > 0), reverse=True)
     reasons.append("parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
     reasons.append(
-        f"in Theorem 1 the term of the initial gap falls like (1 - eta lambda)^K / K,"
-        " which its proof does not give;"
-        f" the proved bound, B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here and least at {_at(corrected)}"
-        f" with {corrected.mean_bound:.4g}"
+        "in Theorem 1 the term of the initial gap falls like (1 - eta lambda)^K / K, which its proof does not give;"
+        f" the proved bound, B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here"
+        f" and least at {_at(corrected)} with {corrected.mean_bound:.4g}"
     )
     if best.mean_bound >= problem.initial_gap:
         reasons.append(

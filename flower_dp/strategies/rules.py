@@ -54,8 +54,8 @@ def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[s
 class RoundReport:
     """The numbers of one round.
 
-    If cohorts are secret (`secret_cohort`), the number of clients, replies and bytes must stay on the server: they reveal how
-    many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
+    If cohorts are secret (`secret_cohort`), `cohort_size`, `replies`, `bytes_down` and `bytes_up` must stay on the server: they
+    reveal how many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
 
     Attributes:
         server_round: 1, 2, ...

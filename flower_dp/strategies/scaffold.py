@@ -1,5 +1,4 @@
-"""SCAFFOLD (Karimireddy et al. 2020): control variates against the drift of clients with different data, with and without
-privacy."""
+"""SCAFFOLD (Karimireddy et al. 2020): control variates for clients with different data, with and without privacy."""
 
 import logging
 import math
