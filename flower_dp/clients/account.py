@@ -115,9 +115,7 @@ class FileAccount:
                 spent, counts = file.charge({name: asked[name] for name in names}, at_least=known)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
-                refused |= dict.fromkeys(
-                    names, f"its ledger can't be used ({type(error).__name__}); the node's own log has the reason"
-                )
+                refused |= dict.fromkeys(names, f"its ledger can't be used ({type(error).__name__}); the node's own log says why")
                 continue
             self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
             refused |= spent
@@ -172,5 +170,5 @@ def kept_account(context: Context) -> Iterator[None]:
     finally:
         left = context.state.config_records.get(KEY)
         if record is not None and (left is None or dict(left) != record):
-            log.warning("the app has changed %r in the node's state, which is this client's account; it was restored", KEY)
+            log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
             context.state[KEY] = ConfigRecord(record)

@@ -74,4 +74,4 @@ def _trained(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def _failure(error: Exception) -> str:
     """Log why there is no client; return a text for the server, without the error's text, which may contain private data."""
     log.error("client_fn failed", exc_info=error)
-    return f"client_fn failed: {type(error).__name__}; the node's own log has the reason"
+    return f"client_fn failed: {type(error).__name__}; the node's own log says why"

@@ -30,7 +30,7 @@ class KeepsControl(Protocol):
 
 
 class ControlVariates:
-    """The control variates of all clients of a node: float32 vectors, each computed from messages that carried all their noise."""
+    """The control variates of all clients of a node: float32 vectors computed from messages that carried all their noise."""
 
     def __init__(self, state: RecordDict) -> None:
         self._state = state

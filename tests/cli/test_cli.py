@@ -231,7 +231,7 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["run", "--workers", "many"], "--workers"),
         (["run", "--gpus-per-worker", "-1"], "--gpus-per-worker"),
         (["compare"], "RUN"),
-        (["compare", "nowhere"], "nowhere: is not the folder of a run"),
+        (["compare", "nowhere"], "nowhere: is not a run folder"),
         (["plan"], "METHOD"),
         (["plan", "nbafll", "--problem", "p.toml"], "method='nbafll': has no planner; did you mean nbafl?"),
         (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),

@@ -125,7 +125,7 @@ FAULTS = {
         "has no account of client 'a'; it is the ledger of b",
     ),
     "for all to write": (lambda path: path.chmod(0o622), "can be written by others"),
-    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write .mode 777"),
+    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write to .mode 777"),
     "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "ledger .*: "),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "ledger .*: "),
