@@ -100,7 +100,7 @@ def app(
         data_fn: client (0, 1, ...), number of clients -> that client's data: a pair of inputs and targets (tensors or NumPy
             arrays; inputs may be a dict of them by the names of the model's arguments), a map-style torch data set of such pairs,
             or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and nbafl) treat the number of
-        records as public, and call it for all clients, on the server too.
+            records as public, and call it for all clients, on the server too.
         evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
             says. None for no metrics.
         loss: model outputs, targets -> mean loss of a batch.

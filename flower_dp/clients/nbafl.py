@@ -83,7 +83,7 @@ class NbAFLRecipe:
     Attributes:
         training: the recipe of local training; its `proximal` is the paper's mu.
         clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms depends on private data, unless it is
-        computed on public data.
+            computed on public data.
         epsilon: the paper's epsilon over `uplink_exposures` replies, one number or one by client name; math.inf: no noise.
         delta: the paper's delta.
         uplink_exposures: the number of replies for which the paper's noise is calibrated (paper: L).

@@ -23,7 +23,7 @@ class ClientPolicy:
         max_clip_norm: largest clip norm to work with; None for any.
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
         min_noise_std: smallest std of the noise that this client itself adds; if > 0, instructions with less noise on the device
-        are refused.
+            are refused.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
         min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation.
 

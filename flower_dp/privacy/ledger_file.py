@@ -86,7 +86,7 @@ class LedgerFile:
 
     Args:
         path: of the file. Its folder must be writable by this user alone: others could restore an older copy. Links are followed;
-        a file with a second hard link is refused, because after a rename the two would differ.
+            a file with a second hard link is refused, because after a rename the two would differ.
 
     Example:
         >>> import tempfile

@@ -64,7 +64,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     Args:
         target: None, a folder or a preset's name; a folder with a Flower app takes precedence over a preset of the same name.
         settings: `key=value` texts, which take precedence over the preset. Relative paths (keys that end in `-dir`) are relative
-        to the working directory, those in a preset to the app's folder.
+            to the working directory, those in a preset to the app's folder.
 
     Raises:
         ValueError: there is no such app or preset, or a key or value that the app cannot take.

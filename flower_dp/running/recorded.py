@@ -48,8 +48,7 @@ def record_run(
 
     Raises:
         ValueError: the folder already holds a run.
-        Exception: as `strategy.start`; the folder then has the statement of what was
-        released before.
+        Exception: as `strategy.start`; the folder then has the statement of what was released before.
 
     Example:
         >>> from flower_dp import record_run

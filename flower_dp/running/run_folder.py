@@ -53,7 +53,7 @@ class RunFolder:
 
         Args:
             path: The folder; None for the folder that `flower-dp run` has passed, or, if the app is not run by that command, for
-            a new one under `~/.flower-dp/runs` (see `new_folder`).
+                a new one under `~/.flower-dp/runs` (see `new_folder`).
             config: The run's settings, with values that TOML can hold.
             name: The name of the run, used in the default folder's name.
 
@@ -114,7 +114,7 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
 
     Args:
         path: The folder; None for `~/.flower-dp/runs/<UTC time>-<name>`, with a number at the end if two runs with the same name
-        start in the same second.
+            start in the same second.
         name: The name of the run.
 
     Raises:

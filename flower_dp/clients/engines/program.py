@@ -38,7 +38,7 @@ class Program:
         kind: the kind of record.
         num_slots: clients in a group.
         sliced: compute matrix products slot by slot, each in memory with the same alignment. A product's last bits can depend on
-        the address at which its memory begins.
+            the address at which its memory begins.
 
     Raises:
         Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers, changes a buffer or
