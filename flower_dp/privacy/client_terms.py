@@ -132,7 +132,7 @@ def least_gaussian_multiplier(
         epsilon: budget of all releases together.
         delta: in (0, 1).
         num_releases: how many there are.
-        sampling_rate: every record is in a release by itself with this probability (Poisson); 1: all of them are.
+        sampling_rate: every record is in a release independently with this probability (Poisson); 1: all records are.
         relation: neighbouring relation.
 
     Raises:

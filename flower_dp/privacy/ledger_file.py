@@ -140,7 +140,7 @@ class LedgerFile:
 
         Args:
             asked: the terms of the clients that are asked.
-            at_least: how many replies clients are known to have paid for; a file that says less has been put back.
+            at_least: how many replies clients are known to have been charged for; a file with fewer is an older copy.
 
         Returns:
             Why some clients can't be charged, and how many replies each of the others has been charged for, including this one.

@@ -80,8 +80,8 @@ class PlannedRun:
             rounds = accounting.affordable(event, epsilon=epsilon, delta=self.delta, relation=self.relation, limit=limit)
         if rounds > MOST_ROUNDS:
             raise ValueError(
-                f"--noise-multiplier={noise_multiplier:g}: epsilon={epsilon:g} pays for more than {MOST_ROUNDS:,} rounds; "
-                "less noise would do"
+                f"--noise-multiplier={noise_multiplier:g}: epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; "
+                "choose less noise"
             )
         if rounds == 0:
             one = _finite(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)

@@ -8,8 +8,8 @@ from flower_dp.strategies.local_statement import LocalFacts, state
 
 _FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
 _BATCHES = {
-    "fixed-size": "a batch of fixed size drawn anew in each, accounted as if every record were in all of them",
-    "poisson": "every record in the batch of each by itself, with probability batch_size / num_records",
+    "fixed-size": "a batch of fixed size drawn anew in every step, accounted as if every record were in all of them",
+    "poisson": "each record in the batch of every step independently with probability batch_size / num_records",
 }
 
 

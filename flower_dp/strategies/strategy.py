@@ -235,7 +235,7 @@ class DPStrategy(Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Draw the cohort, charge the round's release to the ledger, and return one message per node.
 
-        No message, and no charge, where the round can't be paid for.
+        If the budget does not cover the round, nothing is sent and nothing is charged.
         """
         roster = self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
@@ -348,7 +348,7 @@ class DPStrategy(Strategy):
         if noise > signal:
             log.warning(
                 "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a "
-                "round, less noise or a smaller model help, and so do more rounds if they are paid for",
+                "round, less noise or a smaller model help, and so do more rounds within the budget",
                 noise / signal,
             )
 
@@ -360,7 +360,7 @@ class DPStrategy(Strategy):
         """
         if not isinstance(self.rules, ClientLevelRules):
             raise ValueError(
-                f"evaluation: {self.rules.title} protects single records by every client's own budget, which pays for no "
+                f"evaluation: {self.rules.title} protects single records by every client's own budget, which covers no "
                 "evaluation; use evaluate_fn with public data"
             )
         return Evaluator(plan, self.rules)

@@ -198,7 +198,7 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["calibrate", *D, "--noise-multiplier", "0", "--epsilon", "4"], "--noise-multiplier=0 has no finite epsilon"),
         (
             ["calibrate", *D, "--noise-multiplier", "5000", "--epsilon", "8"],
-            "--noise-multiplier=5000: epsilon=8 pays for more than",
+            "--noise-multiplier=5000: epsilon=8 allows more than",
         ),
         (["calibrate", *D, "--epsilon", "0", "--num-rounds", "1"], "--epsilon=0.0: must be"),
         (["calibrate", *D, "--epsilon", "inf", "--num-rounds", "1"], "--epsilon"),
