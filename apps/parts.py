@@ -1,4 +1,4 @@
-"""Parts that several methods make of the common settings."""
+"""Objects that several methods construct from the common settings."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +19,7 @@ from flower_dp.strategies.client_level import ClientLevelRules
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
-# Clients below which num_clients^-1.1 is no delta that anybody would choose.
+# The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 
 
@@ -154,7 +154,7 @@ def local_client_words(settings: Settings) -> dict[str, Any]:
 def client_level_client(
     settings: Settings, rules: ClientLevelRules, training: LocalTraining, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
-    """Return a node's client for rules with one noised sum; it accepts what its own run-config says, and nothing weaker."""
+    """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
     evaluating = rules.evaluation
     return DPClient(
         model=model,

@@ -1,4 +1,4 @@
-"""The Flower ServerApp: runs the strategy, tests every model on public records, and writes the run's folder."""
+"""The Flower ServerApp: runs the strategy, tests every model on public records, and writes the run folder."""
 
 import logging
 import time
@@ -64,7 +64,7 @@ def _public_records(run: Run, config: Config) -> dict[str, TensorRecords]:
 
 
 def _whole(statement: PrivacyStatement, settings: Settings) -> PrivacyStatement:
-    """Return the statement with what this app leaves outside of the guarantee."""
+    """Return the statement, with what this app's guarantee does not cover."""
     if not settings.holds_out:
         return statement
     ratios = f"validation-ratio={settings.validation_ratio:g}, test-ratio={settings.test_ratio:g}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flower_dp.clients.local_row import private_row
 from flower_dp.clients.losses import Loss, record_cross_entropy
-from flower_dp.clients.per_record import works_apart
+from flower_dp.clients.per_record import keeps_records_apart
 from flower_dp.clients.records import Records, outputs_of
 from flower_dp.clients.training import FlatModel
 from flower_dp.core.noise import Generator
@@ -107,7 +107,7 @@ def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor] | None, 
 
 def _outputs(model: FlatModel, records: Records, positions: np.ndarray) -> Iterator[tuple[Tensor, Tensor] | None]:
     """Yield outputs and target of every record, each [1, ...]; None for one that can't be read or run."""
-    size = _CHUNK if works_apart(model.module) else 1
+    size = _CHUNK if keeps_records_apart(model.module) else 1
     for start in range(0, len(positions), size):
         chunk = positions[start : start + size]
         together = _run(model, records, np.append(chunk, np.repeat(chunk[:1], size - len(chunk))))

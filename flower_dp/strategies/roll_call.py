@@ -1,7 +1,7 @@
-"""The roll call: nodes say which clients they host, and which methods they run.
+"""The roll call: the server asks nodes which clients they host and which methods they run.
 
-All nodes of a run execute the same ClientApp, so one node's answer tells whether nodes can be asked for names; where they can't,
-as with stock clients, every node is one client.
+All nodes of a run execute the same ClientApp, so the answer of one node shows whether nodes can be asked for names. If they
+can't, as with stock clients, every node is one client.
 """
 
 import json
@@ -20,12 +20,12 @@ from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
 log = logging.getLogger("flwr")
 
-# Node id -> the message that asks whom it hosts.
+# Node id -> the message that asks which clients it hosts.
 _Question = Callable[[int], Message]
 
 _ANSWER_SECONDS = 600.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
-# What Flower says for a ClientApp that does not answer a question: one of the Message API, and one around a client_fn.
+# Flower's error texts for a ClientApp that does not know the question: one of the Message API, and one around a client_fn.
 _NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
 
@@ -33,9 +33,9 @@ def _properties_query(node: int) -> Message:
     return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
 
 
-# In the order in which an app is asked them, and what it speaks if it answers. Only a `NumPyClient` has properties. Flower has no
-# way to answer a query for an app without a query function, but a mod sees what its train function is asked: a stock one finds no
-# model in that message and raises.
+# The questions in the order in which they are asked, and the dialect of an app that answers. Only a `NumPyClient` has properties.
+# An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train function
+# finds no model in that message and raises.
 _QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
     (partial(wire.roll_call, message_type="query"), MESSAGE_API),
     (_properties_query, NUMPY_CLIENT),
@@ -45,18 +45,18 @@ _QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """What a node says of itself."""
+    """A node's answer: the clients that it hosts, and the methods that they run."""
 
     names: tuple[str, ...]
     methods: frozenset[str]
 
 
 class RollCall:
-    """Asks nodes whom they host, in the one way that the run's ClientApp understands.
+    """Asks nodes which clients they host, by the question that the run's ClientApp can answer.
 
     Attributes:
-        dialect: what the nodes' app speaks; None until a node has answered at all.
-        hosting: whether nodes name the clients that they host; else every node is one stock client.
+        dialect: the record names that the nodes' app uses; None until a node has answered.
+        hosting: whether nodes name the clients that they host; otherwise every node is one stock client.
     """
 
     def __init__(self) -> None:
@@ -69,15 +69,15 @@ class RollCall:
         return self._question is not None
 
     def ask(self, grid: Grid, nodes: Iterable[int]) -> dict[int, Hosted]:
-        """Return what these nodes say of themselves; who does not answer now is not in it, and can be asked again.
+        """Return the answers of these nodes. A node that does not answer now is left out, and can be asked again.
 
         Raises:
-            ValueError: if a node can't say whom it hosts.
+            ValueError: if a node's answer is malformed.
         """
         new = sorted(nodes)
         if new and self.dialect is None:
             log.info(
-                "Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error"
+                "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
             )
             self._question, self.dialect = _kind(grid, new)
         if not new or self.dialect is None:
@@ -88,7 +88,7 @@ class RollCall:
 
 
 def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | None]:
-    """Find out what the run's ClientApp speaks from the first node that answers at all, and the question that it answers."""
+    """Find the question that the run's ClientApp answers, and its dialect, from the first node that replies."""
     for node in nodes:
         message_api = False
         for question, dialect in _QUESTIONS:
@@ -102,7 +102,7 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | Non
             if reply is None:
                 break
             if not reply.has_error():
-                if _told(reply) is not None:
+                if _read_hosted(reply) is not None:
                     return question, dialect
                 if dialect is NUMPY_CLIENT:
                     return None, NUMPY_CLIENT
@@ -119,17 +119,17 @@ def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | Non
 
 
 def _ask(grid: Grid, nodes: list[int], question: _Question) -> dict[int, Hosted]:
-    """Ask nodes whom they host; who does not answer now is asked again."""
+    """Ask nodes which clients they host; a node that does not answer is asked again."""
     hosted = {}
     for reply in _send(grid, [question(node) for node in nodes]):
         node = reply.metadata.src_node_id
         if reply.has_error():
             log.warning("node %s: %s", node, reply.error.reason)
             continue
-        told = _told(reply)
-        if told is None:
+        answer = _read_hosted(reply)
+        if answer is None:
             raise ValueError(f"node {node} does not say which clients it hosts")
-        hosted[node] = told
+        hosted[node] = answer
     return hosted
 
 
@@ -137,8 +137,8 @@ def _send(grid: Grid, messages: list[Message]) -> list[Message]:
     return list(grid.send_and_receive(messages, timeout=_ANSWER_SECONDS))
 
 
-def _told(reply: Message) -> Hosted | None:
-    """Read the names of hosted clients and their methods off either kind of answer; None if the node has no such thing."""
+def _read_hosted(reply: Message) -> Hosted | None:
+    """Read the names of hosted clients and their methods from either kind of answer; None if it has none."""
     for record in list(reply.content.config_records.values())[:_MOST_RECORDS]:
         text = record.get(wire.KEY)
         if isinstance(text, str):
