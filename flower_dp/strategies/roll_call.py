@@ -6,6 +6,7 @@ as with stock clients, every node is one client.
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,9 @@ _Question = Callable[[int], Message]
 
 _ANSWER_SECONDS = 600.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
-# What Flower says for a ClientApp that does not answer a question: one of the Message API, and one around a client_fn.
+# Seconds until a node that could not say whom it hosts is asked again: doubled each time, since a question starts a process.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
+# What Flower itself says for a ClientApp that has no answer to a question: one of the Message API, and one around a client_fn.
 _NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
 
@@ -51,17 +54,28 @@ class Hosted:
     methods: frozenset[str]
 
 
+class NoAnswerError(Exception):
+    """A node can't say now whom it hosts, and is not known for a stock client either; the text says why."""
+
+
 class RollCall:
     """Asks nodes whom they host, in the one way that the run's ClientApp understands.
 
+    An app counts as stock only where Flower itself says that it has nothing to answer with. An app that fails is not taken for a
+    stock one: its clients may have policies, budgets and names of their own.
+
     Attributes:
-        dialect: what the nodes' app speaks; None until a node has answered at all.
+        dialect: what the nodes' app speaks; None until a node has answered.
         hosting: whether nodes name the clients that they host; else every node is one stock client.
+        failures: why nodes can't say now whom they host.
     """
 
     def __init__(self) -> None:
         self.dialect: Dialect | None = None
+        self.failures: dict[int, str] = {}
         self._question: _Question | None = None
+        # Node id -> the pause after its last failure, and when that ends.
+        self._pauses: dict[int, tuple[float, float]] = {}
 
     @property
     def hosting(self) -> bool:
@@ -74,63 +88,86 @@ class RollCall:
         Raises:
             ValueError: if a node can't say whom it hosts.
         """
-        new = sorted(nodes)
+        new = sorted(node for node in nodes if self._pauses.get(node, (0.0, 0.0))[1] <= time.monotonic())
         if new and self.dialect is None:
-            log.info(
-                "Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error"
-            )
-            self._question, self.dialect = _kind(grid, new)
+            self._find_out(grid, new)
+            new = [node for node in new if node not in self.failures]
         if not new or self.dialect is None:
             return {}
         if self._question is None:
+            self.failures.clear()  # all nodes run the same app
             return {node: Hosted(names=(f"node-{node}",), methods=frozenset()) for node in new}
-        return _ask(grid, new, self._question)
+        return self._ask(grid, new, self._question)
 
+    def _find_out(self, grid: Grid, nodes: list[int]) -> None:
+        """Learn what the run's ClientApp speaks from the first node that tells."""
+        if not self._pauses:
+            log.info(
+                "Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error"
+            )
+        for node in nodes:
+            try:
+                self._question, self.dialect = _kind(grid, node)
+            except NoAnswerError as error:
+                self._failed(node, str(error))
+            else:
+                self.failures.pop(node, None)
+                return
 
-def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | None]:
-    """Find out what the run's ClientApp speaks from the first node that answers at all, and the question that it answers."""
-    for node in nodes:
-        message_api = False
-        for question, dialect in _QUESTIONS:
-            if message_api and dialect is NUMPY_CLIENT:
+    def _ask(self, grid: Grid, nodes: list[int], question: _Question) -> dict[int, Hosted]:
+        hosted = {}
+        for reply in _send(grid, [question(node) for node in nodes]):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                self._failed(node, reply.error.reason or "an error without words")
                 continue
-            with HeldErrors() as held:
-                reply = next(iter(_send(grid, [question(node)])), None)
-                reason = reply.error.reason or "" if reply is not None and reply.has_error() else ""
-                if _NO_QUERIES in reason or _NO_SUCH_MESSAGE in reason or (reason and question is _QUESTIONS[-1][0]):
-                    held.drop()
-            if reply is None:
-                break
-            if not reply.has_error():
-                if _told(reply) is not None:
-                    return question, dialect
-                if dialect is NUMPY_CLIENT:
-                    return None, NUMPY_CLIENT
-                # A stock app may answer queries of its own; its train function may have a mod of ours.
-                message_api = True
-            elif reply.error.code not in APP_RAISED:
-                log.warning("node %s: %s", node, reason)
-                break
-            elif _NO_QUERIES in reason:
-                message_api = True
-        else:
-            return None, MESSAGE_API
-    return None, None
+            told = _told(reply)
+            if told is None:
+                raise ValueError(f"node {node} does not say which clients it hosts")
+            hosted[node] = told
+            self.failures.pop(node, None)
+        return hosted
+
+    def _failed(self, node: int, reason: str) -> None:
+        """Write down that a node can't answer now; it is asked again after a pause."""
+        log.warning("node %s can't say whom it hosts: %s", node, reason)
+        pause = min(2 * self._pauses.get(node, (_FIRST_PAUSE_SECONDS / 2, 0.0))[0], _LONGEST_PAUSE_SECONDS)
+        self._pauses[node] = pause, time.monotonic() + pause
+        self.failures[node] = reason
 
 
-def _ask(grid: Grid, nodes: list[int], question: _Question) -> dict[int, Hosted]:
-    """Ask nodes whom they host; who does not answer now is asked again."""
-    hosted = {}
-    for reply in _send(grid, [question(node) for node in nodes]):
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            log.warning("node %s: %s", node, reply.error.reason)
+def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
+    """Find out what a node's app speaks, and the question that it answers; None for a stock client, which answers none.
+
+    Raises:
+        NoAnswerError: if the node does not answer, or its app fails in a way that a stock client does not.
+    """
+    message_api, reasons = False, []
+    for question, dialect in _QUESTIONS:
+        if message_api and dialect is NUMPY_CLIENT:
             continue
-        told = _told(reply)
-        if told is None:
-            raise ValueError(f"node {node} does not say which clients it hosts")
-        hosted[node] = told
-    return hosted
+        with HeldErrors() as held:
+            reply = next(iter(_send(grid, [question(node)])), None)
+            if reply is None:
+                raise NoAnswerError("no answer")
+            reason = reply.error.reason or "" if reply.has_error() else ""
+            if any(words in reason for words in (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED)) or message_api:
+                held.drop()
+        if reply.has_error():
+            if reply.error.code not in APP_RAISED:
+                raise NoAnswerError(reason)
+            message_api |= _NO_QUERIES in reason
+            reasons.append(reason)
+        elif _told(reply) is not None:
+            return question, dialect
+        elif dialect is NUMPY_CLIENT:
+            return None, NUMPY_CLIENT
+        else:  # a stock app may answer queries of its own; its train function may have a mod of ours
+            message_api = True
+    if message_api:
+        return None, MESSAGE_API
+    telling = next((reason for reason in reasons if _NO_SUCH_MESSAGE not in reason), reasons[0])
+    raise NoAnswerError(f"its app fails, and not as a stock client's does: {telling}")
 
 
 def _send(grid: Grid, messages: list[Message]) -> list[Message]:
