@@ -103,7 +103,7 @@ def client_level_client(
         policy=ClientPolicy(
             max_clip_norm=rules.clip_norm,
             min_noise_multiplier=rules.noise_multiplier(()),
-            min_noise_std=(1 - 1e-9) * rules.smallest_share,
+            min_noise_std=(1 - 1e-9) * rules.noise.smallest_share,
             allow_metrics=settings.report_client_metrics,
         ),
     )

@@ -771,8 +771,8 @@ def test_record_batches_are_secret_and_of_the_stated_rate():
 def test_shares_of_sparse_messages_do_not_follow_the_cohort_and_are_rounded_up():
     strategy = DPFedSAM(**CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.4)}, keep_ratio=0.5)
     # Expected are 1.6 clients: two shares.
-    assert {strategy.rules.share(size) for size in range(5)} == {2.0 / math.sqrt(2)}
-    assert strategy.rules.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
+    assert {strategy.rules.noise.share(size) for size in range(5)} == {2.0 / math.sqrt(2)}
+    assert strategy.rules.noise.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
 
 
 def test_stock_updates_are_rounded_to_the_lattice_by_the_server():
@@ -839,17 +839,17 @@ def test_a_sum_that_is_not_exact_is_not_released():
 
 def test_the_fewest_who_may_answer_are_rounded_up():
     strategy = STRATEGIES["dp-fedsam untrusted"]()
-    assert [strategy.rules._fewest(size) for size in range(6)] == [1, 1, 2, 3, 3, 4]
+    assert [strategy.rules.noise.fewest(size) for size in range(6)] == [1, 1, 2, 3, 3, 4]
 
 
 def test_a_plan_counts_on_the_worst_cohort():
     """Of two shares each participant knows one; larger cohorts leave more."""
     words = CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)}
     strategy = DPFedSAM(**words, trusted_server=False)
-    assert strategy.rules.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
+    assert strategy.rules.noise.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
     for size in range(5):
-        charged = strategy.rules._charged(strategy.rules._shares(size))
-        assert charged.mechanism.noise_multiplier >= strategy.rules.charged.mechanism.noise_multiplier
+        charged = strategy.rules.noise.charged_for(size)
+        assert charged.mechanism.noise_multiplier >= strategy.rules.noise.charged.mechanism.noise_multiplier
 
 
 def test_sampling_does_not_protect_against_the_server():
@@ -857,7 +857,7 @@ def test_sampling_does_not_protect_against_the_server():
     strategy = DPFedSAM(**CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)})
     strategy.start(LocalGrid(clients("DPClient"), 4), model_arrays(linear()), num_rounds=8)
     against = {adversary.name: adversary for adversary in strategy.statement.adversaries}
-    event = SelfComposedDpEvent(GaussianDpEvent(strategy.rules.smallest_share / 0.5), 8)
+    event = SelfComposedDpEvent(GaussianDpEvent(strategy.rules.noise.smallest_share / 0.5), 8)
     exact = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
     assert against["the server"].epsilon == pytest.approx(exact)
 

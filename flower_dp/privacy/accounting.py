@@ -178,6 +178,8 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
         return
     gaussian = _gaussian_exact(leaves, delta, relation)
     yield "gaussian-exact", gaussian
+    if not math.isnan(gaussian) and all(inner_of(leaf)[1] == 1 for leaf, _ in leaves):
+        return  # it is the least epsilon there is
     renyi = _rdp(leaves, delta, relation)
     yield "rdp", math.nan if renyi is None else renyi
     if delta >= pld.SMALLEST_DELTA:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol, Required
 
 import numpy as np
@@ -10,8 +10,8 @@ from dp_accounting import ComposedDpEvent, DpEvent
 
 from flower_dp import wire
 from flower_dp.core import checks, compression, noise
-from flower_dp.core.noise import Generator, gaussian_share
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler, check_sampler
+from flower_dp.core.noise import Generator
+from flower_dp.core.sampling import FixedSizeSampling, RoundRobinSampling, Sampler, check_sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
@@ -19,8 +19,10 @@ from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level_statement import ClientLevelFacts, EvaluationFacts, state
+from flower_dp.strategies.planned_cost import PlannedCost
 from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts
+from flower_dp.strategies.shared_noise import SharedNoise
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -34,8 +36,6 @@ _MIN_REPLY_RATIO = 0.75
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
-# Rounds to look ahead where nobody has said how many there will be.
-_FIRST_LOOK = 64
 
 
 class ClientLevelArguments(Options, total=False):
@@ -154,6 +154,13 @@ class ClientLevelRules:
             sampler=sampling,
             num_clients=checks.integer("num_clients", num_clients, at_least=1),
         )
+        self.noise = SharedNoise(
+            release=self.release,
+            placement=self.placement,
+            trusted_server=self.trusted_server,
+            min_reply_ratio=self.min_reply_ratio,
+            lossy_messages=self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None),
+        )
         self._evaluation: tuple[ClientLevelRules, int] | None = None
         self.begin()
         if self.target_epsilon is not None and noise_multiplier == 0:
@@ -193,11 +200,7 @@ class ClientLevelRules:
         self.outside_ledger = Ledger(owner="every client, against outsiders", relation=self._relation)
         self.num_rounds = 0
         self.least_noise_multiplier = math.inf
-        self._affordable = 0
-        self._all_affordable = True
-        self._asked: tuple[object, ...] = ()
-        self._pays = False
-        self._curve = np.zeros(1)
+        self._planned = PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
         if self._evaluation is not None:
             self._evaluation[0].ledger, self._evaluation[0].outside_ledger = self.ledger, self.outside_ledger
             self._evaluation[0].num_rounds = 0
@@ -231,11 +234,11 @@ class ClientLevelRules:
 
     def _events(self, num_rounds: int) -> DpEvent:
         """Return what rounds 1 to `num_rounds` cost at most, their evaluations with them."""
-        events = self.charged.events(num_rounds)
+        events = self.noise.charged.events(num_rounds)
         if self._evaluation is None:
             return events
         rules, every = self._evaluation
-        return ComposedDpEvent([events, *(rules.charged.event(number) for number in range(every, num_rounds + 1, every))])
+        return ComposedDpEvent([events, *(rules.noise.charged.event(number) for number in range(every, num_rounds + 1, every))])
 
     def outlook(self, dimension: int) -> tuple[float, float]:
         """Return the norm that the noise on the mean has about, and the largest norm of the mean without noise.
@@ -248,22 +251,9 @@ class ClientLevelRules:
     # Noise
 
     @property
-    def lossy_messages(self) -> bool:
-        """Whether every client sends the largest coordinates or the levels of its own noised update: no function of the sum."""
-        return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
-
-    @property
-    def cohort_shows(self) -> bool:
-        """Whether the release reveals the cohort, which voids amplification by sampling.
-
-        It does by what each client makes of its own noised update, or by a noise that depends on how many clients answered.
-        """
-        return self.lossy_messages or (self.placement == "distributed" and not self.trusted_server)
-
-    @property
     def secret_cohort(self) -> bool:
         """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
-        return self.release.sampler.secret_size and not self.cohort_shows
+        return self.noise.secret_cohort
 
     @property
     def open_population(self) -> bool:
@@ -274,86 +264,14 @@ class ClientLevelRules:
         """
         return not isinstance(self.release.sampler, RoundRobinSampling)
 
-    @property
-    def outside(self) -> Release:
-        """The release as those who are no clients see it: with all its noise."""
-        release = self.release
-        if self.cohort_shows and not isinstance(release.sampler, RoundRobinSampling):
-            # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
-            release = replace(release, sampler=FullSampling())
-        if self.lossy_messages:
-            # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
-            release = replace(release, mechanism=Gaussian(noise_multiplier=self.share(0) / release.clip_norm))
-        return release
-
-    def _charged(self, shares: int) -> Release:
-        """Return the release as one of its own clients sees it, who knows its own share of the noise and subtracts it.
-
-        Args:
-            shares: how many shares make up the noise of the release.
-        """
-        release = self.outside
-        if self.placement == "central" or self.lossy_messages or shares <= 1:
-            return release
-        left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
-        return replace(release, mechanism=Gaussian(noise_multiplier=left))
-
-    @property
-    def charged(self) -> Release:
-        """The release that the ledger charges, at most: what can be proved of what any single client sees."""
-        # Two shares are the worst case: of one alone, the client who knows it is the only one in the sum.
-        return self._charged(2 if self._shares_vary else self._shares(self._most_shares()))
-
-    @property
-    def _shares_vary(self) -> bool:
-        """Whether the number of shares, and so the charge, depends on the cohort that is drawn."""
-        return self.placement == "distributed" and not self.trusted_server and self.release.sampler.secret_size
-
-    def _most_shares(self) -> int:
-        """Return how many shares make up the noise of the sum: as many as there can ever be clients in a round.
-
-        A public number: shares by the number of clients that were drawn would tell each of them how many there are.
-        """
-        return self.release.sampler.largest_cohort(self.num_clients)
-
-    def _fewest(self, cohort_size: int) -> int:
-        """Return how many of the drawn clients must answer where nobody tops up the noise."""
-        return max(1, math.ceil(self.min_reply_ratio * cohort_size - 1e-9))
-
-    def _shares(self, cohort_size: int) -> int:
-        """Return how many shares make up the noise of a round."""
-        return self._most_shares() if self.trusted_server else self._fewest(cohort_size)
-
-    def share(self, cohort_size: int) -> float:
-        """Return the std of the noise that each of a cohort's clients adds to its own update."""
-        if self.placement == "central":
-            return 0.0
-        if self.lossy_messages:
-            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.release.expected_cohort)))
-        return gaussian_share(self.release.noise_scale, self._shares(cohort_size))
-
-    @property
-    def smallest_share(self) -> float:
-        """Std of the least noise that a client is ever asked to add itself: 0 where the server adds it."""
-        return self.share(self._most_shares())
-
     def _step(self, layout_size: int, cohort_size: int) -> float:
         """Return the step of the lattice on which the clients of a cohort, and the server, work."""
-        scale = self.release.noise_scale if self.placement == "central" else self.share(cohort_size)
+        scale = self.release.noise_scale if self.placement == "central" else self.noise.share(cohort_size)
         return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._num_kept(layout_size))
 
     def _num_kept(self, layout_size: int) -> int:
         """Return how many coordinates clients send this round."""
         return layout_size if self.mask is None else self.mask.indices(layout_size).size
-
-    def _server_noise_std(self, heard: int) -> float:
-        """Std of the noise that the server adds to the sum of the updates that came back."""
-        if self.placement == "central":
-            return self.release.noise_scale
-        if self.cohort_shows:
-            return 0.0
-        shares = self._most_shares()
-        return self.release.noise_scale * math.sqrt(max(0, shares - heard) / shares)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.
@@ -362,9 +280,9 @@ class ClientLevelRules:
             RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
         """
         heard, step = len(collected.clients), self._step(now.layout.size, now.cohort_size)
-        if self.placement == "distributed" and not self.trusted_server and heard < self._fewest(now.cohort_size):
+        if self.noise.too_few(heard, now.cohort_size):
             raise RoundLeftOut(f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
-        std = self._server_noise_std(heard)
+        std = self.noise.server_std(heard)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
         kept = slice(None) if self.mask is None else self.mask.indices(now.layout.size)
         total = collected.total.copy()
@@ -387,7 +305,7 @@ class ClientLevelRules:
 
     def bounds(self, now: Round) -> Bounds:
         """Return clip norm, lattice and the longest honest sum."""
-        share, clip_norm = self.share(now.cohort_size), self.release.clip_norm
+        share, clip_norm = self.noise.share(now.cohort_size), self.release.clip_norm
         num_kept = self._num_kept(now.layout.size)
 
         def honest_norm(names: Sequence[str]) -> float:
@@ -413,10 +331,10 @@ class ClientLevelRules:
     def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
         """Return placement, share of the noise and sparsity."""
         if self.mask is not None:
-            return self.mask.order(self.placement, self.share(cohort_size))
+            return self.mask.order(self.placement, self.noise.share(cohort_size))
         order = wire.ClientLevelOrder(
             placement=self.placement,
-            noise_std=self.share(cohort_size),
+            noise_std=self.noise.share(cohort_size),
             keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
             quantization_levels=self.quantization_levels or 0,
         )
@@ -428,7 +346,7 @@ class ClientLevelRules:
         Else the bytes of a dense update: what is really sent may depend on data that a noised sum hides, or tell the size of a
         secret cohort.
         """
-        if self.lossy_messages and collected.clients:
+        if self.noise.lossy_messages and collected.clients:
             return collected.payload_bytes / len(collected.clients)
         return 4.0 * self._num_kept(now.layout.size)
 
@@ -436,51 +354,33 @@ class ClientLevelRules:
 
     def plan(self, num_rounds: int) -> None:
         """Compute the cost of every round, and how many the target pays for."""
-        self._curve = accounting.curve(self._events, num_rounds=num_rounds, delta=self.delta, relation=self._relation)
-        if self.target_epsilon is not None:
-            self._look_ahead(num_rounds, self.target_epsilon)
-
-    def _look_ahead(self, num_rounds: int, target: float) -> None:
-        """Find out how many rounds in order the target pays for, up to a number."""
-        self._affordable = accounting.affordable(
-            self._events, epsilon=target, delta=self.delta, relation=self._relation, limit=num_rounds
-        )
-        self._all_affordable = self._affordable == num_rounds
+        self._planned.plan(num_rounds)
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that the target would be passed, or that a round is out of turn, if so."""
         if isinstance(self.sampling, RoundRobinSampling) and server_round != self.num_rounds + 1:
             # Its charge follows from the round's number, as if every round before had been run once.
             return f"with round-robin sampling it must be round {self.num_rounds + 1}"
-        if self.target_epsilon is None or (cohort_size is None) == self._shares_vary:
+        if self.target_epsilon is None or (cohort_size is None) == self.noise.shares_vary:
             return None
-        if self.num_rounds == server_round - 1:
-            # Rounds in order, each charged at most as planned, cost at most what is planned.
-            if server_round > self._affordable and self._all_affordable:
-                self._look_ahead(max(2 * self._affordable, _FIRST_LOOK), self.target_epsilon)
-            if server_round <= self._affordable:
-                return None
-        # All others are composed anew: what was charged, and this round.
-        charged = self.charged if cohort_size is None else self._charged(self._shares(cohort_size))
+        charged = self.noise.charged if cohort_size is None else self.noise.charged_for(cohort_size)
         event = charged.event(server_round)
         if self._evaluation is not None and server_round % self._evaluation[1] == 0:
-            event = ComposedDpEvent((event, self._evaluation[0].charged.event(server_round)))
-        key = (*self.ledger.lines(), event)
-        if key != self._asked:  # a run that can't pay is often asked again
-            ahead = ComposedDpEvent([self.ledger.event, event])
-            cost = accounting.epsilon(ahead, delta=self.delta, relation=self._relation).epsilon
-            self._asked, self._pays = key, cost <= self.target_epsilon
-        return None if self._pays else f"it would pass target_epsilon={self.target_epsilon:g}"
+            event = ComposedDpEvent((event, self._evaluation[0].noise.charged.event(server_round)))
+        in_order = self.num_rounds == server_round - 1
+        if self._planned.allows(server_round, in_order=in_order, ledger=self.ledger, event=event):
+            return None
+        return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge the round to both ledgers, as this cohort's shares are sized; choose the mask of a method that has one."""
         if self.mask is not None:
             self.mask.draw()
-        charged = self._charged(self._shares(len(names)))
+        charged = self.noise.charged_for(len(names))
         self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
         self.num_rounds += 1
         self.ledger.charge(charged.event(server_round))
-        self.outside_ledger.charge(self.outside.event(server_round))
+        self.outside_ledger.charge(self.noise.outside.event(server_round))
 
     @property
     def charges(self) -> object:
@@ -490,8 +390,9 @@ class ClientLevelRules:
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute."""
-        if not self._shares_vary and self.num_rounds < len(self._curve):
-            return float(self._curve[self.num_rounds])
+        planned = None if self.noise.shares_vary else self._planned.epsilon(self.num_rounds)
+        if planned is not None:
+            return planned
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
@@ -500,7 +401,7 @@ class ClientLevelRules:
             ClientLevelFacts(
                 title=self.title,
                 release=self.release,
-                outside=self.outside,
+                outside=self.noise.outside,
                 costs=(self.ledger.cost(self.delta), self.outside_ledger.cost(self.delta)),
                 delta=self.delta,
                 num_rounds=self.num_rounds,
@@ -509,13 +410,13 @@ class ClientLevelRules:
                 paper_formula=self.paper_formula,
                 placement=self.placement,
                 trusted_server=self.trusted_server,
-                lossy_messages=self.lossy_messages,
+                lossy_messages=self.noise.lossy_messages,
                 keep_ratio=self.keep_ratio,
                 quantization_levels=self.quantization_levels,
-                cohort_shows=self.cohort_shows,
-                secret_cohort=self.secret_cohort,
-                smallest_share=self.smallest_share,
-                least_noise_multiplier=min(self.least_noise_multiplier, self.outside.mechanism.noise_multiplier),
+                cohort_shows=self.noise.cohort_shows,
+                secret_cohort=self.noise.secret_cohort,
+                smallest_share=self.noise.smallest_share,
+                least_noise_multiplier=min(self.least_noise_multiplier, self.noise.outside.mechanism.noise_multiplier),
                 run=facts,
             )
         )
@@ -526,8 +427,8 @@ class ClientLevelRules:
             raise RuntimeError("there is no evaluation")
         rules = self._evaluation[0]
         events = {
-            "training": self.charged.events(self.num_rounds),
-            "evaluation": rules.charged.events(rules.num_rounds),
+            "training": self.noise.charged.events(self.num_rounds),
+            "evaluation": rules.noise.charged.events(rules.num_rounds),
         }
         return EvaluationFacts(
             num_evaluations=rules.num_rounds,

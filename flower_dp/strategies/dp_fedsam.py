@@ -44,7 +44,7 @@ class DPFedSAM(DPStrategy):
     >>> strategy = DPFedSAM(
     ...     clip_norm=0.5, noise_multiplier=0.9, sampling=PoissonSampling(sampling_rate=0.1), num_clients=1000, delta=5e-4
     ... )
-    >>> round(strategy.rules.charged.mechanism.noise_multiplier, 4)  # against a participant, who knows one of 192 shares
+    >>> round(strategy.rules.noise.charged.mechanism.noise_multiplier, 4)  # against a participant, who knows one of 192 shares
     0.8977
 
     Args:

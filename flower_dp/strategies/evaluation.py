@@ -51,7 +51,7 @@ class Evaluator:
     ) -> list[Message]:
         """Return one message a node; the evaluation is charged already."""
         cohort = sum(len(names) for names in asked.values())
-        order = asdict(self.order) | {"placement": self.rules.placement, "noise_std": self.rules.share(cohort)}
+        order = asdict(self.order) | {"placement": self.rules.placement, "noise_std": self.rules.noise.share(cohort)}
         self._now = Round(
             server_round=server_round, model=self._model, asked=asked, bytes_down=0, started=0.0, stock=not roster.hosting
         )

@@ -251,7 +251,7 @@ def test_quantised_messages_are_small_and_claim_only_what_each_share_proves():
     share = GaussianDpEvent(0.8 / math.sqrt(4))
     expected = accounting.epsilon(SelfComposedDpEvent(share, 4), delta=1e-3, relation="add-or-remove-one").epsilon
     assert strategy.statement.epsilon == pytest.approx(expected)
-    assert not strategy.rules.secret_cohort
+    assert not strategy.rules.noise.secret_cohort
     assert not strategy.statement.paper.valid
     assert "quantisation (1 levels above 0)" in strategy.statement.paper.reason
     assert "not post-processing" in strategy.statement.paper.reason

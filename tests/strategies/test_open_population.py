@@ -163,9 +163,9 @@ def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():
 def test_noise_of_shares_is_never_less_than_accounted_with_more_clients():
     strategy = DPFedSAM(**WORDS | {"noise_multiplier": 1.0}, placement="distributed")
     rules = strategy.rules
-    share = rules.share(3)
+    share = rules.noise.share(3)
     for heard in range(8):
-        assert heard * share**2 + rules._server_noise_std(heard) ** 2 >= (1 - 1e-9) * rules.release.noise_scale**2
+        assert heard * share**2 + rules.noise.server_std(heard) ** 2 >= (1 - 1e-9) * rules.release.noise_scale**2
 
 
 def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_their_own(caplog):

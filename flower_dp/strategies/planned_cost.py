@@ -1,0 +1,77 @@
+"""What the rounds of a run will cost, and how many of them a target epsilon allows."""
+
+from collections.abc import Callable
+
+import numpy as np
+from dp_accounting import ComposedDpEvent, DpEvent
+
+from flower_dp.privacy import accounting
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.ledger import Ledger
+
+# Rounds to look ahead where nobody has said how many there will be.
+_FIRST_LOOK = 64
+
+
+class PlannedCost:
+    """The cost of a run's rounds, composed before the first of them.
+
+    Args:
+        events: returns what rounds 1 to n cost at most.
+        target_epsilon: what the run may cost; None for no limit.
+        delta: the delta at which epsilon is stated.
+        relation: neighbouring relation.
+    """
+
+    def __init__(
+        self, events: Callable[[int], DpEvent], *, target_epsilon: float | None, delta: float, relation: Relation
+    ) -> None:
+        self._events = events
+        self._target, self._delta, self._relation = target_epsilon, delta, relation
+        self._epsilons = np.zeros(1)
+        self._affordable = 0
+        self._all_affordable = True
+        self._asked: tuple[object, ...] = ()
+        self._pays = False
+
+    def plan(self, num_rounds: int) -> None:
+        """Compute the cost of every round, and how many the target allows."""
+        self._epsilons = accounting.curve(self._events, num_rounds=num_rounds, delta=self._delta, relation=self._relation)
+        if self._target is not None:
+            self._look_ahead(num_rounds, self._target)
+
+    def epsilon(self, num_rounds: int) -> float | None:
+        """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
+        return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
+
+    def allows(self, server_round: int, *, in_order: bool, ledger: Ledger, event: DpEvent) -> bool:
+        """Return whether the target allows a round.
+
+        Args:
+            server_round: the number of the round.
+            in_order: whether rounds 1 to `server_round` - 1 were run, each once.
+            ledger: what was charged for them.
+            event: what this round costs.
+        """
+        if self._target is None:
+            return True
+        if in_order:
+            # Rounds in order, each charged at most as planned, cost at most what is planned.
+            if server_round > self._affordable and self._all_affordable:
+                self._look_ahead(max(2 * self._affordable, _FIRST_LOOK), self._target)
+            if server_round <= self._affordable:
+                return True
+        # All others are composed anew: what was charged, and this round.
+        key = (*ledger.lines(), event)
+        if key != self._asked:  # a run that has to end is often asked again
+            ahead = ComposedDpEvent([ledger.event, event])
+            cost = accounting.epsilon(ahead, delta=self._delta, relation=self._relation).epsilon
+            self._asked, self._pays = key, cost <= self._target
+        return self._pays
+
+    def _look_ahead(self, num_rounds: int, target: float) -> None:
+        """Find out how many rounds in order the target allows, up to a number."""
+        self._affordable = accounting.affordable(
+            self._events, epsilon=target, delta=self._delta, relation=self._relation, limit=num_rounds
+        )
+        self._all_affordable = self._affordable == num_rounds

@@ -1,0 +1,147 @@
+"""The noise of one sum of client updates: drawn by the server, or in shares by the clients."""
+
+import math
+from dataclasses import dataclass, replace
+
+from flower_dp.core.noise import gaussian_share
+from flower_dp.core.sampling import FullSampling, RoundRobinSampling
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedNoise:
+    """Who draws which part of a release's Gaussian noise, and what that protects against whom.
+
+    Under `central` placement the server draws all of it. Under `distributed` placement every client adds a share to its own
+    update; the shares of the clients that answer add up to the noise of the release.
+
+    Attributes:
+        release: the noised sum.
+        placement: `central` or `distributed`.
+        trusted_server: whether the server adds the shares of clients that do not answer. If not, shares are sized for the fewest
+            clients that may answer, and sampling lowers no cost.
+        min_reply_ratio: without a trusted server, part of the drawn clients that must answer.
+        lossy_messages: whether every client sends the largest coordinates or the levels of its own noised update: then the sum
+            of messages is no function of the noised sum, and each client's own share alone protects it.
+
+    Example:
+        >>> from flower_dp.core.sampling import FullSampling
+        >>> release = Release(
+        ...     what="the noised sum of clipped updates",
+        ...     seen_by="everyone who sees global models",
+        ...     unit="client",
+        ...     relation="add-or-remove-one",
+        ...     clip_norm=0.5,
+        ...     mechanism=Gaussian(noise_multiplier=2.0),
+        ...     sampler=FullSampling(),
+        ...     num_clients=100,
+        ... )
+        >>> shared = SharedNoise(release=release, placement="distributed", trusted_server=True, min_reply_ratio=1.0)
+        >>> shared.share(100), round(shared.server_std(75), 3)
+        (0.1, 0.5)
+    """
+
+    release: Release
+    placement: str
+    trusted_server: bool
+    min_reply_ratio: float
+    lossy_messages: bool = False
+
+    # Who draws what
+
+    @property
+    def most_shares(self) -> int:
+        """How many shares make up the noise of the sum: as many as there can ever be clients in a round.
+
+        A public number: shares by the number of clients that were drawn would tell each of them how many there are.
+        """
+        return self.release.sampler.largest_cohort(self.release.num_clients)
+
+    def fewest(self, cohort_size: int) -> int:
+        """Return how many of the drawn clients must answer where nobody adds the shares of the others."""
+        return max(1, math.ceil(self.min_reply_ratio * cohort_size - 1e-9))
+
+    def shares(self, cohort_size: int) -> int:
+        """Return how many shares make up the noise of a round."""
+        return self.most_shares if self.trusted_server else self.fewest(cohort_size)
+
+    def share(self, cohort_size: int) -> float:
+        """Return the std of the noise that each of a cohort's clients adds to its own update."""
+        if self.placement == "central":
+            return 0.0
+        if self.lossy_messages:
+            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.release.expected_cohort)))
+        return gaussian_share(self.release.noise_scale, self.shares(cohort_size))
+
+    @property
+    def smallest_share(self) -> float:
+        """Std of the least noise that a client is ever asked to add itself: 0 where the server adds it."""
+        return self.share(self.most_shares)
+
+    def server_std(self, num_replies: int) -> float:
+        """Return the std of the noise that the server adds to the sum of `num_replies` updates."""
+        if self.placement == "central":
+            return self.release.noise_scale
+        if self.cohort_shows:
+            return 0.0
+        shares = self.most_shares
+        return self.release.noise_scale * math.sqrt(max(0, shares - num_replies) / shares)
+
+    def too_few(self, num_replies: int, cohort_size: int) -> bool:
+        """Return whether these replies have less noise than the release that was charged."""
+        return self.placement == "distributed" and not self.trusted_server and num_replies < self.fewest(cohort_size)
+
+    # What it protects
+
+    @property
+    def cohort_shows(self) -> bool:
+        """Whether the release reveals the cohort, which voids amplification by sampling.
+
+        It does by what each client makes of its own noised update, or by a noise that depends on how many clients answered.
+        """
+        return self.lossy_messages or (self.placement == "distributed" and not self.trusted_server)
+
+    @property
+    def secret_cohort(self) -> bool:
+        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
+        return self.release.sampler.secret_size and not self.cohort_shows
+
+    @property
+    def shares_vary(self) -> bool:
+        """Whether the number of shares, and so the charge, depends on the cohort that is drawn."""
+        return self.placement == "distributed" and not self.trusted_server and self.release.sampler.secret_size
+
+    @property
+    def outside(self) -> Release:
+        """The release as those who are no clients see it: with all its noise."""
+        release = self.release
+        if self.cohort_shows and not isinstance(release.sampler, RoundRobinSampling):
+            # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
+            release = replace(release, sampler=FullSampling())
+        if self.lossy_messages:
+            # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
+            release = replace(release, mechanism=Gaussian(noise_multiplier=self.share(0) / release.clip_norm))
+        return release
+
+    @property
+    def charged(self) -> Release:
+        """The release that the ledger charges, at most: what can be proved of what any single client sees."""
+        # Two shares are the worst case: of one alone, the client who knows it is the only one in the sum.
+        return self._without_one_of(2 if self.shares_vary else self.shares(self.most_shares))
+
+    def charged_for(self, cohort_size: int) -> Release:
+        """Return the release that the ledger charges for a round with a cohort of this size."""
+        return self._without_one_of(self.shares(cohort_size))
+
+    def _without_one_of(self, shares: int) -> Release:
+        """Return the release as one of its own clients sees it, who knows its own share of the noise and subtracts it.
+
+        Args:
+            shares: how many shares make up the noise of the release.
+        """
+        release = self.outside
+        if self.placement == "central" or self.lossy_messages or shares <= 1:
+            return release
+        left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
+        return replace(release, mechanism=Gaussian(noise_multiplier=left))
