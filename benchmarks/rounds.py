@@ -1,13 +1,14 @@
 """Seconds a round: `flwr run` on the Ray engine against a plain PyTorch loop over the same clients, in the same run.
 
-    python benchmarks/rounds.py [mlp] [logistic-1000] [logistic-50000] [logistic-1000000] [--rounds N] [--data-dir DIR]
-        [--json FILE]
+    python benchmarks/rounds.py [mlp] [mlp-module] [logistic-1000] [logistic-50000] [logistic-1000000] [--rounds N]
+        [--data-dir DIR] [--json FILE]
 
 Prints, for every job, the mean seconds a round of both (start-up apart), their ratio, and the memory of all processes of the
 Flower run, and the seconds from `flwr run` to its first round. Flower's rounds take a whole number of tenths of a second, some
 one and some two: hence the mean. The plain loop runs before and after the Flower run: in one process, with one torch thread and
 with all, and in two processes at once, with half of the clients and one thread each (the slower one counts). The fastest of each
-kind counts.
+kind counts. `mlp-module` is the same job as `mlp`, as an app of somebody's own (`flower_dp.app`) whose model is a hand-written
+`nn.Module` in place of `nn.Sequential`.
 """
 
 import argparse
@@ -49,16 +50,19 @@ class Job:
     model: str
     num_clients: int
     records_per_client: int
+    own_app: bool = False
 
     def overrides(self, num_rounds: int, data_dir: str) -> dict[str, Any]:
         """Return the run-config."""
-        return {
-            "method": "dp-fedavg",
+        of_the_task = {
             "model": self.model,
             "data-dir": data_dir,
-            "num-clients": self.num_clients,
             "partition": "sample",
             "records-per-client": self.records_per_client,
+        }
+        return ({} if self.own_app else of_the_task) | {
+            "method": "dp-fedavg",
+            "num-clients": self.num_clients,
             "sampling": "fixed-size",
             "cohort-size": COHORT,
             "dp-fedavg.target-epsilon": 0.0,
@@ -74,10 +78,78 @@ class Job:
 
 JOBS = (
     Job(name="mlp", model="mlp", num_clients=1000, records_per_client=60),
+    Job(name="mlp-module", model="mlp", num_clients=1000, records_per_client=60, own_app=True),
     Job(name="logistic-1000", model="logistic", num_clients=1000, records_per_client=20),
     Job(name="logistic-50000", model="logistic", num_clients=50_000, records_per_client=20),
     Job(name="logistic-1000000", model="logistic", num_clients=1_000_000, records_per_client=20),
 )
+
+# The job's clients and the layers of its model in an app of somebody's own.
+OWN_APP = """
+import sys
+from functools import cache
+
+import torch
+from torch import nn
+
+import flower_dp
+
+sys.path.insert(0, {repository!r})
+from apps.tasks import load_task
+from apps.tasks.partitions import partition
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(784, 256)
+        self.output = nn.Linear(256, 10)
+
+    def forward(self, images):
+        return self.output(torch.relu(self.hidden(images.flatten(1))))
+
+
+@cache
+def dealt(num_clients):
+    task = load_task("mnist", {data_dir!r})
+    return task, partition(
+        "sample", task.train_labels, num_clients=num_clients, seed=0, dirichlet_alpha=1.0, classes_per_client=1,
+        records_per_client={records_per_client}
+    )
+
+
+def records(client, num_clients):
+    task, rows = dealt(num_clients)
+    own = rows[client]
+    return task.prepare(torch.from_numpy(task.train_inputs[own])), torch.from_numpy(task.train_labels[own])
+
+
+app = flower_dp.app(model_fn=Perceptron, data_fn=records)
+"""
+OWN_PROJECT = """
+[project]
+name = "own-mlp"
+version = "1.0.0"
+
+[tool.flwr.app]
+publisher = "benchmark"
+
+[tool.flwr.app.components]
+serverapp = "own_mlp:app.server"
+clientapp = "own_mlp:app.client"
+
+[tool.flwr.app.config]
+"""
+
+
+def own_app(job: Job, data_dir: str, folder: Path) -> Path:
+    """Write the job down as an app of somebody's own, and return its folder."""
+    source = OWN_APP.format(repository=str(REPOSITORY), data_dir=data_dir, records_per_client=job.records_per_client)
+    (folder / "own_mlp.py").write_text(source)
+    config = job.overrides(1, data_dir) | {"output-dir": ""}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in config.items()]
+    (folder / "pyproject.toml").write_text(OWN_PROJECT + "\n".join(lines) + "\n")
+    return folder
 
 
 def plain_loop(job: Job, num_rounds: int, data_dir: str, cohort: int = COHORT) -> float:
@@ -146,9 +218,9 @@ def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
         if line["round"] in (num_rounds // 4, num_rounds):
             memory.append(tree_memory())
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as app:
         outcome = launch(
-            REPOSITORY,
+            own_app(job, data_dir, Path(app)) if job.own_app else REPOSITORY,
             overrides=job.overrides(num_rounds, data_dir) | {"output-dir": folder},
             output_dir=Path(folder),
             num_workers=default_workers(),

@@ -1,10 +1,15 @@
 """What all tests share: one torch thread, repeatable property tests, and one `flwr run` at a time."""
 
 import fcntl
+import os
 
-import pytest
-import torch
-from hypothesis import settings
+# Before NumPy and torch start their threads; the processes of pytest-xdist and of Flower inherit it.
+for _library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=False)

@@ -151,7 +151,7 @@ class LocalTraining:
         at_a_time = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
         while records_left > 0:
             order = torch.randperm(num_records, generator=rng)[:records_left]
-            for start in range(0, len(order), at_a_time):
+            for start in range(0, order.shape[0], at_a_time):
                 yield order[start : start + at_a_time]
             records_left -= -(-num_records // self.batch_size) * self.batch_size
 

@@ -131,7 +131,7 @@ class Program:
         with _deterministic(self._inputs.device):
             losses, gradients = self._gradients(self._weights)
             if recipe.sam_radius:
-                gradients = self._sam_gradients(_multiplied(gradients))
+                gradients = self._sam_gradients(gradients)
             if recipe.weight_decay or recipe.proximal:
                 recipe.descend(self._weights, _multiplied(gradients), self._velocity, start, step_size)
             else:
@@ -178,14 +178,16 @@ class Program:
         losses, gradients = self._traced(self._inputs, self._targets, self._shares, *weights)
         return losses, gradients
 
-    def _sam_gradients(self, gradients: list[Tensor]) -> list[Gradient]:
+    def _sam_gradients(self, gradients: list[Gradient]) -> list[Gradient]:
         """Return the gradients at the point `sam_radius` uphill, slot by slot; at a zero gradient there is no uphill."""
-        norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
-        norm = torch.linalg.vector_norm(norms, dim=0)
+        norm = torch.linalg.vector_norm(torch.stack([_norms(gradient) for gradient in gradients]), dim=0)
         flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
         scale = (self._training.sam_radius / norm).where(~flat, 0.0)
         for uphill, weight, gradient in zip(self._uphill, self._weights, gradients, strict=True):
-            torch.mul(gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill).add_(weight)
+            if isinstance(gradient, Tensor):
+                torch.mul(gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill).add_(weight)
+            else:
+                torch.baddbmm(weight, scale[:, None, None] * gradient[0], gradient[1], out=uphill)
         return self._gradients(self._uphill)[1]
 
 
@@ -200,6 +202,15 @@ def _vectors(model: FlatModel, num_slots: int) -> Tensor:
     """Return room for vectors [slots, d], each aligned as a tensor of its own is."""
     padded = -(-model.layout.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
     return torch.zeros(num_slots, padded, device=model.device)[:, : model.layout.size]
+
+
+def _norms(gradient: Gradient) -> Tensor:
+    """Return the norm of every slot's gradient [slots]; of a product A B, by ||A B||^2 = sum of A^T A * B B^T, without it."""
+    if isinstance(gradient, Tensor):
+        norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1)
+        return norms
+    one, other = gradient
+    return (torch.bmm(one.mT, one) * torch.bmm(other, other.mT)).flatten(1).sum(1).clamp(min=0).sqrt()
 
 
 def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
