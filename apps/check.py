@@ -1,4 +1,4 @@
-"""What `flower-dp run` asks before it starts Flower: whether a run-config makes sense."""
+"""The check of a run-config that `flower-dp run` calls before it starts Flower."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from apps.records import config_of, deal
 
 
 def check(run_config: Mapping[str, Any]) -> None:
-    """Read the data, and make what the server makes of the settings.
+    """Read the data, and construct the server's objects from the settings.
 
     Raises:
-        ValueError: naming the setting that makes no sense.
+        ValueError: naming the invalid setting.
     """
     run = Run.of(run_config)
     training_of(run.settings)

@@ -1,4 +1,4 @@
-"""An app around somebody's own model and data: every method and setting of this one, with its run's folder."""
+"""An app around a user's own model and data, with every method and setting of flower-dp's app, and a run folder."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -89,25 +89,25 @@ def app(
     evaluate_fn: EvaluateFn | None = None,
     loss: Loss = nn.functional.cross_entropy,
 ) -> Apps:
-    """Return a ServerApp and a ClientApp around a model and data of one's own.
+    """Return a ServerApp and a ClientApp around your own model and data.
 
-    The run-config takes the settings of flower-dp's own app, with its defaults for those that it does not have: `method`,
-    `num-clients`, `num-rounds`, `sampling`, `dp-fedavg.clip-norm` ... A node hosts the clients i with
-    i mod num-partitions = partition-id.
+    The run-config may have the settings of flower-dp's own app; missing ones have its defaults: `method`, `num-clients`,
+    `num-rounds`, `sampling`, `dp-fedavg.clip-norm` ... A node hosts the clients i with i mod num-partitions = partition-id.
 
     Args:
-        model_fn: makes the model; called under the run's `seed`. Without BatchNorm (`flower_dp.clients.fix_batchnorm`). By
-            default the function that the run-config names under `model-fn`, as "module:function"; the next two alike.
+        model_fn: makes the model; called after torch is seeded with the run's `seed`. Without BatchNorm
+            (`flower_dp.clients.fix_batchnorm`). By default the function that the run-config names under `model-fn`, as
+            "module:function"; the next two alike.
         data_fn: client (0, 1, ...), number of clients -> that client's data: a pair of inputs and targets (tensors or NumPy
             arrays; inputs may be a dict of them by the names of the model's arguments), a map-style torch data set of such pairs,
-            or `flower_dp.clients.Records`. Methods with noise on every single reply (fedsgd-dpc, nbafl) take the number of
+            or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and nbafl) treat the number of
             records as public, and call it for all clients, on the server too.
         evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
             says. None for no metrics.
         loss: model outputs, targets -> mean loss of a batch.
 
     Raises:
-        ValueError: when a run starts, for settings that make no sense, naming them.
+        ValueError: when a run starts, for invalid settings, naming them.
 
     Example:
         >>> import flower_dp, torch
@@ -148,11 +148,11 @@ def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, cont
     """Return a node's client; made once a process, and kept between messages.
 
     Raises:
-        ValueError: the node's configuration does not say which clients live there, or as `app`.
+        ValueError: the node's configuration does not say which clients the node hosts, or as `app`.
     """
     for key in ("partition-id", "num-partitions"):
         if key not in context.node_config:
-            raise ValueError(f"{key}: is missing from the node-config; it tells which clients live on this node")
+            raise ValueError(f"{key}: is missing from the node-config; it says which clients this node hosts")
     part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
     config = own_settings(whole(context.run_config), context.node_config)
     return _client(model_fn, data_fn, loss, tuple(sorted(config.items())), part, parts)
@@ -191,7 +191,9 @@ def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{folder}: has no pyproject.toml; install flower-dp again")
     for key in _NOT_READ:
         if run_config.get(key, own.defaults.get(key)) != own.defaults.get(key):
-            raise ValueError(f"{key}={run_config[key]!r}: is not read by an app with a model and data of its own")
+            raise ValueError(
+                f"{key}={run_config[key]!r}: an app with its own model and data does not use this setting; remove it"
+            )
     return {**own.defaults, **run_config}
 
 

@@ -1,4 +1,4 @@
-"""Parts that several methods make of the common settings."""
+"""Objects that several methods construct from the common settings."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from flower_dp.strategies.client_level import ClientLevelRules
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
-# Clients below which num_clients^-1.1 is no delta that anybody would choose.
+# The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 
 
@@ -93,7 +93,7 @@ def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
 def client_level_client(
     settings: Settings, rules: ClientLevelRules, training: LocalTraining, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
-    """Return a node's client for rules with one noised sum; it accepts what its own run-config says, and nothing weaker."""
+    """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
     return DPClient(
         model=model,
         clients=clients,

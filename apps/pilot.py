@@ -1,7 +1,7 @@
 """A pilot for the planners: the constants of a preset's data, by a fit of softmax regression. NOT PRIVATE.
 
-The clients hold what they hold in a run of the same run-config. The constants are those of softmax regression with the loss's
-L2 term, whatever model the preset trains.
+The clients have the same records as in a run of the same run-config. The constants are those of softmax regression with an L2
+term, for any model of the preset.
 """
 
 import math
@@ -33,21 +33,21 @@ def pilot(
 ) -> Inputs:
     """Estimate a planning problem from the data and the settings of a run-config.
 
-    Data give the constants. Settings give what they say of the noise (epsilon, clip_norm, ...), if the run-config is of the
-    planned method and `_SETTINGS` reads its settings; what the planner is to find stays free. Large tasks are thinned to
-    `MOST_CLIENTS` clients and `MOST_RECORDS` records, drawn from the run's seed; num_clients and num_records are always
-    those of the run.
+    The constants are estimated from the data. If the run-config is for the planned method and the method's module has a function
+    `planning`, its settings give the keys of the noise (epsilon, clip_norm, ...). Values that the planner chooses stay free. Of
+    large tasks a random part of `MOST_CLIENTS` clients and `MOST_RECORDS` records is used, drawn from the run's seed; num_clients
+    and num_records are always those of the run.
 
     NOT PRIVATE: the values are statistics of the clients' data, computed without noise.
 
     Args:
         method: a method with a planner.
         run_config: all settings of the app, by run-config key.
-        given: keys that are known already; some values follow from them. The caller lets them win.
+        given: keys that are known already, from which some values follow. The caller gives them precedence.
         l2: L2 coefficient of the loss, > 0; None: the run-config's weight-decay, or `DEFAULT_L2` where that is 0.
 
     Raises:
-        ValueError: naming a setting that makes no sense, or an `l2` with which the fit does not converge.
+        ValueError: naming an invalid setting, or an `l2` with which the fit does not converge.
     """
     known = dict(given or {})
     run = Run.of(run_config)

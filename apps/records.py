@@ -1,4 +1,4 @@
-"""Who holds which records of a task: every client its own, and the server what is public."""
+"""The records of a task that each client has, and the public records of the server."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ Config = tuple[tuple[str, Any], ...]
 class Clients(Mapping[str, TensorRecords]):
     """The records of some clients by name, made when they are asked for.
 
-    A worker that hosts a million clients keeps their names, and no tensor or other object for each: Python's garbage collector
-    would walk over all of them again and again.
+    A worker that hosts a million clients keeps only their names, without a tensor or other object for each, which Python's
+    garbage collector would visit again and again.
 
     Attributes:
         task: whose records they are.
@@ -65,7 +65,7 @@ class Dealt:
 
 
 def config_of(run_config: Mapping[str, Any]) -> Config:
-    """Return a run-config as `deal` takes it, which remembers its answers."""
+    """Return a run-config in the hashable form that `deal` needs for its cache."""
     return tuple(sorted(run_config.items()))
 
 
@@ -112,7 +112,9 @@ def split(
     parts: tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]] = ([], [], [])
     for client in range(len(dealt)):
         indices = dealt[client]
-        shuffled = np.random.default_rng((settings.seed, 2, client)).permutation(indices)  # another stream than the deal's
+        shuffled = np.random.default_rng((settings.seed, 2, client)).permutation(
+            indices
+        )  # a random stream other than that of `deal`
         first, second = (int(ratio * len(indices) + 0.5) for ratio in (settings.validation_ratio, settings.test_ratio))
         if first + second >= len(indices):
             raise ValueError(
@@ -131,7 +133,7 @@ def split(
 
 
 def records_to_test_with(run: Run, config: Config) -> TensorRecords:
-    """Return what the server tests with: what the clients have held out for it, or else the task's own test set.
+    """Return the server's test records: those that clients hold out, or else the task's own test set.
 
     Raises:
         ValueError: if there is neither.

@@ -1,4 +1,4 @@
-"""The Flower ServerApp: runs the strategy, tests every model on public records, and writes the run's folder."""
+"""The Flower ServerApp: runs the strategy, tests every model on public records, and writes the run folder."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def _public_records(run: Run, config: Config) -> dict[str, TensorRecords]:
 
 
 def _left_out(settings: Settings) -> tuple[str, ...]:
-    """Return what this app leaves outside of the guarantee."""
+    """Return what this app's guarantee does not cover."""
     if not settings.holds_out:
         return ()
     ratios = f"validation-ratio={settings.validation_ratio:g}, test-ratio={settings.test_ratio:g}"

@@ -1,4 +1,4 @@
-"""The run-config's common settings, read and checked once; every method has a table of its own (`apps.methods`).
+"""The run-config's common settings, read and checked once; every method has its own table (`apps.methods`).
 
 Every key has a documented default in `[tool.flwr.app.config]` of pyproject.toml; TOML knows no null, so 0 and "" mean "not set"
 where it says so there.
@@ -59,7 +59,7 @@ class Settings:
     output_dir: str = ""
 
     def check(self) -> None:
-        """Refuse values that make no sense for any method.
+        """Refuse values that are invalid for every method.
 
         Raises:
             ValueError: naming key and value.
@@ -83,7 +83,7 @@ class Settings:
                 raise ValueError(f"{key_of(name)}={value!r}: is not read with sampling={self.sampling!r}, but with {words}")
 
     def _check_split(self) -> None:
-        """Check what is held out: nobody protects it, so no client may train on another's."""
+        """Check the settings of held-out records: they are not protected, so no client may train on another's."""
         checks.number("validation-ratio", self.validation_ratio, at_least=0, below=1)
         checks.number("test-ratio", self.test_ratio, at_least=0, below=1)
         if self.validation_ratio + self.test_ratio >= 1:

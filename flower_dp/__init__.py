@@ -1,7 +1,7 @@
 """Differential privacy for Flower: strategies and clients, and a truthful account of how private they were.
 
-At the top, loaded when they are first used: `app(model_fn=..., data_fn=...)`, an app around one's own model and data; `RunFolder`
-and `record_run`, the folder of a run of one's own app.
+The top level has `app(model_fn=..., data_fn=...)`, an app around your own model and data, and `RunFolder` and `record_run`, which
+write a run folder for your own app. They are imported when they are first used.
 """
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""An app whose model and data the run-config names: `model-fn`, `data-fn` and, if wanted, `evaluate-fn`, as "module:function".
+"""An app whose model and data are named in the run-config.
+
+The keys are `model-fn`, `data-fn` and optionally `evaluate-fn`, each as "module:function".
 
 Name `flower_dp.from_config:app.server` and `flower_dp.from_config:app.client` under [tool.flwr.app.components].
 """

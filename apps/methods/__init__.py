@@ -1,6 +1,6 @@
 """The methods of the app: one module each, found by its name, with its own table of settings.
 
-A module `dp_fedsam` is the method `dp-fedsam` and the table `[tool.flwr.app.config.dp-fedsam]`. It holds what `Method` says.
+A module `dp_fedsam` is the method `dp-fedsam` and the table `[tool.flwr.app.config.dp-fedsam]`. It has the members of `Method`.
 """
 
 import importlib
@@ -26,7 +26,7 @@ METHODS = tuple(sorted(key_of(module.name) for module in pkgutil.iter_modules(__
 
 
 class Method(Protocol):
-    """What a method's module holds. One with a planner has `planning(settings, own, data, given)` besides.
+    """The members of a method's module. A method with a planner also has `planning(settings, own, data, given)`.
 
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
@@ -40,7 +40,7 @@ class Method(Protocol):
         """Return the server's side."""
 
     def client(self, settings: Settings, own: Any, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> NodeClient:
-        """Return the client of one node, around the records of those who live there."""
+        """Return the client of one node, around the records of the clients that the node hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Run:
         )
 
     def strategy(self, sizes: Sizes) -> DPStrategy:
-        """Return the server's side; `sizes` is called by methods alone that take every client's number of records as public."""
+        """Return the server's strategy; only methods that treat every client's number of records as public call `sizes`."""
         return self.method.strategy(self.settings, self.own, sizes)
 
     def client(self, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> NodeClient:
@@ -104,7 +104,7 @@ class Run:
         return self.method.client(self.settings, self.own, model, clients, sizes)
 
     def planning(self, data: Data, given: Mapping[str, object]) -> Inputs:
-        """Return what the settings say of the method's planning problem; nothing where the method has no planner."""
+        """Return the keys of the method's planning problem that the settings give; none if the method has no planner."""
         fill = getattr(self.method, "planning", None)
         inputs: Inputs = fill(self.settings, self.own, data, given) if fill else Inputs(values={})
         return inputs
@@ -117,7 +117,7 @@ def module_of(name: str) -> Method:
 
 
 def _refuse_unread(settings: Settings, own: Mapping[str, Any]) -> None:
-    """Refuse a setting that somebody has set and neither method nor task reads: it would be dropped without a word."""
+    """Refuse a setting that the user has set and neither method nor task uses: it would be ignored silently."""
     method = settings.method
     reads = {name: module_of(name).READS for name in METHODS}
     for name in TRAINING:

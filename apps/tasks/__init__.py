@@ -1,7 +1,7 @@
 """The tasks of the app: one module each, found by its name, with its own table of settings.
 
-A module `breast_cancer` is the task `breast-cancer` and the table `[tool.flwr.app.config.breast-cancer]`. It holds what
-`TaskModule` says: data, models, and which of them are the natural clients. The other modules of this folder are what tasks share.
+A module `breast_cancer` is the task `breast-cancer` and the table `[tool.flwr.app.config.breast-cancer]`. It has the members of
+`TaskModule`: data, models, and natural clients if there are any. The other modules of this folder are shared by tasks.
 """
 
 import importlib
@@ -29,8 +29,8 @@ class Task:
         source: Where the records came from, in words.
         groups: int64 [n], the number of the device that each training record comes from, from 0 on without gaps; None
             where the data name no devices.
-        prepare: Turns a batch of inputs into what the models take; None where they are that already. Nothing in it may be
-            computed from the records: no guarantee would cover it.
+        prepare: Turns a batch of inputs into the models' inputs; None if they need no change. Nothing in it may be computed from
+            the records: no guarantee would cover it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Task:
 
 
 class TaskModule(Protocol):
-    """What a task's module holds.
+    """The members of a task's module.
 
     Attributes:
         Own: the dataclass of its own settings, with their defaults.

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-# What presets say whose data are no part of the package: they can't know where it is.
+# The value of data-dir in presets whose data are not in the package.
 NEEDED = "NEEDED"
 
 
 def is_missing(data_dir: str) -> bool:
-    """Tell whether `data-dir` names no folder: it is empty, or what presets have in its place."""
+    """Return whether `data-dir` names no folder: it is empty, or has the placeholder of presets."""
     return not data_dir or Path(data_dir).name == NEEDED  # `flower-dp run` makes paths absolute
 
 

@@ -1,4 +1,4 @@
-"""What noise costs, and what a budget buys: flower-dp epsilon | calibrate."""
+"""The epsilon of given noise, and the noise for a given epsilon: flower-dp epsilon | calibrate."""
 
 import json
 from typing import Annotated, Any
@@ -12,15 +12,17 @@ MECHANISMS = ("gaussian", "laplace")
 SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
 RELATIONS = ("add-or-remove-one", "replace-one")
 
-Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="What noise a release gets.")]
+Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="The distribution of the noise.")]
 NoiseMultiplier = Annotated[
     float | None, typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.", show_default=False)
 ]
 Sampling = Annotated[
     str,
-    typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are drawn; full: all take part."),
+    typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are chosen; full: all take part."),
 ]
-SamplingRate = Annotated[float | None, typer.Option(help="poisson: each client's chance to be in a round.", show_default=False)]
+SamplingRate = Annotated[
+    float | None, typer.Option(help="poisson: the probability with which each client takes part in a round.", show_default=False)
+]
 CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in a round.", show_default=False)]
 NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in all.", show_default=False)]
 Delta = Annotated[
@@ -51,7 +53,7 @@ def epsilon(
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what a noise multiplier costs: the tight epsilon of a whole run."""
+    """Compute the tight epsilon of a whole run with a given noise multiplier."""
     if noise_multiplier is None:
         refuse("--noise-multiplier is missing")
     _answer(context.params)
@@ -72,7 +74,7 @@ def calibrate(
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what an epsilon buys: the least noise multiplier for a number of rounds, or the most rounds for a noise multiplier."""
+    """Compute the least noise multiplier for an epsilon and a number of rounds, or the most rounds for a noise multiplier."""
     if epsilon is None:
         refuse("--epsilon is missing")
     if (noise_multiplier is None) == (num_rounds is None):

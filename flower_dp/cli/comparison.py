@@ -1,4 +1,4 @@
-"""Runs side by side: flower-dp compare."""
+"""Comparison of runs: flower-dp compare."""
 
 from typing import Annotated
 
@@ -8,20 +8,22 @@ from flower_dp.cli.errors import refuse
 
 
 def compare(
-    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
-    output: Annotated[str, typer.Option(metavar="FILE.png", help="The picture; written over.")] = "comparison.png",
+    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    output: Annotated[
+        str, typer.Option(metavar="FILE.png", help="The figure; an existing file is overwritten.")
+    ] = "comparison.png",
     metric: Annotated[
-        str, typer.Option(metavar="NAME", help="What to compare: any number that the runs' metrics.jsonl have.")
+        str, typer.Option(metavar="NAME", help="The metric to compare: any number in the runs' metrics.jsonl.")
     ] = "accuracy",
     allow_unfinished: Annotated[
-        bool, typer.Option("--allow-unfinished", help="Use what there is of runs without an end.")
+        bool, typer.Option("--allow-unfinished", help="Include unfinished runs, with the rounds that they have.")
     ] = False,
 ) -> None:
-    """Draw the curves of runs into one picture, and tell where they ended.
+    """Draw the curves of runs in one figure, and print a table of their last values.
 
     Runs whose settings differ in nothing but the seed are one curve: their mean, with their standard deviation as error bars.
 
-    Exit status: 0, or 2 with a line that names the folder at fault.
+    Exit status: 0, or 2 with a line that names the invalid folder.
     """
     from flower_dp.reporting import compare as comparing
     from flower_dp.reporting.figures import draw
@@ -35,4 +37,4 @@ def compare(
     typer.echo(comparing.table(curves, metric))
     for note in comparing.notes(curves):
         typer.echo(f"note: {note}")
-    typer.echo(f"picture: {output}")
+    typer.echo(f"figure: {output}")

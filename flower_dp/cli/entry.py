@@ -1,4 +1,4 @@
-"""The console script: the command line, or one line that says which extra it needs."""
+"""The console script: it runs the command line, or names the extra that is not installed."""
 
 import sys
 from typing import NoReturn

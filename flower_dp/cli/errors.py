@@ -1,4 +1,4 @@
-"""How a command ends that does not end well: one line on standard error, and an exit status."""
+"""How a failed command ends: one line on standard error, and an exit status."""
 
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ def refuse(message: str) -> NoReturn:
     raise click.UsageError(message)
 
 
-def complain(message: str, status: int) -> NoReturn:
+def fail(message: str, status: int) -> NoReturn:
     """End with a status and a message."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""What a device's clients have spent: flower-dp ledger."""
+"""The privacy budgets that a device's clients have spent: flower-dp ledger."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from flower_dp.cli.errors import refuse
 
 
 def ledger(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The device's ledger.", show_default=False)],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The device's ledger file.", show_default=False)],
     *,
     create: Annotated[
         list[str] | None,
@@ -18,7 +18,7 @@ def ledger(
             metavar="NAME", help="Create the file, with an account for this client; may be repeated.", show_default=False
         ),
     ] = None,
-    delta: Annotated[float, typer.Option(help="At which epsilon is told, where it is not pure.")] = 1e-5,
+    delta: Annotated[float, typer.Option(help="The delta at which epsilon is computed, if it is not pure.")] = 1e-5,
     as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")] = False,
 ) -> None:
     """Show what the clients of a device have spent of their budgets, or create their ledger.
@@ -42,7 +42,7 @@ def ledger(
 
 
 def _account(entry: Any, delta: float) -> dict[str, Any]:
-    """Return one account: replies and what they cost; an epsilon of None is infinite."""
+    """Return one account: the number of replies and their cost; an epsilon of None is infinite."""
     from flower_dp.privacy import accounting
 
     if entry.terms is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import complain
+from flower_dp.cli.errors import fail
 
 if TYPE_CHECKING:
     from flower_dp.planning.planner import Inputs
@@ -56,26 +56,26 @@ def plan(
             for name, value in (("--set", setting and setting[0]), ("--l2", l2)):
                 if value is not None:
                     raise ValueError(f"{name}={value}: belongs to --estimate-from")
-        elif method in registry.PLANNERS:  # of any other the planner tells which there are
+        elif method in registry.PLANNERS:  # for others, the planner's error lists the methods
             estimates, origin = _estimates(method, problem, estimate_from, setting or [], l2)
     except (ValueError, OSError) as error:
-        complain(" ".join(str(error).split()), 2)
+        fail(" ".join(str(error).split()), 2)
     out, err = io.StringIO(), io.StringIO()
     status = command.run(method, problem, estimates=estimates, as_json=as_json, plot=plot, out=out, err=err)
     answer = out.getvalue()
     if answer:
         typer.echo(_with_origin(answer, origin, as_json), nl=False)
     if status:
-        complain(err.getvalue().strip(), status)
+        fail(err.getvalue().strip(), status)
 
 
 def _estimates(
     method: str, problem: str | None, preset: str, settings: list[str], l2: float | None
 ) -> tuple[dict[str, object], dict[str, Any]]:
-    """Return the keys that a pilot on a preset's data gives, and the account of it that goes into the answer.
+    """Return the keys that a pilot on a preset's data gives, and a description of their origin for the answer.
 
     Raises:
-        ValueError: naming the option, setting or key at fault.
+        ValueError: naming the invalid option, setting or key.
     """
     from flower_dp.core import checks
     from flower_dp.planning.problem import read_problem
@@ -86,16 +86,14 @@ def _estimates(
     given = read_problem(problem) if problem is not None else {}
     target = apps.resolve(preset, settings)
     if not target.app.pilot:
-        raise ValueError(
-            f"--estimate-from={preset}: is an app without a pilot; its pyproject.toml names none under [tool.flower-dp]"
-        )
+        raise ValueError(f"--estimate-from={preset}: the app has no pilot; name one in its pyproject.toml under [tool.flower-dp]")
     found = _pilot(target, method, given, l2)
     taken = {key: value for key, value in found.values.items() if key not in given}
     return taken, {"inputs_from": target.name, "inputs": taken, "notes": list(found.notes)}
 
 
 def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float | None) -> "Inputs":
-    """Call the pilot that the app's pyproject.toml names: a plug-in, of which this package knows the signature alone."""
+    """Call the pilot that the app's pyproject.toml names; this package knows only its signature."""
     from flower_dp.running import plugins
 
     try:
@@ -107,7 +105,7 @@ def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float
 
 
 def _with_origin(answer: str, origin: Mapping[str, Any] | None, as_json: bool) -> str:
-    """Return the answer with where its inputs came from."""
+    """Return the answer with the origin of its inputs."""
     if origin is None:
         return answer
     if as_json:

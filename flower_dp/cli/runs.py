@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import complain, refuse
+from flower_dp.cli.errors import fail, refuse
 
 if TYPE_CHECKING:
     from flower_dp.running.progress import Display
@@ -25,26 +25,26 @@ def run(
         str | None,
         typer.Option(
             metavar="DIR",
-            help="The run's folder, new or empty. Default: ~/.flower-dp/runs/TIME-NAME.",
+            help="The run folder, new or empty. Default: ~/.flower-dp/runs/TIME-NAME.",
             show_default=False,
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes. Default: one a CPU core.", show_default=False)
+        int | None, typer.Option(min=1, help="Worker processes. Default: one per CPU core.", show_default=False)
     ] = None,
     supernodes: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="SuperNodes that the workers play: with stock clients one a client. Default: one a worker.",
+            help="SuperNodes to simulate; with stock clients, one per client. Default: one per worker.",
             show_default=False,
         ),
     ] = None,
     gpus_per_worker: Annotated[float, typer.Option(min=0.0, help="The fraction of a GPU that each worker gets.")] = 0.0,
 ) -> None:
-    """Run a Flower app with `flwr run`, on this machine, and leave nothing running.
+    """Run a Flower app on this machine with `flwr run`, and leave no process running.
 
-    Give one of flower-dp's presets, or the folder of a Flower app; without either flower-dp's app runs as it is.
+    Give the name of one of flower-dp's presets, or the folder of a Flower app; without either flower-dp's own app runs.
 
     Exit status: 0 the app ran to its end, 1 it failed, 2 bad options, 130 interrupted.
     """
@@ -53,10 +53,10 @@ def run(
     try:
         what = apps.resolve(target, setting or [])
         overrides = dict(what.overrides)
-        from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # of any other app it is the app's own affair
+        from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # in another app, output-dir is its own setting
         if output_dir is not None and from_settings:
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
-        if what.app.check and overrides:  # the defaults are known to be good
+        if what.app.check and overrides:  # the defaults are valid
             with plugins.loaded(what.app, what.app.check) as check:
                 check({**what.app.defaults, **overrides})
         wanted = output_dir or str(from_settings)
@@ -69,7 +69,7 @@ def run(
             if is_new:
                 stack.callback(_remove_if_empty, folder)
             if not what.app.own:
-                stack.enter_context(workplace.furnished(folder, what.app.folder))
+                stack.enter_context(workplace.app_files_linked(folder, what.app.folder))
             screen = _Screen(stack.enter_context(progress.display()), quiet=what.app.own)
             outcome = launch.launch(
                 stack.enter_context(apps.unpacked(what.app)),
@@ -84,20 +84,20 @@ def run(
             )
     except launch.Interrupted as signal:
         where = f"; its folder is {folder}" if folder.exists() else ""
-        complain(f"{signal}; nothing is left running{where}", 128 + signal.signum)
+        fail(f"{signal}; nothing is left running{where}", 128 + signal.signum)
     except (superlink.LaunchError, OSError) as error:
-        complain(str(error), 1)
+        fail(str(error), 1)
     statement = folder / run_folder.STATEMENT_TEXT
     if not outcome.completed:
         released = f"\nWhat it released before is in {statement}" if statement.is_file() else ""
-        complain(f"the run failed: {outcome.details}\nFlower's log is {folder / run_folder.LOG}{released}", 1)
+        fail(f"the run failed: {outcome.details}\nFlower's log is {folder / run_folder.LOG}{released}", 1)
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"results: {folder}")
 
 
 class _Screen:
-    """Shows a run: its metrics, and until the first of them come the app's log."""
+    """Shows the metrics of a run, and the app's log until the first metrics appear."""
 
     def __init__(self, display: "Display", *, quiet: bool) -> None:
         self._display = display
@@ -113,7 +113,7 @@ class _Screen:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run that never began."""
+    """Remove the folder of a run that did not start."""
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 

@@ -1,6 +1,6 @@
 """Flower clients: local training, clipping, noise on the device.
 
-What needs torch is imported when it is first used: `privacy_mod`, policy and terms work on a device without it.
+Names that need torch are imported when they are first used: `privacy_mod`, policy and terms work on a device without torch.
 """
 
 from importlib import import_module

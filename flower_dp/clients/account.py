@@ -1,8 +1,8 @@
-"""A client's own account: how many replies it has paid for, in the node's Flower state or in a file on the device.
+"""A client's own account: how many replies it has been charged for, in the node's Flower state or in a file on the device.
 
-The state outlives client objects and worker processes within one run, so a client that is made anew for every message still knows
-what it has spent. It is empty in the next run, and after a restart of the SuperNode: budgets of several runs on the same records
-add up. A file keeps one count for all of them: `flower_dp.privacy.ledger_file`.
+The state outlives client objects and worker processes within one run, so a client object that is created for every message still
+knows what the client has spent. It is empty in the next run, and after a restart of the SuperNode: budgets of several runs on the
+same records add up. A file keeps one count for all of them: `flower_dp.privacy.ledger_file`.
 """
 
 import logging
@@ -27,10 +27,10 @@ LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
 
 class Payer(Protocol):
-    """What counts the replies of a node's clients."""
+    """An account that counts the replies of a node's clients."""
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge one reply to each client that can pay it, for good when this returns; return why the others can't."""
+        """Charge one reply to each client whose budget covers it, for good; return why the others do not reply."""
 
 
 class Account:
@@ -45,16 +45,16 @@ class Account:
         record = dict(state.config_records[KEY]) if KEY in state.config_records else {"clients": [], "replies": [], "terms": []}
         columns: list[Any] = [record.get(key) for key in ("clients", "replies", "terms")]
         if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
-            raise ValueError(f"state {KEY!r}: is damaged; this node can't know what it has paid, and pays nothing")
+            raise ValueError(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
         names, replies, terms = columns
         self._entries: dict[str, tuple[int, str]] = dict(zip(names, zip(replies, terms, strict=True), strict=True))
 
     def replies(self, name: str) -> int:
-        """Return how many replies a client has paid for."""
+        """Return how many replies a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge one reply to each client that can pay it, on the node's state when this returns.
+        """Charge one reply to each client whose budget covers it, in the node's state when this returns.
 
         To be called before anything is computed from the clients' records.
 
@@ -72,7 +72,7 @@ class Account:
         return refused
 
     def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
-        """Write down how many replies clients have paid for, and on which terms."""
+        """Record how many replies clients have been charged for, and their terms."""
         self._entries |= paid
         names = list(self._entries)
         self._state[KEY] = ConfigRecord(
@@ -85,14 +85,15 @@ class Account:
 
 
 class FileAccount:
-    """The account of every client that a node hosts, in files on the device: it lasts as long as they do.
+    """The account of every client that a node hosts, in files on the device: it lasts as long as the files.
 
-    A client whose file can't be used does not reply; the server learns no more than that, the node's own log has the reason. The
-    node's state remembers what the files said in this run: one that says less later is an older copy, and refused.
+    A client whose file can't be used does not reply. The server learns no more than that; the node's own log has the reason. The
+    node's state remembers the counts in the files during this run: a file with a smaller count later is an older copy, and is
+    refused.
 
     Args:
         files: every client's file; several may share one.
-        state: the node's state; None where there is none, and older copies aren't noticed then.
+        state: the node's state; None if there is none, and then older copies are not noticed.
     """
 
     def __init__(self, files: Mapping[str, LedgerFile], state: RecordDict | None) -> None:
@@ -100,7 +101,7 @@ class FileAccount:
         self._seen = Account(RecordDict() if state is None else state)
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge one reply to each client that can pay it, on the disk when this returns.
+        """Charge one reply to each client whose budget covers it, on the disk when this returns.
 
         To be called before anything is computed from the clients' records.
 
@@ -112,7 +113,7 @@ class FileAccount:
             known = {name: self._seen.replies(name) for name in names}
             try:
                 spent, counts = file.charge({name: asked[name] for name in names}, at_least=known)
-            except Exception as error:  # whatever it is, there is no account
+            except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
                 refused |= dict.fromkeys(names, f"its ledger can't be used ({type(error).__name__}); the node's own log says why")
                 continue
@@ -128,7 +129,7 @@ class FileAccount:
 
 
 def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -> Payer:
-    """Return the account of a node's clients: in files where there is a ledger, else in the node's state.
+    """Return the account of a node's clients: in files if there is a ledger, else in the node's state.
 
     Args:
         ledger: a path, or one for each client; None for none.
@@ -136,7 +137,7 @@ def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -
         state: the node's state.
 
     Raises:
-        ValueError: if there is neither, or the ledger is no path.
+        ValueError: if there is neither, or the ledger is not a path.
     """
     if ledger is not None:
         return FileAccount(ledger_files(ledger, names), state)
@@ -149,20 +150,20 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
     """Return every client's ledger file.
 
     Raises:
-        ValueError: if a path is none, or a client has none.
+        ValueError: if a value is not a path, or a client has no file.
     """
     files = {}
     for name in names:
         path = value_of("ledger", ledger, name)
         if not isinstance(path, str | os.PathLike) or not str(path):
-            raise ValueError(f"ledger={path!r}: must be the path of a file; flower-dp ledger FILE --create NAME makes one")
+            raise ValueError(f"ledger={path!r}: must be the path of a file; create it with `flower-dp ledger FILE --create NAME`")
         files[name] = LedgerFile(path)
     return files
 
 
 @contextmanager
 def kept_account(context: Context) -> Iterator[None]:
-    """Lend a node's context to an app that may do with its state what it likes; the account is in it again afterwards."""
+    """Let an app use the node's context, and restore the account in the node's state if the app has changed it."""
     record = dict(context.state.config_records[KEY]) if KEY in context.state.config_records else None
     try:
         yield

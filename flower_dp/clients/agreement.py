@@ -1,13 +1,13 @@
-"""Whether a client's own terms are what the server takes them to be: if not, the server would state too small an epsilon."""
+"""Comparison of a client's own terms with the server's: if they differ, the server might state too small an epsilon."""
 
 from flower_dp.privacy.client_terms import Terms
 
-# How far apart two machines may compute one noise multiplier from one budget.
+# The relative difference allowed between the noise multipliers that two machines compute from one budget.
 _TOLERANCE = 1e-6
 
 
 def why_not(terms: Terms, *, clip_norm: float, kind: str, noise_multiplier: float) -> str | None:
-    """Return why a client must not reply, in words that the server may know; None if it may.
+    """Return why a client must not reply, in a text that the server may see; None if the client may reply.
 
     Args:
         terms: the client's own.

@@ -20,7 +20,7 @@ _LARGEST_ARRAY = 2**40
 
 
 def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
-    """Return a ClientApp that answers three messages: which clients live here, train, and evaluate.
+    """Return a ClientApp that answers three kinds of messages: which clients the node hosts, train, and evaluate.
 
     Args:
         client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
@@ -33,7 +33,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     def hosts(message: Message, context: Context) -> Message:
         try:
             text = str(client_fn(context).get_properties({})[wire.KEY])
-        except Exception as error:  # the server must learn that this node has no clients, whatever went wrong
+        except Exception as error:  # after any error the server must learn that this node has no clients
             text = json.dumps({"error": _failure(error)})
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
@@ -72,6 +72,6 @@ def _trained(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def _failure(error: Exception) -> str:
-    """Log why there is no client; return what the server may know of it: the text may hold a piece of the data."""
+    """Log why there is no client; return a text for the server, without the error's text, which may contain private data."""
     log.error("client_fn failed", exc_info=error)
     return f"client_fn failed: {type(error).__name__}; the node's own log says why"

@@ -1,4 +1,4 @@
-"""Training by an app that is not ours, as the part of a pipeline that trains. NumPy only."""
+"""Training by another app's train function, as the `train` part of a pipeline. NumPy only."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ from flower_dp.wire import Dialect, Model
 
 log = logging.getLogger("flwr")
 
-# Of the metrics of an app: how many leave where they may, and how long their names are.
+# The most metrics of an app that are sent, if metrics are allowed, and the longest name.
 _MOST_METRICS, _MOST_NAME = 16, 64
 _EXAMPLE_COUNTS = ("num-examples", "num_examples")
 _STATUS = "fitres.status"
@@ -33,7 +33,7 @@ class AppTraining:
         call: the app, or the next mod before it.
         message: the server's.
         context: of the node.
-        dialect: in which the message is, and the app reads it.
+        dialect: the record names that the message and the app use.
         model: the server's.
         metrics: the numbers in the app's last reply, example counts left out. They are not private.
     """
@@ -46,7 +46,7 @@ class AppTraining:
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
-        """Yield the trained weights [d], float32, and 0 in the place of a loss, or the app's error."""
+        """Yield the trained weights [d], float32, and 0 as the loss, or the app's error."""
         for _ in jobs:
             trained: Trained
             try:
@@ -86,7 +86,7 @@ class Updates:
                 yield trained
                 continue
             weights, loss = trained
-            with np.errstate(over="ignore", invalid="ignore"):  # the clip refuses what is not finite
+            with np.errstate(over="ignore", invalid="ignore"):  # the clip refuses values that are not finite
                 yield weights - vector, loss
 
 
@@ -103,7 +103,7 @@ def dialect_of(content: RecordDict) -> Dialect:
 
 
 def stock_message(message: Message, dialect: Dialect) -> Message:
-    """Return the message as a stock server sends it: own copies of model and config, without our instruction."""
+    """Return the message as a stock server sends it: copies of model and config, without this package's instruction."""
     arrays = wire.arrays_of(message.content)
     config = message.content.config_records[dialect.config]
     copied = {

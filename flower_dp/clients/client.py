@@ -29,10 +29,10 @@ from flower_dp.wire import Answer, Instruction
 
 
 class NodeClient(NumPyClient):
-    """What all clients of this package share: whom they host, the model, the way in and the way out.
+    """The common base of this package's clients: hosted clients, model, instruction and reply.
 
     It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
-    it, no metric. Subclasses say in `methods` what they run, and in `_work` by which pipelines.
+    it, no metric. Subclasses list in `methods` the methods that they run, and return their pipelines from `_work`.
 
     Args:
         model: the architecture; its weights are overwritten. Without BatchNorm.
@@ -77,23 +77,23 @@ class NodeClient(NumPyClient):
         return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
 
     def attach(self, state: RecordDict, ledger_path: object = None) -> None:
-        """Take the node's Flower state and its config's `ledger-path`, for clients that keep an account; called before `fit`.
+        """Receive the node's Flower state and its config's `ledger-path`, for clients that keep an account; called before `fit`.
 
         Raises:
-            ValueError: for a ledger, if this client keeps no account: what it sends would not be counted there.
+            ValueError: for a ledger, if this client keeps no account: its replies would not be counted there.
         """
         if ledger_path is not None:
             raise ValueError(
-                f"ledger-path={ledger_path!r}: {type(self).__name__} keeps no account, and would send without counting"
+                f"ledger-path={ledger_path!r}: {type(self).__name__} keeps no account, so its replies would not be counted"
             )
         self.state = state
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Say which clients live here, and which methods they run."""
+        """Return the names of the hosted clients and of the methods that they run."""
         return {wire.KEY: json.dumps({"clients": sorted(self.clients), "methods": list(self.methods)})}
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Return the payload arrays, 1 in the place of an example count, and the answer that describes the payload.
+        """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.
 
         Args:
             parameters: the server's model, frozen arrays among them, in the order of this client's own.
@@ -152,7 +152,7 @@ class NodeClient(NumPyClient):
         return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return 0 in the place of a loss, 1 in that of an example count, and the answer to a private evaluation.
+        """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
 
         Raises:
             ValueError: as `fit`.
@@ -174,7 +174,7 @@ class NodeClient(NumPyClient):
 
     @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
-        """Return what this node's clients do; charge accounts before any record is touched.
+        """Return the work of this node's clients; charge accounts before any record is read.
 
         `beside` is the vector [d] that came beside the model, None for none.
         """
@@ -265,7 +265,7 @@ class DPClient(NodeClient):
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         if beside is not None:
-            raise ValueError(f"method={instruction.method!r}: reads the model alone, and another vector came beside it")
+            raise ValueError(f"method={instruction.method!r}: uses the model only, but the server sent a second vector with it")
         train = LocalUpdates(training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine)
         pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
         self.policy.check_noise(pipeline.noise)
@@ -284,7 +284,7 @@ class DPClient(NodeClient):
 
 
 def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
-    """Return what came beside the model as a vector like it [d].
+    """Return the second vector that was sent with the model, in the same form as the model's vector [d].
 
     Raises:
         ValueError: if it has another shape or type, or is not finite.
@@ -293,7 +293,7 @@ def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
         return None
     if array.shape != tuple(vector.shape) or array.dtype != np.float32 or not np.isfinite(array).all():
         raise ValueError(
-            f"what came beside the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape "
+            f"the vector that was sent with the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape "
             f"{tuple(vector.shape)}"
         )
     return torch.from_numpy(np.array(array)).to(vector.device)

@@ -1,4 +1,4 @@
-"""Control variates (SCAFFOLD): what each client keeps from round to round, in its node's Flower state."""
+"""Control variates (SCAFFOLD): the vector that each client keeps from round to round, in its node's Flower state."""
 
 import logging
 from typing import Protocol, runtime_checkable
@@ -20,17 +20,17 @@ KEY = "flower-dp.control"
 
 @runtime_checkable
 class KeepsControl(Protocol):
-    """A recipe whose clients each keep a vector c_i, beside the vector c that the server sends with the model."""
+    """A recipe whose clients each keep a vector c_i, and which uses the vector c that the server sends with the model."""
 
     def corrected(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor) -> Pipeline:
-        """Return how one client makes its reply, with `drift` = c - c_i [d] added to every step's gradient."""
+        """Return the pipeline of one client's reply, with `drift` = c - c_i [d] added to every step's gradient."""
 
     def change(self, row: Tensor, *, server_round: int, common: Tensor) -> Tensor:
-        """Return c_i' - c_i [d], a function of the row that left and of c alone."""
+        """Return c_i' - c_i [d], a function of the row that was sent and of c alone."""
 
 
 class ControlVariates:
-    """The control variates of all clients of a node: float32 vectors, each made of messages that were private when they left."""
+    """The control variates of all clients of a node: float32 vectors computed from messages that carried all their noise."""
 
     def __init__(self, state: RecordDict) -> None:
         self._state = state
@@ -42,7 +42,7 @@ class ControlVariates:
             return None
         try:
             kept = record[name].numpy()
-        except Exception:  # whatever damaged bytes may raise
+        except Exception:  # damaged bytes may raise any error
             kept = np.zeros(0)
         if kept.shape != (size,) or kept.dtype != np.float32 or not np.isfinite(kept).all():
             log.warning("client %s: its control variate is damaged and starts at zero", name)
@@ -50,7 +50,7 @@ class ControlVariates:
         return torch.from_numpy(kept.copy())
 
     def write(self, name: str, vector: Tensor) -> None:
-        """Keep a client's vector until its next round."""
+        """Store a client's vector for its next round."""
         record = dict(self._state.array_records.get(KEY, ArrayRecord()).items())
         record[name] = FlowerArray(vector.detach().to("cpu", torch.float32).numpy())
         self._state[KEY] = ArrayRecord(record)

@@ -1,8 +1,8 @@
-"""Linear models with one score a record and a convex loss: gradients in float64, whose steps bring no two models further apart.
+"""Linear models with one score per record and a convex loss: float64 gradients with non-expansive steps.
 
 The clipped gradient of such a loss is the derivative of another convex loss of the score, as smooth as the first (Song et al.
 2021): a step of size eta <= 2 / smoothness is non-expansive, for any mixture of records. For three classes or more it is not:
-clipping a softmax gradient to a norm can turn it so that a step drives two models apart.
+clipping a softmax gradient to a norm can change its direction so that a step increases the distance between two models.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from flower_dp.clients.training import FlatModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 _WIRING = (nn.Flatten, nn.Identity, nn.Sequential)
-# The largest second derivative of the loss in the score, and how many outputs make the score.
+# The largest second derivative of the loss in the score, and the number of outputs from which the score is computed.
 _LOSSES: dict[Loss, tuple[float, int]] = {
     nn.functional.binary_cross_entropy_with_logits: (0.25, 1),
     nn.functional.mse_loss: (2.0, 1),
@@ -35,7 +35,7 @@ class ConvexModel:
         linear: its one layer.
         loss: binary cross-entropy on one logit, cross-entropy on two, or the squared error of one output.
         clip_norm: L2 bound on one record's gradient.
-        largest_input: L2 bound of a record's features, so that the loss is as smooth as was said; longer ones are scaled down.
+        largest_input: L2 bound of a record's features, for which the loss has the given smoothness; longer ones are scaled down.
     """
 
     model: FlatModel
@@ -46,10 +46,10 @@ class ConvexModel:
 
     @classmethod
     def of(cls, model: FlatModel, loss: Loss, steps: FedPAQSteps) -> "ConvexModel":
-        """Return the model as one of these.
+        """Return a linear model with one score, after checking it.
 
         Raises:
-            ValueError: if model, loss or smoothness are not such that `convex-glm` is proved.
+            ValueError: if `convex-glm` is not proved for the model, the loss or the smoothness.
         """
         needs = "sensitivity='convex-glm' needs"
         layers = [layer for layer in model.module.modules() if type(layer) not in _WIRING]
@@ -64,7 +64,7 @@ class ConvexModel:
         if linear.out_features != outputs:
             raise ValueError(
                 f"model: {needs} {outputs} outputs with {loss.__name__}, has {linear.out_features}; for more classes use "
-                "'per-step' or 'clip-update': norm-clipped steps of a softmax may drive models apart"
+                "'per-step' or 'clip-update': norm-clipped steps of a softmax may increase the distance between models"
             )
         assert steps.smoothness is not None  # noqa: S101 (FedPAQSteps has checked it)
         square = steps.smoothness / (curvature * outputs) - (linear.bias is not None)

@@ -18,13 +18,13 @@ from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.release import Release
 
-# A sum that is not clipped as a whole may be longer than its bound by rounding; it is not to be clipped for that.
+# Rounding may make a sum of clipped gradients a little longer than its bound; the sum must not be clipped for that.
 _UNCLIPPED = 1 + 2.0**-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The update that a noised sum of gradients makes, times a public number and plus a public vector.
+    """The update from a noised sum of gradients: the sum times a public number, plus a public vector.
 
     Attributes:
         factor: -eta / b.
@@ -43,13 +43,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPFedPAQRecipe:
-    """One reply: the update of E local steps along means of b clipped gradients, plus noise from the client's own budget.
+    """One reply: the update of E local steps along means of b clipped gradients, plus noise by the client's own budget.
 
     A record whose gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can
     make the client refuse. A client with fewer than E b records, a public number, does not reply.
 
     Attributes:
-        steps: what both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
+        steps: the parameters that both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
         delta: of the budget, in (0, 1).
         num_replies: the most replies that a client will ever send, one number or one by client name.
@@ -96,7 +96,7 @@ class DPFedPAQRecipe:
         return self._terms(value_of("epsilon", self.epsilon, name), replies, len(records))
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         return steps_pipeline(
             self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=None
         )
@@ -115,7 +115,7 @@ def steps_pipeline(
     server_round: int,
     drift: Tensor | None,
 ) -> Pipeline:
-    """Return how one client makes its reply; `drift` is added to every step's mean gradient, and is public."""
+    """Return the pipeline of one client's reply; `drift` is added to every step's mean gradient, and is public."""
     step = steps.lattice_step(release.noise_scale, model.layout.size)
     record_clip = RecordClip(clip_norm=steps.clip_norm, step=step)
     clip: Clip = record_clip

@@ -42,22 +42,22 @@ class NoisedSteps:
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
-        """Yield how far every client's weights have moved [d], float32, and the mean of its steps' losses, or its error."""
+        """Yield the change of every client's weights [d], float32, and the mean of its steps' losses, or its error."""
         for job in jobs:
             try:
                 yield self._row(vector, job)
             except Exception as error:
                 yield error
             finally:
-                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng, losses = job.secret(), []
         moved = torch.zeros_like(vector, dtype=torch.float64)
         step_size = self.steps.step_size(self.server_round)
         for _ in range(self.steps.num_local_steps):
-            # All that a step tells the next one of the records is its noised sum: the weights are made of that, and nothing
-            # stays in the model's buffers.
+            # The only information on records that a step passes to the next is its noised sum: the weights are computed from it,
+            # and the model's buffers are reset.
             self.model.vector.copy_(vector + moved)
             self.model.reset_buffers()
             noised, loss = self._noised_sum(job.records, rng)
@@ -66,7 +66,7 @@ class NoisedSteps:
             moved -= step_size * gradient
         row = moved.to(torch.float32)
         if not bool((vector + row).isfinite().all()):
-            raise ArithmeticError("the weights left the range of float32: take a smaller learning rate")
+            raise ArithmeticError("the weights left the range of float32: choose a smaller learning rate")
         return row, torch.stack(losses).mean()
 
     def _noised_sum(self, records: Records, rng: Generator) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class NoisedSteps:
 
 
 def _batch(num_records: int, sampler: Sampler, size: float, rng: np.random.Generator) -> Tensor:
-    """Draw the positions of a batch, none of them twice: by Poisson sampling, or so many at random."""
+    """Draw the positions of a batch without repetition: by Poisson sampling, or `size` of them at random."""
     if isinstance(sampler, PoissonSampling):
         return secret_batch(num_records, sampler.sampling_rate, rng)
     return torch.from_numpy(rng.choice(num_records, int(size), replace=False))
@@ -90,16 +90,16 @@ def _batch(num_records: int, sampler: Sampler, size: float, rng: np.random.Gener
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPPASGDRecipe:
-    """One reply of DP-PASGD: how far the weights moved in tau noised local steps; DP-SGD with `num_local_steps=1`.
+    """One reply of DP-PASGD: the change of the weights in tau noised local steps; DP-SGD with `num_local_steps=1`.
 
     Step: w <- w - eta (mean of the batch's clipped gradients + noise). Every record's gradient is clipped to L2 norm `clip_norm`
     (G; the paper assumes that gradients are no longer). The noise has the standard deviation that makes all `num_steps` steps
-    together (epsilon, delta)-differentially private for each record, replaced by another. What leaves is made of noised steps
+    together (epsilon, delta)-differentially private for each record, replaced by another. The reply is computed from noised steps
     alone, so it costs no more. A record whose loss or gradient is not finite counts as zero, and so does one that can't be read
     or raises.
 
     Batches are drawn anew for every step, with the secret generator of the noise: `batch_size` records without replacement, or
-    with `batch_sampling="poisson"` every record by itself with probability batch_size / (number of records). The mean's
+    with `batch_sampling="poisson"` every record independently with probability batch_size / (number of records). The mean's
     denominator is always `batch_size`.
 
     Attributes:
@@ -164,7 +164,7 @@ class DPPASGDRecipe:
         return self._terms(value_of("epsilon", self.epsilon, name), size, len(records))
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         clip = RecordClip(clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size))
         noise = StepNoise(release=release)
         train = NoisedSteps(
@@ -188,7 +188,7 @@ class DPPASGDRecipe:
         seed: int,
         rng: np.random.Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Return how far the weights moved [d], and the mean of the steps' losses; `rng` gives batches and noise."""
+        """Return the change of the weights [d], and the mean of the steps' losses; `rng` gives batches and noise."""
         job = Job(name="", records=records, seed=seed, secret=lambda: rng)
         made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
         return made.row, made.loss

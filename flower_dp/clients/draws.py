@@ -1,4 +1,4 @@
-"""Seeds for one client's training, and torch's own generators lent to one client."""
+"""Seeds for one client's training, and torch's own generators seeded for one client."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ class OwnDraws:
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        # Of every kind of device that has such generators; the processor's are used beside a GPU's.
+        # The generators of every device that has its own; the CPU's are used besides a GPU's.
         others = None if device.type == "cpu" else getattr(torch.get_device_module(device), "default_generators", None)
         self._lent: list[torch.Generator] = [torch.default_generator, *([others[device.index]] if others else [])]
         self._seed = seed
@@ -35,12 +35,12 @@ class OwnDraws:
 
 
 def draws_seed(seed: int) -> int:
-    """Return the seed for all that is drawn beside the order of records, which `seed` itself is for."""
+    """Return the seed for all draws except the order of records, for which `seed` itself is used."""
     digest = hashlib.blake2b(f"{seed}/draws".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 
 def batch_seed(seed: int, server_round: int, client: str) -> int:
-    """Return the seed for the order of one client's records in one round, the same wherever the client lives."""
+    """Return the seed for the order of one client's records in one round, the same on any node."""
     digest = hashlib.blake2b(f"{seed}/{server_round}/{client}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

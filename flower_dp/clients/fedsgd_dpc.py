@@ -47,7 +47,7 @@ class ClippedGradients:
             except Exception as error:
                 yield error
             finally:
-                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng = job.secret()
@@ -75,14 +75,14 @@ class MinusMean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedSGDDPCRecipe:
-    """One reply: minus the mean of the clipped gradients of the client's records, plus noise from the client's own budget.
+    """One reply: minus the mean of the clipped gradients of the client's records, plus noise by the client's own budget.
 
     Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise. A record whose loss or
     gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can make the client
     refuse. The mean's denominator is public and fixed, num_records x sampling_rate, never the size of the batch that was
-    drawn. Under Gaussian noise every record is in a batch by itself with probability `sampling_rate`, drawn with the secret
-    generator of the noise, anew for every reply. Dropout drops the same units for all records of a reply: whose record is in the
-    batch then changes no other record's gradient.
+    drawn. Under Gaussian noise every record is in a batch independently with probability `sampling_rate`, drawn with the secret
+    generator of the noise, anew for every reply. Dropout drops the same units for all records of a reply, so a record in the
+    batch changes no other record's gradient.
 
     Attributes:
         mechanism: `laplace` or `gaussian`.
@@ -131,7 +131,7 @@ class FedSGDDPCRecipe:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget, or (under replace-one) not as many records as it says in public.
+            ValueError: if it has no budget, or (under replace-one) its number of records is not the public one.
         """
         size = len(records) if self.num_records is None else value_of("num_records", self.num_records, name)
         if self.relation == "replace-one" and size != len(records):
@@ -139,7 +139,7 @@ class FedSGDDPCRecipe:
         return self._terms(value_of("epsilon", self.epsilon, name), value_of("num_replies", self.num_replies, name), size)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         clip = RecordClip(clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size), norm=release.mechanism.norm)
         return Pipeline(
             train=ClippedGradients(model=model, record_clip=clip, sampling_rate=self.sampling_rate, loss=self.loss),

@@ -1,4 +1,4 @@
-"""Models made fit for differential privacy."""
+"""Changes of models that differential privacy needs."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ _MOST_GROUPS = 32
 
 
 def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Module:
-    """Return a copy of a model with GroupNorm in the place of every BatchNorm.
+    """Return a copy of a model with GroupNorm instead of every BatchNorm.
 
     The replacements are those of opacus' ModuleValidator, with the learned scale and shift of the old layers. Train the model
     again: the statistics that BatchNorm had collected are gone.

@@ -1,4 +1,4 @@
-"""The client of methods whose every message is private on its own: own budget, own noise, own account."""
+"""The client of methods with local placement: every message is private on its own, by the client's own budget and account."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,14 +28,13 @@ __all__ = ["LocalDPClient", "LocalRecipe"]
 class LocalDPClient(NodeClient):
     """A Flower client whose clients' replies are private one by one, before they are added up.
 
-    Noise follows from each client's own terms. What the server takes them to be is compared with them, and a client that finds
-    them different, or its own noise to be less, does not reply: the server would state too small an epsilon. Each reply is
-    charged to the client's account before its records are touched; who can't pay does not reply, whatever the server says of the
-    round. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in
-    a file on the device (`ledger`), which counts the replies of all runs.
+    Noise follows from each client's own terms. A client compares the server's version of its terms with its own. If they differ,
+    or its own noise is less, it does not reply: the server would state too small an epsilon. Each reply is charged to the
+    client's account before its records are read. A client whose budget is spent does not reply, whatever round number the server
+    sends. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in a
+    file on the device (`ledger`), which counts the replies of all runs.
 
-    The node answers with the weighted sum of its clients' rows, with the weights that the server names: weighing a private row
-    costs nothing.
+    The node replies with the weighted sum of its clients' rows, with the server's weights: weighting a private row costs nothing.
 
     Args:
         model: the architecture; its weights are overwritten. Without BatchNorm.
@@ -44,7 +43,7 @@ class LocalDPClient(NodeClient):
         state: the node's state, `context.state` of the Context that `client_fn` receives; `client_app` attaches it itself.
         ledger: the file of the clients' accounts, or one each by the client's name; `client_app` takes it from the node's config,
             key `ledger-path`. None: the accounts last one run, in `state`.
-        policy: more limits of this client.
+        policy: further limits of this client.
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never noise or the choice of records.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
@@ -84,10 +83,10 @@ class LocalDPClient(NodeClient):
             self.attach(state)
 
     def attach(self, state: RecordDict, ledger_path: object = None) -> None:
-        """Take the node's Flower state, and the ledger that the device's owner names in the node's config.
+        """Receive the node's Flower state, and the ledger that the device's owner names in the node's config.
 
         Raises:
-            ValueError: if the owner's ledger is another one than the app's.
+            ValueError: if the owner's ledger is not the app's.
         """
         self.state = state
         if ledger_path is None:
@@ -144,7 +143,7 @@ class LocalDPClient(NodeClient):
         return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
     def _agreed(self, instruction: Instruction, order: LocalOrder) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
-        """Return terms and records of the clients whose own terms are what the server says, and why the others refuse."""
+        """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
         said = zip(instruction.clients, order.terms, order.noise_multipliers, strict=True)
@@ -171,7 +170,7 @@ class LocalDPClient(NodeClient):
 
 
 class _Keeper:
-    """Keeps a client's control variate, made of the row that leaves: no other noise and no other charge."""
+    """Stores a client's control variate, computed from the row that is sent, without further noise or charge."""
 
     def __init__(
         self, kept: ControlVariates, recipe: KeepsControl, *, name: str, own: Tensor, common: Tensor, server_round: int

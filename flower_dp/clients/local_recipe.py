@@ -14,10 +14,10 @@ class LocalRecipe(Protocol):
 
     @property
     def method(self) -> str:
-        """Name of the method that this is a reply of."""
+        """Name of the method."""
 
     def terms(self, name: str, records: Records) -> Terms:
         """Return the client's terms, from its own budget and data size alone."""
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""

@@ -1,4 +1,4 @@
-"""Local steps on clipped gradients of single records, without replacement: their sum, of which a client's update is made."""
+"""Local steps on clipped gradients of single records, without replacement: the sum from which an update is computed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class ClippedSteps:
 
     Attributes:
         model: where to train.
-        steps: what both sides know.
+        steps: the parameters that both sides know.
         record_clip: bounds every record's gradient.
         step_size: eta of this round.
         loss: model outputs, targets -> loss, for batches of one record.
-        drift: [d], added to every step's mean gradient: made of noised messages, so public; None for none.
+        drift: [d], added to every step's mean gradient; computed from noised messages, so public; None for none.
     """
 
     model: FlatModel
@@ -47,7 +47,7 @@ class ClippedSteps:
             except Exception as error:
                 yield error
             finally:
-                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
 
     def _row(self, vector: Tensor, job: Job, convex: ConvexModel | None) -> tuple[Tensor, Tensor]:
         rng, steps = job.secret(), self.steps

@@ -1,4 +1,4 @@
-"""Losses for labels that nobody has checked: cross-entropy, and the hinge loss."""
+"""Losses that are safe for invalid labels: cross-entropy, and the hinge loss."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,16 @@ IGNORED = -100
 
 
 def checked(loss: Loss) -> Loss:
-    """Return `cross_entropy` in the place of torch's, and any other loss as it is."""
+    """Return `cross_entropy` instead of torch's, and any other loss unchanged."""
     return cross_entropy if loss is nn.functional.cross_entropy else loss
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy over the targets that are classes; without any, 0 with a gradient of zero.
 
-    A target outside [0, classes) is left out of the mean, as torch leaves out its ignore index. Torch raises for it on a
-    processor; on a GPU it would end the process's use of it. If all targets are classes, value and gradient are torch's, to the
-    bit. Targets that are probabilities go to torch unchecked.
+    A target outside [0, classes) is left out of the mean, as torch leaves out its ignore index. Torch raises for it on a CPU; on
+    a GPU it would make the GPU unusable for the process. If all targets are classes, value and gradient are torch's, to the bit.
+    Targets that are probabilities go to torch unchecked.
 
     Args:
         outputs: logits [batch, classes, ...].
@@ -42,7 +42,7 @@ def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean hinge loss max(0, 1 - y f) of a linear SVM; at 1 = y f its gradient is zero.
 
     A target that is neither -1 nor +1 counts as a loss of 0 with a gradient of zero. The loss has no L2 term: that is
-    `weight_decay` of `LocalTraining`, which needs no record and so neither clip nor noise.
+    `weight_decay` of `LocalTraining`, which does not depend on records and so needs neither clip nor noise.
 
     Args:
         outputs: f, one number a record [batch, 1].
@@ -72,6 +72,6 @@ def _mean_over(counted: Tensor | None, outputs: Tensor, targets: Tensor, otherwi
     if counted is None:
         return nn.functional.cross_entropy(outputs, targets)
     some = counted.any()
-    # A class for all of them where none counts: the mean over nothing would be NaN, and so would its gradient.
+    # If no target counts, give all of them a class: the mean over no targets would be NaN, and so would its gradient.
     safe = targets.where(counted, IGNORED).where(some, 0)
     return nn.functional.cross_entropy(outputs, safe).where(some, otherwise)

@@ -24,7 +24,7 @@ log = logging.getLogger("flwr")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedWeights:
-    """Local training whose row is the trained *weights*; those of the global model where training fails or is not finite.
+    """Local training whose row is the trained *weights*, or the global model's if training fails or is not finite.
 
     Attributes:
         training: the recipe.
@@ -45,7 +45,7 @@ class TrainedWeights:
             except Exception as error:
                 yield error
             finally:
-                self.model.reset_buffers()  # what a client's data left there must not be told by the next one's reply
+                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -54,13 +54,13 @@ class TrainedWeights:
             loss = self.training.train(model, job.records, self.server_round, torch.Generator().manual_seed(job.seed))
         except Exception as error:
             self._check_model(model, vector, job.records, error)
-            log.warning("training failed (%s): the reply is made of the global model", type(error).__name__)
+            log.warning("training failed (%s): the reply is made from the global model", type(error).__name__)
             loss = torch.zeros((), device=vector.device)
             model.vector.copy_(vector)
         return (model.vector.clone() if bool(model.vector.isfinite().all()) else vector), loss
 
     def _check_model(self, model: FlatModel, vector: Tensor, records: Records, error: Exception) -> None:
-        """Raise if the model can't be trained on a record of zeros either: then no record is to blame."""
+        """Raise if the model can't be trained on a record of zeros either: then no record is the cause."""
         try:
             inputs, targets = records.batch(torch.zeros(1, dtype=torch.int64), model.device)
         except Exception:
@@ -77,16 +77,16 @@ class TrainedWeights:
 class NbAFLRecipe:
     """One reply: the locally trained *weights*, clipped to L2 norm `clip_norm`, plus Gaussian noise.
 
-    Where training fails, or drives the weights to NaN or infinity, the reply is made of the global model that the server sent: no
+    If training fails, or gives NaN or infinite weights, the reply is made from the global model that the server sent, so that no
     record decides whether a client replies.
 
     Attributes:
         training: the recipe of local training; its `proximal` is the paper's mu.
-        clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms is data-dependent, and private only as
-            a pilot on public data.
+        clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms depends on private data, unless it is
+            computed on public data.
         epsilon: the paper's epsilon over `uplink_exposures` replies, one number or one by client name; math.inf: no noise.
         delta: the paper's delta.
-        uplink_exposures: how many replies the paper's noise is made for (paper: L).
+        uplink_exposures: the number of replies for which the paper's noise is calibrated (paper: L).
         min_records: the fewest records of any client (paper: m); a client with fewer doesn't reply.
         num_replies: the most replies that a client will ever send; None: `uplink_exposures`.
 
@@ -126,7 +126,7 @@ class NbAFLRecipe:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget, or fewer records than the noise is made for.
+            ValueError: if it has no budget, or fewer records than `min_records`.
         """
         if len(records) < self.min_records:
             raise ValueError(f"min_records={self.min_records}: client {name!r} has only {len(records)}")
@@ -134,7 +134,7 @@ class NbAFLRecipe:
         return self._terms(value_of("epsilon", self.epsilon, name), replies)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return how one client makes its reply, with the clip and the noise of its own release."""
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         train = TrainedWeights(training=self.training, model=model, server_round=server_round)
         return weights_pipeline(release, train=train, length=model.layout.size)
 

@@ -21,8 +21,8 @@ _FINER = 2.0**10
 
 
 def weights_pipeline(release: Release, *, train: Train, length: int) -> Pipeline:
-    """Return how one client makes its reply of trained *weights* [length], with the clip and the noise of its own release."""
-    # Finer than needed here: averages are rounded to a lattice on which this one must not show.
+    """Return the pipeline of one client's reply of trained *weights* [length], with the clip and the noise of its own release."""
+    # Finer than needed here: averages are rounded to a coarser lattice, which must hide this one.
     step = release.lattice_step(length) / _FINER
     return Pipeline(
         train=train,
@@ -34,7 +34,7 @@ def weights_pipeline(release: Release, *, train: Train, length: int) -> Pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOrGlobal:
-    """Training whose row is the trained weights; those of the global model where training fails or is not finite.
+    """Training whose row is the trained weights, or the global model's if training fails or is not finite.
 
     Attributes:
         train: gives trained weights, NumPy arrays.
@@ -46,7 +46,7 @@ class WeightsOrGlobal:
         """Yield every client's weights [d] and training loss."""
         for trained in self.train.rows(vector, jobs):
             if isinstance(trained, Exception):
-                log.error("training failed: the reply is made of the global model", exc_info=trained)
+                log.error("training failed: the reply is made from the global model", exc_info=trained)
                 yield vector, np.zeros(())
                 continue
             weights, loss = trained
@@ -57,14 +57,14 @@ class WeightsOrGlobal:
 class NbAFLTerms:
     """One client's own terms under NbAFL, for `privacy_mod`: its trained weights, clipped to `clip_norm`, plus Gaussian noise.
 
-    What `NbAFLRecipe` is for clients of this package. Where training fails, or the weights are not finite or have other shapes,
-    the reply is made of the global model that the server sent: no record decides whether a client replies.
+    It corresponds to `NbAFLRecipe` for `LocalDPClient`. If training fails, or the weights are not finite or have other shapes,
+    the reply is made from the global model that the server sent, so that no record decides whether a client replies.
 
     Attributes:
         clip_norm: L2 bound of the weights (paper: C).
         epsilon: the paper's epsilon over `uplink_exposures` replies; math.inf: no noise, not private.
         delta: the paper's delta.
-        uplink_exposures: how many replies the paper's noise is made for (paper: L).
+        uplink_exposures: the number of replies for which the paper's noise is calibrated (paper: L).
         min_records: the fewest records of any client (paper: m).
         num_records: of this client; with fewer than `min_records` it does not reply.
         num_replies: the most replies that this client will ever send; None: `uplink_exposures`.
@@ -101,14 +101,14 @@ class NbAFLTerms:
         """Return the client's terms.
 
         Raises:
-            ValueError: if it has fewer records than the noise is made for.
+            ValueError: if it has fewer records than `min_records`.
         """
         if self.num_records < self.min_records:
             raise ValueError(f"min_records={self.min_records}: this client has only {self.num_records}")
         return self._terms()
 
     def pipeline(self, release: Release, *, train: Train, length: int) -> Pipeline:
-        """Return how the client makes its reply of what its app has trained."""
+        """Return the pipeline of the client's reply, with the model that its app has trained."""
         return weights_pipeline(release, train=WeightsOrGlobal(train=train), length=length)
 
     def _terms(self) -> Terms:

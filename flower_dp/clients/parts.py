@@ -26,7 +26,7 @@ class Secret(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """The coordinates that everyone keeps in a round, before the clip. They follow from public numbers, so no data chose them.
+    """The coordinates that all clients keep in a round, before the clip. They follow from public numbers and not from data.
 
     Attributes:
         seed: public, drawn by the server for the round.
@@ -98,8 +98,8 @@ class RowClip:
 class RecordClip:
     """Clip every record's contribution to a sum, then round it toward zero to the lattice of the noise.
 
-    The part that trains applies it, record by record, before it adds up (`flower_dp.clients.record_clipping`); the slot of the
-    clip names it. The sum itself is not touched.
+    The `train` part applies it to every record before adding up (`flower_dp.clients.record_clipping`); the clip slot of the
+    pipeline holds the same clip. As a clip of the row it does nothing.
 
     Attributes:
         clip_norm: bound on the norm of one record's contribution.
@@ -133,7 +133,7 @@ class RecordClip:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPrivate:
-    """No noise, by anybody: a run without privacy."""
+    """No noise at all: a run without privacy."""
 
     noise_std: ClassVar[float] = 0.0
 
@@ -145,7 +145,7 @@ class NotPrivate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerNoise:
-    """No noise on this client: the server, which is trusted, adds it to the sum. Nothing may choose by value before that."""
+    """No noise on this client: the trusted server adds it to the sum. No selection by value may come before that."""
 
     noise_std: ClassVar[float] = 0.0
 
@@ -182,7 +182,7 @@ class FullNoise:
     """All noise of a release that is private on its own, from the client's own terms.
 
     Attributes:
-        release: what leaves with one reply; its mechanism may be Gaussian or Laplace, or have no noise for an infinite budget.
+        release: the release of one reply; its mechanism may be Gaussian or Laplace, or have no noise for an infinite budget.
     """
 
     release: Release
@@ -200,13 +200,13 @@ class FullNoise:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNoise:
-    """All noise of a method in which every local step releases a noised sum of its own, from the client's own terms.
+    """All noise of a method in which every local step releases its own noised sum, from the client's own terms.
 
-    The part that trains adds it to every sum, as its last act on it before the weights move; the slot of the noise names it. The
-    row is made of noised sums alone, and is not touched.
+    The `train` part adds it to the sum of every step, directly before the weights change; the noise slot of the pipeline holds
+    the same object. The row is computed from noised sums alone, and gets no further noise.
 
     Attributes:
-        release: what one step releases.
+        release: the release of one step.
 
     Example:
         >>> import numpy as np
@@ -240,7 +240,7 @@ class StepNoise:
         return total + self.release.mechanism.noise(total, self.release.noise_scale, step, rng)
 
     def add(self, clipped: Array, step: float, rng: Secret) -> Array:
-        """Return a row that is made of noised sums as it is."""
+        """Return a row that is computed from noised sums, unchanged."""
         return clipped
 
 

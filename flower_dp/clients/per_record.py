@@ -1,4 +1,4 @@
-"""Per-record gradients: one row a record, from the faster of two engines that supports the model.
+"""Per-record gradients: one row per record, from the faster of two engines that supports the model.
 
 `torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
 forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
@@ -21,7 +21,7 @@ from flower_dp.core import checks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# Layers without parameters and draws that work record by record; options that join records are looked at below.
+# Layers without parameters and random draws that work record by record; options that mix records are checked below.
 _APART = frozenset(
     {
         nn.Sequential,
@@ -61,16 +61,16 @@ def record_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights.
 
-    What the model draws is the same for all records. Under cross-entropy a record of an unknown class has gradient zero and a
-    loss of NaN: on a GPU it would end the process's use of it.
+    Random numbers in the model are the same for all records. Under cross-entropy a record of an unknown class has gradient zero
+    and a loss of NaN: torch's own cross-entropy would make a GPU unusable for the process.
 
     Args:
         model: at its weights; trainable arrays stand in a row in the order of its layout.
         inputs: one row a record, n of them; a tensor, or tensors by the names of the model's arguments.
         targets: one row a record.
         loss: model outputs, targets -> loss, for batches of one record.
-        chunk: how many records are computed together, always: a last chunk of fewer is filled up with copies of its first record.
-            A row's bits then don't depend on how many records there are, nor on what the others hold. None: all n together.
+        chunk: the number of records computed together; a last chunk with fewer is filled up with copies of its first record. A
+            row's bits then don't depend on how many records there are, nor on what the others hold. None: all n together.
         engine: one of `ENGINES`; None: what `engine_of` says.
 
     Raises:
@@ -92,7 +92,7 @@ def record_gradients(
 def engine_of(model: FlatModel) -> str:
     """Return the engine for a model: by its layers and its device, never by data."""
     faster = model.device.type == "cpu" and any(isinstance(layer, _FASTER) for layer in model.module.modules())
-    return "expanded-weights" if faster and opacus_is_there() and works_apart(model.module) else "torch.func"
+    return "expanded-weights" if faster and opacus_is_there() and keeps_records_apart(model.module) else "torch.func"
 
 
 @cache
@@ -101,7 +101,7 @@ def opacus_is_there() -> bool:
     return find_spec("opacus") is not None
 
 
-def works_apart(module: nn.Module) -> bool:
+def keeps_records_apart(module: nn.Module) -> bool:
     """Whether a model is a plain stack of layers that keep the records of a batch apart and that expanded weights differentiate.
 
     Layers count by their exact type and options: a subclass, a hook or a forward of its own may mix records. Dropout does not

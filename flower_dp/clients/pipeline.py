@@ -1,7 +1,7 @@
 """A client's reply as a pipeline with named slots: train, before the clip, clip, noise, after the noise, encode.
 
-What may stand in which slot is fixed by the types of the parts, and checked again when a pipeline is made. Nothing stands between
-clip and noise; rounding to the lattice belongs to the clip. What chooses by value stands after the noise.
+The types of the parts determine which part may be in which slot, and a pipeline checks this when it is constructed. Nothing is
+between clip and noise; rounding to the lattice belongs to the clip. Selections by value are after the noise.
 """
 
 import logging
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # it needs torch, and a device that trains in another framewo
 log = logging.getLogger("flwr")
 
 _NOISES = (NotPrivate, ServerNoise, GaussianShare, FullNoise, StepNoise)
-# A client's row [d] and its 0-d training loss, or why there is none; arrays of any library.
+# A client's row [d] and its 0-d training loss, or its error; arrays of any library.
 Trained = tuple[Array, Array] | Exception
 
 
@@ -49,8 +49,8 @@ class Job:
         records: its records.
         seed: public; governs the order of the records, never a secret.
         secret: gives the generator of noise and secret choices, made for this reply.
-        weight: public; what the reply counts in the node's sum.
-        left: told the row that leaves, for what a client keeps of it until the next round.
+        weight: public; the weight of the reply in the node's sum.
+        left: called with the row that is sent, for a value that a client keeps until the next round.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Job:
 class Train(Protocol):
     """Local training of some clients.
 
-    Where it clips the contribution of every record, it has an attribute `record_clip`, the `RecordClip` that the pipeline names.
-    Where it adds the noise of every step, it has an attribute `step_noise`, the very `StepNoise` that the pipeline names.
+    If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
+    adds the noise of every step, it has an attribute `step_noise`, the same `StepNoise` object as the pipeline's.
     """
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -74,13 +74,13 @@ class Train(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What leaves a client, and what stays.
+    """One client's reply: the row that is sent, and numbers that are not.
 
     Attributes:
-        row: the row [k] that leaves, with its weight; float32 or float64.
-        loss: the mean training loss, a 0-d tensor; it stays unless metrics are asked for.
-        num_bytes: of the row, had the client sent it alone.
-        alone: what the client sends if it is the only one in the node's sum, where that is not the sum's payload.
+        row: the row [k] that is sent, with its weight; float32 or float64.
+        loss: the mean training loss, a 0-d tensor; sent only if metrics are asked for.
+        num_bytes: the size of the row if the client sent it alone.
+        alone: the payload if the client is the only one in the node's sum, if it differs from the sum's payload.
     """
 
     row: Array
@@ -91,26 +91,26 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a client doesn't reply, in words that the server may know."""
+    """Why a client doesn't reply, in a text that the server may see."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How a client's reply is made.
+    """The steps by which a client's reply is made.
 
     Attributes:
         train: makes a row [d] of a client's records.
-        before_clip: the coordinates that everyone keeps, which no data chose; None for all. Clip, lattice and noise are those of
-            the kept coordinates alone.
+        before_clip: the coordinates that all clients keep, which do not depend on data; None for all. Clip, lattice and noise are
+            those of the kept coordinates alone.
         clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
-        noise: what this client adds to the clipped row, or in training to the clipped sum of every step.
+        noise: the noise that this client adds to the clipped row, or in training to the clipped sum of every step.
         after_noise: any function of the noised row, for example a selection of its largest entries.
-        encode: how the sum of a node's rows is sent; quantisation stands here, and changes every row before that.
+        encode: how the sum of a node's rows is sent; quantisation is here, and changes every row before the sum.
 
     Raises:
-        ValueError: for a part in a slot where it may not stand, naming the slot.
+        ValueError: for a part in a slot where it is not allowed, naming the slot.
 
     Example:
         >>> import torch
@@ -141,7 +141,7 @@ class Pipeline:
     encode: Encoder
 
     def __post_init__(self) -> None:
-        # Exact types: a subclass can do anything under its parent's name.
+        # Check exact types: a subclass could change what its parent does.
         if type(self.before_clip) not in (type(None), Mask):
             raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
         if type(self.clip) not in (RowClip, RecordClip):
@@ -174,7 +174,7 @@ class Pipeline:
         return length if self.before_clip is None else len(self.before_clip.indices)
 
     def replies(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
-        """Yield what every client replies, or why it doesn't, in order.
+        """Yield every client's reply, or why there is none, in order.
 
         Args:
             vector: the global model [d], float32.
@@ -188,7 +188,7 @@ class Pipeline:
             yield answer
 
     def reply(self, vector: Array, job: Job) -> Reply:
-        """Return one client's reply; raise what `replies` would make a refusal of."""
+        """Return one client's reply; raise the errors that `replies` turns into refusals."""
         (trained,) = self.train.rows(vector, [job])
         answer = self._reply(trained, job)
         if isinstance(answer, Refusal):
@@ -226,7 +226,7 @@ class Pipeline:
 
 
 class _Once:
-    """One generator a reply: what is drawn after the noise never repeats it, with a seed for tests either."""
+    """One generator for a whole reply: numbers drawn after the noise never repeat it, not even with a fixed seed for tests."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
@@ -239,7 +239,7 @@ class _Once:
 
 
 def failure(name: str, error: Exception) -> Refusal:
-    """Log why a client fails; return what the server may know of it: the kind of error, without a word of the data."""
+    """Log why a client fails; return a text for the server: the kind of error, without the error's text."""
     log.warning("client %s: %s: %s", name, type(error).__name__, error)
     return Refusal(reason=f"{FAILED}: {type(error).__name__}")
 

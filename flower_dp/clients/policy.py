@@ -1,4 +1,4 @@
-"""A client's own policy: what it will do for a server, whatever the server says."""
+"""A client's own policy: the instructions that it accepts from any server."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from flower_dp.wire import Instruction
 
 
 class ClientNoise(Protocol):
-    """What a client adds to its own row: the noise of a pipeline, or a method's table."""
+    """The noise that a client adds to its own row: that of a pipeline, or of a method's table."""
 
     @property
     def noise_std(self) -> float:
@@ -22,7 +22,8 @@ class ClientPolicy:
     Attributes:
         max_clip_norm: largest clip norm to work with; None for any.
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
-        min_noise_std: smallest std of the noise that this client itself adds; > 0 insists on noise on the device.
+        min_noise_std: smallest std of the noise that this client itself adds; if > 0, instructions with less noise on the device
+            are refused.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
         min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation.
 
@@ -63,7 +64,7 @@ class ClientPolicy:
             )
 
     def check_evaluation(self, instruction: Instruction, noise: ClientNoise) -> None:
-        """Refuse a private evaluation with less noise than this policy asks for, or none on the device if it asks for that.
+        """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
 
         Raises:
             ValueError: naming the limit and the value asked for.
@@ -77,7 +78,7 @@ class ClientPolicy:
             raise ValueError("noise_std=0 of an evaluation: this client's policy asks for noise on the device")
 
     def check_noise(self, noise: ClientNoise) -> None:
-        """Refuse noise by which this client would add less noise itself than this policy asks for.
+        """Refuse an instruction under which this client would add less noise itself than this policy needs.
 
         Raises:
             ValueError: naming the limit and the value asked for.

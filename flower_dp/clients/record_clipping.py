@@ -1,4 +1,4 @@
-"""Per-record clipping: the sum of some records' clipped gradients, an ingredient of training that any method can use."""
+"""Per-record clipping: the sum of some records' clipped gradients, for the training of any method."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from flower_dp.clients.training import FlatModel
 log = logging.getLogger("flwr")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Numbers in the matrix of per-record gradients that is in memory at a time, and its rows: what is fastest on a core, or fills a
+# The largest number of entries and of rows in the matrix of per-record gradients: the fastest on a CPU core, or enough to fill a
 # GPU.
 _LARGEST_MATRIX = {"cpu": 2**22}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
@@ -25,7 +25,7 @@ _MOST_RECORDS_ELSEWHERE = 1024
 
 
 def secret_batch(num_records: int, sampling_rate: float, rng: np.random.Generator) -> Tensor:
-    """Draw the positions of a batch, every record by itself with probability `sampling_rate`; all of them at rate 1."""
+    """Draw the positions of a batch, every record independently with probability `sampling_rate`; all records at rate 1."""
     if sampling_rate == 1:
         return torch.arange(num_records)
     return torch.from_numpy(np.flatnonzero(rng.random(num_records) < sampling_rate))
@@ -37,7 +37,7 @@ def clipped_sum(
     """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss.
 
     A record whose loss or gradient is not finite counts as zero, and so does one that can't be read or raises. Dropout drops the
-    same units for all records: whose record is in the batch then changes no other record's gradient.
+    same units for all records, so a record in the batch changes no other record's gradient.
 
     Args:
         model: at the weights where gradients are taken.
@@ -45,7 +45,7 @@ def clipped_sum(
         positions: of the batch.
         clip: bounds every record's gradient, and rounds it to the lattice.
         loss: model outputs, targets -> loss, for batches of one record.
-        seed: secret; governs what the model and the records draw.
+        seed: secret; determines the random numbers of the model and the data set.
 
     Raises:
         UnfitModelError: if the model has no gradient even for a record of zeros.
@@ -72,7 +72,7 @@ def clipped_sum(
 def _gradients(
     model: FlatModel, records: Records, positions: Tensor, reading: OwnDraws, seed: int, loss: Loss, problems: set[str]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield gradients [n, d] and losses [n] of some records: of all together, or where that fails of each that has them."""
+    """Yield gradients [n, d] and losses [n] of some records: of all together, or, if that fails, of each record that has them."""
     if len(positions) == 0:
         return
     try:
@@ -100,7 +100,7 @@ def _gradients(
 
 
 def _check_model(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss, error: Exception) -> None:
-    """Raise if the model has no gradient even for a record of zeros: then no record is to blame, and noise would hide a fault."""
+    """Raise if the model has no gradient even for a record of zeros: then the model is at fault, and noise would hide it."""
     try:
         zeros = each(inputs, lambda tensor: torch.zeros_like(tensor[:1])), torch.zeros_like(targets[:1])
         record_gradients(model, *zeros, loss=loss, chunk=_chunk(model))
@@ -109,7 +109,7 @@ def _check_model(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss, 
 
 
 def _chunk(model: FlatModel) -> int:
-    """Return how many records are computed together, always so many: a row then has the same bits among any others."""
+    """Return the fixed number of records computed together: a row then has the same bits among any others."""
     kind = model.device.type
     numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MOST_RECORDS.get(kind, _MOST_RECORDS_ELSEWHERE)
     return max(1, min(records, numbers // model.layout.size))

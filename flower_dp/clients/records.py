@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-# What a model takes, one row a record: a tensor, or tensors by the names of the model's arguments.
+# A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
 Inputs = Tensor | Mapping[str, Tensor]
 
 
@@ -31,7 +31,7 @@ def num_rows(inputs: Inputs) -> int:
 
 
 def split(inputs: Inputs, size: int) -> Iterator[Inputs]:
-    """Yield parts of so many records, the last of which may be smaller."""
+    """Yield parts of `size` records, the last of which may be smaller."""
     if isinstance(inputs, Tensor):
         yield from torch.split(inputs, size)
         return
@@ -64,10 +64,10 @@ class TensorRecords:
             arguments, such as {"input_ids": ..., "attention_mask": ...}.
         targets: [n, ...].
         indices: the rows that are this client's [records], int64; None for all of them.
-        transform: turns a batch of raw inputs, on the device, into what the model takes.
+        transform: turns a batch of raw inputs, on the device, into the model's inputs.
 
     Raises:
-        ValueError: for what is no tensor, or inputs and targets of different length, naming it.
+        ValueError: for a value that is not a tensor, or inputs and targets of different length, naming it.
 
     Example:
         >>> import torch
@@ -142,7 +142,7 @@ class DatasetRecords:
         """Return inputs and targets of some records.
 
         Raises:
-            ValueError: if an item is no pair.
+            ValueError: if an item is not a pair.
         """
         items = [self.dataset[position] for position in positions.tolist()]
         if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):

@@ -18,13 +18,14 @@ from flower_dp.privacy.release import Release
 class ScaffoldRecipe:
     """One reply: the update of E local steps along g + c - c_i, with noise as in `DPFedPAQRecipe`.
 
-    c_i is the client's own control variate, c the server's, which comes beside the model. Both are made of messages that left
-    with all their noise, so they are public: one record moves an update as far as without them. After its reply a client
-    changes c_i by -c - Dx_i / (E eta), where Dx_i is the *very row that left*. So one noise draw and one charge pay for both,
-    and the server computes the same change from the message. A client without a c_i starts at zero, and the server is told.
+    c_i is the client's own control variate, c the server's, which is sent with the model. Both are computed from messages that
+    were sent with all their noise, so they are public, and one record changes an update by no more than without them. After its
+    reply a client adds -c - Dx_i / (E eta) to c_i, where Dx_i is *the row that was sent*. So update and control variate share one
+    noise draw and one charge, and the server computes the same change from the message. A client without a c_i starts at zero,
+    and reports this to the server.
 
     Attributes:
-        steps: what both sides know, as for `DPFedPAQRecipe`.
+        steps: the parameters that both sides know, as for `DPFedPAQRecipe`.
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
         delta: of the budget, in (0, 1).
         num_replies: the most replies that a client will ever send, one number or one by client name.
@@ -52,7 +53,7 @@ class ScaffoldRecipe:
     method = "scaffold"
 
     def __post_init__(self) -> None:
-        self._plain()  # refuses everything impossible
+        self._plain()  # refuses impossible values
 
     def terms(self, name: str, records: Records) -> Terms:
         """Return one client's terms; those of DP-FedPAQ.
@@ -63,11 +64,11 @@ class ScaffoldRecipe:
         return self._plain().terms(name, records)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return how a client replies whose control variate, and the server's, are zero."""
+        """Return the pipeline of a client's reply if its control variate and the server's are zero."""
         return self._plain().pipeline(release, model=model, server_round=server_round)
 
     def corrected(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor) -> Pipeline:
-        """Return how one client makes its reply, with `drift` = c - c_i [d] added to every step's gradient."""
+        """Return the pipeline of one client's reply, with `drift` = c - c_i [d] added to every step's gradient."""
         return steps_pipeline(
             self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=drift
         )

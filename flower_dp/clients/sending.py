@@ -1,6 +1,6 @@
-"""The parts of a client's pipeline after its noise: a selection, quantisation, and the way in which a node's sum is sent.
+"""The parts of a client's pipeline after its noise: selection, quantisation, and the encoding of a node's sum.
 
-Any part of the right protocol may stand there: it sees nothing that is not noised yet, unless the server adds the noise.
+Any part of the right protocol is allowed there: it sees only noised rows, unless the server adds the noise.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 
-# Values of this many steps are exact in float32, and no noise that is ever drawn is so many standard deviations large.
+# Values of up to this many steps are exact in float32. Noise of so many standard deviations is practically never drawn.
 _FLOAT32_EXACT = 2.0**24
 _NEVER_DRAWN = 9.0
 
 
 class Selection(Protocol):
-    """What may follow the noise: any function of the noised row and public numbers."""
+    """A part that may follow the noise: any function of the noised row and public numbers."""
 
     slot: ClassVar[Literal["after_noise"]]
 
     def __call__(self, noised: Array) -> Array:
-        """Return the row [k] that leaves."""
+        """Return the row [k] that is sent."""
 
 
 class Encoder(Protocol):
-    """How the node's sum is sent, and what each of its clients would have sent alone."""
+    """The encoding of a node's sum, and the size of what each of its clients would have sent alone."""
 
     slot: ClassVar[Literal["encode"]]
 
@@ -39,7 +39,7 @@ class Encoder(Protocol):
     def row_bytes(self, length: int, width: int) -> int:
         """Return the bytes of one client's row [length], `width` bytes a value.
 
-        They follow from public numbers: counting the zeros of a row would tell of the data.
+        They follow from public numbers: the number of zeros in a row would reveal information on the data.
         """
 
 
@@ -71,10 +71,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lossless:
-    """Send the sum without loss: by its nonzero coordinates where that is smaller, else dense.
+    """Send the sum without loss: by its nonzero coordinates if that is smaller, else dense.
 
     Attributes:
-        keep_ratio: what a selection before it has kept of every row.
+        keep_ratio: the part of every row's coordinates that a selection before it has kept.
     """
 
     slot: ClassVar[Literal["encode"]] = "encode"
@@ -85,7 +85,7 @@ class Lossless:
         return compression.smallest(total)
 
     def row_bytes(self, length: int, width: int) -> int:
-        """Return the bytes of a dense row, or of the kept coordinates and their indices where that is smaller."""
+        """Return the bytes of a dense row, or of the kept coordinates and their indices if that is smaller."""
         kept = compression.num_kept(self.keep_ratio, length)
         return min(length * width, compression.top_k_bytes(length, kept, width)) if kept < length else length * width
 
@@ -107,9 +107,9 @@ class SinglePrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QSGD:
-    """Quantise every row at random to a few levels, before rows are added up; send a row that is alone as it is then, packed.
+    """Quantise every row at random to a few levels, before rows are added up; send a single row packed.
 
-    A row is private when it comes here, and so is everything that is made of it: its norm, which is sent, and the size of the
+    A row is already private here, and so is everything that is computed from it: its norm, which is sent, and the size of the
     payload. The sum of several rows has no levels; it is sent as float32.
 
     Attributes:
@@ -151,16 +151,16 @@ class QSGD:
         return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
 
     def row_bytes(self, length: int, width: int) -> int:
-        """Return the most bytes that a quantised row takes."""
+        """Return the largest number of bytes of a quantised row."""
         return compression.qsgd_bytes(length, self.levels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandK:
-    """Send the coordinates of the mask that the server knows too, and no index.
+    """Send the coordinates of a mask that the server also knows, without indices.
 
     Attributes:
-        mask: the one of the slot before the clip.
+        mask: the pipeline's `before_clip`.
     """
 
     slot: ClassVar[Literal["encode"]] = "encode"
@@ -176,9 +176,9 @@ class RandK:
 
 
 def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
-    """Return the bytes a value with which a row travels alone: 4 where float32 holds all of its values, else 8.
+    """Return the bytes per value of a row that is sent alone: 4 if float32 holds all of its values, else 8.
 
-    Mostly public numbers decide; where noise may or may not fit into float32, the noised row does.
+    Mostly public numbers decide this; if it depends on the noise whether float32 is enough, the noised row decides.
     """
     xp = array_namespace(row)
     if row.dtype == xp.float32:

@@ -41,7 +41,7 @@ class FlatModel:
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
         _refuse_batch_statistics(module)
         self.device = device or torch.device("cpu")
-        # What the batched engine keeps for this model.
+        # Data that the batched engine caches for this model.
         self.programs: dict[Any, Any] = {}
         self.module = module.to(self.device, torch.float32)
         named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -59,7 +59,7 @@ class FlatModel:
         ]
 
     def reset_buffers(self) -> None:
-        """Put the buffers back to what they were at first: what training left in them is made of one client's data."""
+        """Restore the initial buffers: training may have stored information on one client's data in them."""
         fresh = {id(saved): saved.clone() for _, _, saved in self._buffers}
         for owner, name, saved in self._buffers:
             owner._buffers[name] = fresh[id(saved)]
@@ -131,13 +131,13 @@ class LocalTraining:
     def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
         """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor.
 
-        `rng` shuffles; what model and records draw from torch's process-wide generators follows from its seed as well.
+        `rng` shuffles the records. Draws of model and data set from torch's process-wide generators follow from its seed, too.
         """
         with OwnDraws(model.vector.device, draws_seed(rng.initial_seed())):
             return self._train(model, records, server_round, rng)
 
     def num_steps(self, num_records: int) -> int:
-        """Return how many steps a client with so many records takes."""
+        """Return how many steps a client with `num_records` records takes."""
         return self.num_local_steps or self.num_local_epochs * -(-num_records // self.batch_size)
 
     def positions(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
@@ -193,7 +193,7 @@ class LocalTraining:
             gradients: of the loss, in the shapes of the weights.
             velocity: in the shapes of the weights, overwritten; empty without momentum.
             start: the global model, in the shapes of one client's weights; empty without the proximal term.
-            step_size: how far to go.
+            step_size: the step size.
         """
         gradients = self._pulled(gradients, weights, start)
         if self.momentum:
@@ -216,7 +216,7 @@ class LocalTraining:
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients at the point `sam_radius` uphill; at a zero gradient there is no uphill, and no step."""
+        """Return the gradients at w + sam_radius g / ||g||; a zero gradient g gives no step."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
         if norm < _FLOAT32.tiny or self.sam_radius >= norm * _FLOAT32.max:
             return gradients

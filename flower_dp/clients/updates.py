@@ -1,4 +1,4 @@
-"""Local training with torch, as the part of a pipeline that trains: a row is an update."""
+"""Local training with torch, as the `train` part of a pipeline: a row is an update."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

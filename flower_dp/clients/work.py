@@ -1,4 +1,4 @@
-"""What the clients of a node do in one round, and the exact sum of their rows; arrays of any library."""
+"""The work of a node's clients in one round, and the exact sum of their rows; arrays of any library."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from flower_dp.core.vectors import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the clients of a node do in one round.
+    """The work of a node's clients in one round.
 
     Attributes:
-        groups: pipelines and the clients that each is run for; all send their rows in one way.
+        groups: pipelines, each with the clients for which it is run; all encode their rows in the same way.
         refused: why other clients that were asked don't reply.
-        restarted: clients that had kept nothing from an earlier round, in methods in which they keep something.
+        restarted: clients without stored data from an earlier round, in methods in which clients store data (SCAFFOLD).
     """
 
     groups: Iterable[tuple[Pipeline, Sequence[Job]]]
@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """What leaves the node."""
+    """The sum that the node sends."""
 
     payload: Payload
     payload_bytes: int

@@ -25,11 +25,11 @@ def number(
     ]
     wanted = "a finite number" + (" " + " and ".join(words) if words else "")
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
+        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     try:
         result = float(value)
     except (OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}={_told(value)}: must be {wanted}") from error
+        raise ValueError(f"{name}={_shown(value)}: must be {wanted}") from error
     within = (
         math.isfinite(result)
         and (above is None or result > above)
@@ -38,7 +38,7 @@ def number(
         and (at_most is None or result <= at_most)
     )
     if not within:
-        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
+        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     return result
 
 
@@ -51,10 +51,10 @@ def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int 
     words = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
     wanted = "a whole number" + (" " + " and ".join(words) if words else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
+        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     result = int(value)
     if (at_least is not None and result < at_least) or (at_most is not None and result > at_most):
-        raise ValueError(f"{name}={_told(value)}: must be {wanted}")
+        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     return result
 
 
@@ -70,18 +70,18 @@ def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value` if it is True or False: a text such as "no" counts as true in Python.
+    """Return `value` if it is True or False. Other types are refused, since a text such as "no" counts as true in Python.
 
     Raises:
         ValueError: naming the field and the value.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={_told(value)}: must be True or False")
+        raise ValueError(f"{name}={_shown(value)}: must be True or False")
     return value
 
 
-def _told(value: Any) -> str:
-    """The value as it is written, cut where it is long."""
+def _shown(value: Any) -> str:
+    """Return the value's repr, shortened if it is long."""
     try:
         words = repr(value)
     except ValueError:  # Python refuses to write out integers of some thousands of digits

@@ -1,8 +1,8 @@
 """Clipping: the norm bound that all sensitivities rest on.
 
-What comes back is float32, and its norm is at most the bound exactly, not up to rounding: norms are taken in float64 and a
-vector that must shrink is shrunk a little below the bound, by more than the cast to float32 can add back.
-Vectors [d] are clipped whole, matrices [clients x d] row by row; NumPy arrays and torch tensors alike.
+Results are float32, and their norm is at most the bound exactly, not up to rounding. Norms are computed in float64, and a vector
+that must shrink is scaled a little below the bound, by more than the cast to float32 can add back. Vectors [d] are clipped whole,
+matrices [clients x d] row by row; NumPy arrays and torch tensors alike.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _BLOCK = 2**15
 _SMALLEST_FACTOR = 1e-30
 # Below this the rounding of subnormal float32 entries could exceed the margin.
 _SMALLEST_BOUND = 1e-30
-# What comes back is float32: a bound beyond its range is as good as this one.
+# Results are float32: a bound beyond its range has the same effect as this one.
 _LARGEST_BOUND = 2.0**127
 
 
@@ -35,7 +35,7 @@ def l2_norms(rows: Array) -> Array:
     else:
         # Block by block: float64 copies that stay in the cache.
         starts = range(0, max(1, rows.shape[-1]), _BLOCK)
-        with np.errstate(over="ignore"):  # what overflows is done again below
+        with np.errstate(over="ignore"):  # overflowing norms are computed again below
             blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
             norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
     if (_SAFE < float(norms) < 1 / _SAFE) if rows.ndim == 1 else bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
@@ -105,7 +105,7 @@ def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Arra
         and rows.dtype == xp.float32
         and bound * _SMALLEST_FACTOR < (norm := float(norms)) < bound / _SMALLEST_FACTOR
     ):
-        # One vector is the common case, and Python's own numbers are quicker than arrays without dimensions.
+        # One vector is the common case, and Python's own numbers are faster than arrays without dimensions.
         return xp.astype(rows, xp.float32, copy=True) if norm <= bound else rows * (bound / norm)
     if not bool(xp.all(xp.isfinite(norms))):
         raise ValueError("update has NaN or infinite entries: it can't be clipped")

@@ -1,12 +1,12 @@
 """Noise on a lattice: Gaussian and Laplace draws, rounded to multiples of a power of two.
 
-Floating-point noise is not the noise of a proof: which floats a sum "value + noise" can take depends on the value, and counting
-them tells neighbouring inputs apart. Here everything that is noised is first rounded toward zero to multiples of a step g, which
-lowers its norm at most; the draw is rounded to the nearest multiple of g; and the sum is exact. For x on the lattice,
+A proof assumes real-valued noise. With floating-point noise, the set of floats that a sum "value + noise" can take depends on the
+value, so counting them distinguishes neighbouring inputs. Here the value is first rounded toward zero to multiples of a step g,
+which never raises its norm; the draw is rounded to the nearest multiple of g; and the sum is exact. For x on the lattice,
 x + round(n) = round(x + n): the result is post-processing of the ideal mechanism. A sum of separately rounded Gaussian shares of
 standard deviation s differs from that by terms of the order exp(-2 pi^2 (s / g)^2): 0 in any float, as s >= 1024 g here.
 
-What is left is the precision of the draws themselves; docs/privacy.md bounds it.
+The precision of the draws themselves remains limited; docs/privacy.md bounds its effect.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _DIGIT_BITS = 12
 _SMALLEST = 2.0**-900
 # Exact integers of a double; sums of lattice values must stay below.
 LARGEST_EXACT = 2.0**53
-# Beyond this range float32 can't hold the multiples of a step, or can't be divided by it.
+# Outside this range float32 can't hold the multiples of a step, or can't be divided by the step.
 _FLOAT32_STEPS = (2.0**-100, 2.0**100)
 
 
@@ -83,7 +83,7 @@ def toward_zero(values: Array, step: float) -> Array:
 
 
 def nearest(values: Array, step: float) -> Array:
-    """Return values rounded to the nearest multiples of a step: what is finer in an already noised sum leaves no trace."""
+    """Return values rounded to the nearest multiples of a step, which removes all finer digits of an already noised sum."""
     if step == 0:
         return values
     xp = array_namespace(values)
@@ -110,7 +110,7 @@ def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
         return _zeros(like)
     parts = [_check_step(scale, step)]
     if parts[0] > _MOST_STEPS:
-        # A sum of two Gaussians: the small one fills the gaps between the doubles that the large one can be.
+        # A sum of two Gaussians: the small one fills the gaps between the doubles that the large one can take.
         parts = [math.sqrt(parts[0] ** 2 - _FINE_STEPS**2), _FINE_STEPS]
     if numpy:
         total = np.zeros(like.shape)
@@ -157,13 +157,13 @@ def exact(values: Array, step: float) -> bool:
 def noise_generator(seed: int | None = None, *purpose: object, on: Array | None = None) -> Generator:
     """Return a generator of noise or of secret choices, with fresh entropy from the operating system.
 
-    To be made for one reply or one release and thrown away: a generator that is kept is copied with its owner, and the copies
-    repeat the noise.
+    Make one for each reply or release, and discard it: a generator that is kept is copied with its owner, and the copies repeat
+    the noise.
 
     Args:
-        seed: for tests alone: whoever knows it can subtract the noise, so a run that uses one is not private and must say so.
-        purpose: with a seed: round, client and the like; another purpose gives other numbers.
-        on: a tensor on a device that draws for itself; None for NumPy's generator, which serves the processor.
+        seed: for tests only. Anyone who knows it can subtract the noise, so a run that uses one is not private and must say so.
+        purpose: with a seed: round, client and the like; each purpose gives different numbers.
+        on: a tensor on a device with its own generator, such as a GPU; None for NumPy's generator, on the CPU.
 
     Raises:
         ValueError: if the seed is not a whole number >= 0.
@@ -177,7 +177,7 @@ def noise_generator(seed: int | None = None, *purpose: object, on: Array | None 
         generator = array_namespace(on).Generator(on.device)
         generator.manual_seed(entropy % 2**64 - 2**63)
         return generator
-    # torch's own generator for the processor keeps 32 bits of a seed, which can be guessed.
+    # torch's own generator for the CPU keeps 32 bits of a seed, which can be guessed.
     # The default pool of a SeedSequence keeps 128 bits.
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(entropy, pool_size=8)))
 
@@ -190,8 +190,8 @@ def gaussian_share(noise_std: float, num_shares: int) -> float:
 def _geometric(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> np.ndarray:
     """Draw floor(E / rate) of standard exponential E, as float64 whole numbers: P(k) = (1 - e^-rate) e^(-rate k).
 
-    Its binary digits are independent, so some of them at a time are drawn from a uniform number of 53 bits: no cell, however far
-    out, then depends on the last bits of one float.
+    Its binary digits are independent, so they are drawn in groups, each from a uniform number of 53 bits. Then no cell, however
+    far from zero, depends on the last bits of one float.
     """
     bits = max(0, math.ceil(math.log2(2 / rate)))
     total = np.floor(np.log1p(-rng.random(shape)) / -(rate * 2.0**bits)) * 2.0**bits
@@ -211,7 +211,10 @@ def _check_step(scale: float, step: float) -> float:
 
 
 def _is_numpy(rng: Generator) -> bool:
-    """Tell NumPy's generator from torch's; None would make torch draw from its global generator, which anybody may seed."""
+    """Return whether a generator is NumPy's.
+
+    None is refused: torch would draw from its global generator, which anybody may seed.
+    """
     if isinstance(rng, np.random.Generator):
         return True
     if not hasattr(rng, "manual_seed"):

@@ -1,6 +1,6 @@
-"""Sampling: which clients take part in a round, and how that wraps the event of a release.
+"""Sampling: which clients take part in a round, and the privacy event of a release on the sampled clients.
 
-Cohorts are drawn with a generator that nobody else can replay: amplification by sampling counts only against those who do not
+Cohorts are drawn with a generator that nobody else can replay: sampling amplifies privacy only against adversaries who do not
 know who took part.
 """
 
@@ -21,13 +21,13 @@ from scipy.stats import binom
 
 from flower_dp.core import checks
 
-# Probability of a Poisson cohort so large that it is drawn anew; over 10^6 rounds that is the 1e-12 of delta that the accountant
-# keeps aside for rounding.
+# Probability of a Poisson cohort so large that it is drawn anew. Over 10^6 rounds that is 1e-12, the part of delta that the
+# accountant reserves for rounding.
 _REDRAWN = 1e-18
 
 
 class Sampler(Protocol):
-    """Who takes part, how many of them are expected, and what that does to the cost of a release."""
+    """Who takes part in a round, the expected number of clients, and the effect on the cost of a release."""
 
     def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return the indices, sorted, of the clients of round 1, 2, ..."""
@@ -40,10 +40,10 @@ class Sampler(Protocol):
 
     @property
     def secret_size(self) -> bool:
-        """Whether the number of clients in a round is random, and what `event` counts on is that nobody knows it."""
+        """Whether the number of clients in a round is random, and `event` is valid only if nobody knows it."""
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
-        """Return what a round's release costs the client whom it costs most, given what a release costs a participant."""
+        """Return the event of a round for the client whom it costs most; `release` is the event for a participant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class FullSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoissonSampling:
-    """Every client by itself with probability `sampling_rate`: what the Poisson accountants assume.
+    """Every client independently with probability `sampling_rate`, as the Poisson accountants assume.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
@@ -120,7 +120,7 @@ class PoissonSampling:
         return True
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
-        """Return the Poisson-sampled event; an empty cohort pays as well."""
+        """Return the Poisson-sampled event; a round with an empty cohort costs the same."""
         if isinstance(release, NonPrivateDpEvent) or self.sampling_rate == 1:
             return release
         return PoissonSampledDpEvent(float(self.sampling_rate), release)
@@ -128,7 +128,7 @@ class PoissonSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSizeSampling:
-    """Exactly `cohort_size` clients, uniformly without replacement; accounted as that, under replace-one.
+    """Exactly `cohort_size` clients, drawn uniformly without replacement; accounted as such, under replace-one.
 
     Example:
         >>> import numpy as np
@@ -206,7 +206,7 @@ class RoundRobinSampling:
         return False
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
-        """Return the release's event in the rounds in which the largest number of participations grows, else nothing."""
+        """Return the release's event in rounds in which the largest number of participations grows, else one without cost."""
         grows = self.participations(server_round, num_clients) > self.participations(server_round - 1, num_clients)
         return release if grows else NoOpDpEvent()
 
@@ -216,7 +216,7 @@ class RoundRobinSampling:
 
 
 def check_sampler(sampling: Sampler) -> None:
-    """Refuse what is no sampler.
+    """Refuse an object that is not a sampler.
 
     Raises:
         ValueError: naming the value.

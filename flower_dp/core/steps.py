@@ -1,4 +1,4 @@
-"""The local steps of a method in which server and clients both know them: how many, how large, how far they can go."""
+"""Local steps that server and clients both know: their number, their size, and a bound on the change of the weights."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class LocalSteps:
         weight_decay: L2 coefficient of the loss; at most 1 / learning_rate, so that it never makes weights longer.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for an invalid value, naming field and value.
     """
 
     num_local_steps: int
@@ -36,13 +36,13 @@ class LocalSteps:
         return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
 
     def longest(self, server_round: int, *, start: float, gradient: float, noise: float) -> float:
-        """Return a length that the movement of the weights in one round does not exceed.
+        """Return an upper bound on the L2 norm of the change of the weights in one round.
 
         Args:
             server_round: 1, 2, ...
             start: norm of the weights before the round.
             gradient: norm of the longest gradient, without its noise.
-            noise: norm of the noise of one step; that of independent ones adds up as their variances do.
+            noise: norm of the noise of one step; for independent steps the squares of the norms add up.
         """
         steps = self.num_local_steps
         return self.step_size(server_round) * (steps * (gradient + self.weight_decay * start) + math.sqrt(steps) * noise)

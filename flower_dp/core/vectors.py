@@ -1,4 +1,4 @@
-"""Named arrays and one flat vector, and the way back: the only code that knows shapes.
+"""Conversion between named arrays and one flat vector: the only code that knows shapes.
 
 Arrays may be NumPy arrays or torch tensors on any device; a `Layout` made from one kind also takes the other.
 """

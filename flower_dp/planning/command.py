@@ -1,4 +1,4 @@
-"""What `flower-dp plan` does: read a problem, plan, write the answer. Without a command-line library."""
+"""The command `flower-dp plan`: read a problem, plan, write the answer. It uses no command-line library."""
 
 import difflib
 import json
@@ -28,8 +28,8 @@ def run(
     file's values win). With `plot` the bound around the optimum is drawn into that PNG file.
 
     Returns:
-        0, or 2 with one line on `err` (standard error) that names the key at fault. Where the bound was asked for and
-        says nothing anywhere, the answer with its reasons is written all the same, and the status is 2.
+        0, or 2 with one line on `err` (standard error) that names the wrong key. If no point is feasible under the bound, the
+    answer with its reasons is written all the same, and the status is 2.
     """
     out, err = out or sys.stdout, err or sys.stderr
     try:
@@ -69,7 +69,7 @@ def make_plan(method: str, problem: Path | str | None = None, *, estimates: Mapp
 
 
 def to_text(plan: Plan) -> str:
-    """Return the answer for a reader: the numbers, what was compared, and why."""
+    """Return the answer as text: the numbers, the candidates that were compared, and the reasons."""
     lines = [*plan.lines(), "", "Why", *(f"  - {reason}" for reason in plan.reasons)]
     return "\n".join(lines) + "\n"
 

@@ -27,7 +27,7 @@ NOT_PRIVATE = (
 
 # The gradient at which a fit stops, as a part of the root mean square of the records' gradients at its start.
 _TOLERANCE = 1e-8
-# What is still an optimum, where rounding keeps a fit from getting further.
+# A gradient that still counts as an optimum if rounding stops a fit.
 _WORST = 1e-5
 
 
@@ -282,7 +282,7 @@ def _gradient_statistics(part: _Part, theta: Floats) -> tuple[float, float, floa
 
 
 def _squared_distances(parts: Sequence[_Part], theta: Floats) -> Floats:
-    """Return each client's squared distance of its gradient from the mean of the clients' gradients, all counted alike."""
+    """Return the squared distance of each client's gradient from the unweighted mean of the clients' gradients."""
     gradients = np.asarray([part.gradient(theta).ravel() for part in parts])
     return np.asarray(np.sum((gradients - gradients.mean(axis=0)) ** 2, axis=1))
 

@@ -1,4 +1,4 @@
-"""DP-FedPAQ: how many local steps, clients and quantization levels under a budget of bits.
+"""DP-FedPAQ: the best number of local steps, clients and quantization levels under a budget of bits.
 
 Mohammadi, Bai, Fan, Song, Yi, Liu: Differential Privacy Meets Federated Learning under Communication Constraints. In each of K
 rounds M of N clients take E steps, add Gaussian noise to their update and send it quantised (QSGD with s levels). The unit
@@ -25,7 +25,7 @@ def plan(values: Mapping[str, object]) -> Plan:
 
     The point has the least Theorem 1 bound of all whole E, M and s with floor(T/E) M (d log2(2s+1) + 32) <= bits_budget, E <= T,
     M <= N, s <= max_quantization_levels, and delta n_i <= E b <= n_i for every client; of equals, the one with the fewest bits.
-    What the problem fixes stays fixed.
+    Values that the problem fixes stay fixed.
 
     Raises:
         ProblemError: naming the key that is unknown, missing or impossible.
@@ -48,7 +48,7 @@ def plan(values: Mapping[str, object]) -> Plan:
 
 
 def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what the clients' data say; the budget, the iterations, batch_size, epsilon and delta are choices."""
+    """Return the keys that the clients' data determine: not the budget, the iterations, batch_size, epsilon and delta."""
     constants, sizes = data.constants, data.num_records
     values = {
         "num_clients": len(sizes),
@@ -72,8 +72,8 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
 def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
     """Return the feasible point of least bound, or None.
 
-    For each E, all s are tried with the largest cohort that they leave. An E is left out only if no cohort and no s, each the
-    best that the budget allows for itself, could make it better than what was found.
+    For each E, all s are tried with the largest cohort that the budget then allows. An E is left out only if a lower bound, with
+    the best cohort and the best s that the budget allows separately, is not below the best point found.
     """
     steps = np.asarray(problem.local_steps(), dtype=np.float64)
     rounds = problem.num_iterations // steps
@@ -87,7 +87,7 @@ def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
     steps, rounds, hopes = steps[kept], rounds[kept], bound(steps[kept], most[kept], finest[kept])
     found: tuple[float, float, int, int, int] | None = None
     for index in np.argsort(hopes, kind="stable"):
-        # Rounding may put a hope a little above the bound that it is a bound of.
+        # Rounding may put a lower bound a little above the value that it bounds.
         if found is not None and hopes[index] * (1 - 1e-12) > found[0]:
             break
         levels, cohort = problem.cohorts(int(rounds[index]))
@@ -120,7 +120,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
     ]
     parts = problem.parts(best.num_local_steps, best.cohort_size, best.quantization_levels)
     shares = sorted(((part / best.bound, name) for name, part in parts.items() if part > 0), reverse=True)
-    reasons.append("what the bound is made of: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
+    reasons.append("parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
     run = best.num_rounds * best.num_local_steps
     if run < problem.num_iterations:
         reasons.append(

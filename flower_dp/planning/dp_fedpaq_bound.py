@@ -36,7 +36,7 @@ KEYS = (
 # Up to here the 2 s + 1 values of a coordinate fit into 16 bits.
 MAX_LEVELS = 2**15 - 1
 _NORM_BITS = 32
-# The key to blame where a term of the bound overflows.
+# The key that an error names if a term of the bound overflows.
 _KEY_OF_TERM = {
     "start": "initial_distance",
     "quantization": "gradient_bound",
@@ -49,7 +49,7 @@ _KEY_OF_TERM = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A checked problem. The paper's letters stand behind the fields."""
+    """A checked problem. Comments on the fields give the paper's letters."""
 
     bits_budget: float  # B, of all uplink messages
     num_iterations: int  # T
@@ -142,7 +142,7 @@ class Problem:
         return levels[allowed], cohort[allowed] if self.cohort_size is None else np.full(allowed.sum(), float(self.cohort_size))
 
     def smallest_bits_budget(self) -> int:
-        """Return the least whole bits_budget for which anything is feasible: the fewest rounds, clients and levels."""
+        """Return the least whole bits_budget for which a point is feasible: with the fewest rounds, clients and levels."""
         rounds = self.num_rounds(self.local_steps()[-1])
         return math.ceil(self.bits_used(rounds, self.cohort_size or 1, self.quantization_levels or 1))
 
@@ -165,7 +165,7 @@ class Problem:
         return np.asarray(sum(terms.values()) + terms["noise"] * (self.strong_convexity**-2 - 1))
 
     def parts(self, steps: int, cohort: int, levels: int) -> dict[str, float]:
-        """Return what the bound is the sum of."""
+        """Return the named terms whose sum is the bound."""
         return {name: float(term) for name, term in self._terms(steps, cohort, levels).items()}
 
     def _terms(self, steps: float | Floats, cohort: float | Floats, levels: float | Floats) -> dict[str, Floats]:

@@ -1,4 +1,4 @@
-"""DP-FedPAQ's answer: the best point, what it was compared with, in words and in diagrams."""
+"""DP-FedPAQ's answer: the best point and the points that it was compared with, as text and as diagrams."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The feasible point of whole numbers of least bound, and why it won; without `best` nothing is feasible."""
+    """The feasible point of whole numbers with the least bound, and the reasons; without `best` no point is feasible."""
 
     problem: Problem
     best: Candidate | None

@@ -1,4 +1,4 @@
-"""DP-PASGD: how many steps, how many of them in a round, and how much noise, under a budget of costs and of privacy.
+"""DP-PASGD: the best number of steps, of steps in a round, and the noise, under budgets of costs and of privacy.
 
 Hu, Guo, Ratazzi, Gong: Differentially Private Federated Learning for Resource-Constrained Internet of Things. All M devices take
 part in every round: tau steps w <- theta - eta (g + b) on mini-batches, with noise b in each step, then a plain mean. The unit
@@ -31,8 +31,8 @@ def plan(values: Mapping[str, object]) -> Plan:
     """Return the best point for a problem (a mapping with the keys of `dp_pasgd_bound.KEYS`).
 
     The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_cost and for
-    which the step-size condition holds; of equals, the one with the fewest steps. Every device's noise is what eq. 9 asks
-    for its batch size and epsilon, after K was made whole.
+    which the step-size condition holds; of equals, the one with the fewest steps. Every device's noise is that of eq. 9 for its
+    batch size and epsilon, computed for the whole number K.
 
     Raises:
         ProblemError: naming the key that is unknown, missing or impossible.
@@ -58,7 +58,7 @@ def plan(values: Mapping[str, object]) -> Plan:
 
 
 def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what the clients' data say; gradient_variance only if `given` has a batch_size.
+    """Return the keys that the clients' data determine; gradient_variance only if `given` has a batch_size.
 
     xi^2 of Assumption 4 is the largest mean squared distance of a device's mini-batch gradient from the gradient of the mean
     loss: the variance of its records over its batch size, and the squared distance of its own mean.
@@ -98,7 +98,7 @@ def _noise(problem: Problem, num_steps: int, batch_size: int) -> float:
 
 
 def _best(problem: Problem, bound: Bound) -> Point:
-    """Return the feasible point of least bound. Both bounds grow with tau, so a K needs the least tau that is feasible."""
+    """Return the feasible point of least bound. Both bounds grow with tau, so the best tau for a K is the least feasible one."""
     best = _start(problem, bound)
     least = float(bound(best[0] * best[1], best[1]))
     last = problem.last_step(least)
@@ -127,7 +127,7 @@ def _best(problem: Problem, bound: Bound) -> Point:
 
 
 def _start(problem: Problem, bound: Bound) -> Point:
-    """Return a feasible point that is good, to measure others by."""
+    """Return a good feasible point, with which the search compares others."""
     found = []
     for tau in _spaced(problem.most_steps_per_round()):
         per_round = problem.cost(1, tau)
@@ -214,22 +214,22 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
         )
     parts = problem.parts(int(best.num_steps), int(best.steps_per_round))
     shares = sorted(((part / best.bound, name) for name, part in parts.items() if part > 0), reverse=True)
-    reasons.append("what the bound is made of: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
+    reasons.append("parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
     reasons.append(
-        f"Theorem 1 lets the start fall like (1 - eta lambda)^K / K, which its proof does not give; what is proved,"
-        f" B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here and least at {_at(corrected)}"
-        f" with {corrected.mean_bound:.4g}"
+        "in Theorem 1 the term of the initial gap falls like (1 - eta lambda)^K / K, which its proof does not give;"
+        f" the proved bound, B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here"
+        f" and least at {_at(corrected)} with {corrected.mean_bound:.4g}"
     )
     if best.mean_bound >= problem.initial_gap:
         reasons.append(
-            f"what is proved is not below initial_gap={problem.initial_gap:g}, the gap before training:"
+            f"the proved bound is not below initial_gap={problem.initial_gap:g}, the gap before training:"
             " the bound ranks the points, it does not promise that training helps"
         )
     relaxed = candidates[-1]
     if relaxed.name != corrected.name and not relaxed.feasible:
         reasons.append(
             f"the paper rounds K={relaxed.num_steps:.6g}, tau={relaxed.steps_per_round:.6g} to the nearest whole numbers,"
-            " which may cost too much or not divide; here whole numbers were compared"
+            " which may cost too much, and tau may not divide K; here whole numbers were compared"
         )
     reasons.append(
         "eq. 23 as printed has a wrong sign and far too little noise; noise_std solves eq. 9"
@@ -242,7 +242,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _needed(epsilon: float, delta: float) -> str:
-    """Return how much less noise exact composition needs, which is the same part of any number of steps."""
+    """Return how much less noise exact composition needs: the same fraction for any number of steps."""
     try:
         needed = accounting.calibrate(GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
     except ValueError:  # out of the accountant's reach

@@ -37,7 +37,7 @@ _NEVER_ENDING = 10**12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A checked problem. The paper's letters stand behind the fields."""
+    """A checked problem. Comments on the fields give the paper's letters."""
 
     cost_per_aggregation: float  # c_1
     cost_per_step: float  # c_2
@@ -131,7 +131,7 @@ class Problem:
         return self.dimension * 2 * (self.clip_norm * self.clip_norm) * mean / rho
 
     def floor(self, num_steps: float | Floats, steps_per_round: float | Floats) -> Floats:
-        """Return B of eq. 13, elementwise: what the variance of batches and noise leaves, however long one trains."""
+        """Return B of eq. 13, elementwise: the part from the variance of batches and noise, which no training removes."""
         steps = np.asarray(num_steps, dtype=np.float64)
         return np.asarray(self._spread(steps_per_round) * (self.gradient_variance + self.noise_variance() * steps))
 
@@ -151,7 +151,7 @@ class Problem:
         return np.asarray(self.floor(steps, steps_per_round) + (1 - rate) * self.initial_gap / (rate * steps))
 
     def parts(self, num_steps: int, steps_per_round: int) -> dict[str, float]:
-        """Return what the bound is the sum of."""
+        """Return the named terms whose sum is the bound."""
         left, spread = float(self._left(num_steps)), float(self._spread(steps_per_round))
         return {
             "start": left * self.initial_gap,

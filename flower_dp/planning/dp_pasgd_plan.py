@@ -1,4 +1,4 @@
-"""DP-PASGD's answer: the best point, what it was compared with, in words and in diagrams."""
+"""DP-PASGD's answer: the best point and the points that it was compared with, as text and as diagrams."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The feasible point of whole numbers of least bound, its noise, what that costs, and why it won."""
+    """The feasible point of whole numbers with the least bound, its noise, its cost, and the reasons."""
 
     problem: Problem
     num_rounds: int
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """What a device spends."""
+        """The cost of the run for a device."""
         return self.problem.cost(self.num_rounds, self.num_steps)
 
     def to_dict(self) -> dict[str, object]:

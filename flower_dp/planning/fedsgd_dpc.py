@@ -1,4 +1,4 @@
-"""FedSGD-DPC: how often to query clients, and how many, so that the convergence bound is least.
+"""FedSGD-DPC: the number of rounds and of clients in a round for which the convergence bound is least.
 
 Zhou, Liu, Fu, Wu, Li, Yu: Optimizing the Numbers of Queries and Replies in Federated Learning with Differential
 Privacy.
@@ -58,7 +58,7 @@ def plan(values: Mapping[str, object]) -> Plan:
 
 
 def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what the clients' data say; of the Laplace mechanism, unless `given` says Gaussian."""
+    """Return the keys that the clients' data determine, for the Laplace mechanism unless `given` names the Gaussian."""
     gaussian = given.get("mechanism") == "gaussian"
     values = data.constants.fedsgd_dpc(mechanism="gaussian" if gaussian else "laplace", optima="joint")
     sizes = data.num_records
@@ -153,13 +153,13 @@ def _reasons(problem: Problem, bound: LaplaceBound | GaussianBound, best: Candid
         reasons.append(f"E1/b + E2 = {bound.sampling_term / best.cohort_size + bound.fixed_term:.4g} {sign}")
     elif best.num_rounds == problem.max_rounds and isinstance(bound, LaplaceBound) and problem.num_rounds is None:
         free = bound.best_num_rounds(best.cohort_size)
-        reasons.append(f"max_rounds={problem.max_rounds} cuts: at this b the bound falls until T = {float(free):.6g}")
+        reasons.append(f"max_rounds={problem.max_rounds} limits T: at this b the bound falls until T = {float(free):.6g}")
     if best.num_rounds == 0:
         reasons.append("no training at all: by the bound, the noise of one round costs more than the round gains")
     parts = problem.parts(best.num_rounds, best.cohort_size)
     if best.bound > 0:
         shares = sorted(((part / best.bound, name) for name, part in parts.items() if part > 0), reverse=True)
-        reasons.append("what the bound is made of: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
+        reasons.append("parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
     replies = num_replies(problem.num_clients, best.cohort_size, best.num_rounds)
     expected = best.cohort_size * best.num_rounds / problem.num_clients
     if replies != expected:

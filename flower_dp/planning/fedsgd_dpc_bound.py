@@ -39,7 +39,7 @@ LONGEST = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaplaceBound:
-    """U(T, b) = (C1/b + C2 b T^2 + C3) / (T + gamma), Section V-B: convex in T and in b, not in both."""
+    """U(T, b) = (C1/b + C2 b T^2 + C3) / (T + gamma), Section V-B: convex in T and in b, but not jointly."""
 
     shift: float
     """gamma = 2 smoothness / strong_convexity."""
@@ -95,7 +95,7 @@ class GaussianBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A checked problem. The paper's letters stand behind the fields."""
+    """A checked problem. Comments on the fields give the paper's letters."""
 
     mechanism: str
     num_clients: int  # N
@@ -146,7 +146,7 @@ class Problem:
             dimension=read.integer("dimension", at_most=LONGEST),
             clip_norm=read.number("clip_norm", above=0),
             epsilon=read.per_client("epsilon", num_clients, above=0),
-            # What only the Gaussian mechanism uses is checked wherever it is given.
+            # Keys that only the Gaussian mechanism uses are checked also for the Laplace mechanism.
             delta=read.per_client("delta", num_clients, above=0, below=1) if gaussian or read.has("delta") else None,
             strong_convexity=strong_convexity,
             smoothness=read.number("smoothness", at_least=strong_convexity),
@@ -186,7 +186,7 @@ class Problem:
         return GaussianBound(shift=self.shift, sampling_term=sampling, fixed_term=fixed, noise_floor=floor)
 
     def parts(self, num_rounds: int, cohort_size: int) -> dict[str, float]:
-        """Return what the bound at (T, b) is the sum of, in the order of Theorems 3 and 4."""
+        """Return the named terms whose sum is the bound at (T, b), in the order of Theorems 3 and 4."""
         growth = cohort_size * num_rounds**2 if self.mechanism == "laplace" else num_rounds
         n = self.num_clients
         parts = {

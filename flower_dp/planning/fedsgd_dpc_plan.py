@@ -1,4 +1,4 @@
-"""FedSGD-DPC's answer: the best point, what it was compared with, in words and in diagrams."""
+"""FedSGD-DPC's answer: the best point and the points that it was compared with, as text and as diagrams."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,10 +31,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The best point of whole numbers under the bound, what it was compared with, and why it won.
+    """The best point of whole numbers under the bound, the points that it was compared with, and the reasons.
 
-    `num_rounds` and `cohort_size` are not the rounded continuous optimum but the whole numbers of least bound. The
-    candidates carry the continuous values too, for whoever rounds as the paper does (its Table I rounds b* up).
+    `num_rounds` and `cohort_size` are not the rounded continuous optimum but the whole numbers of least bound. The candidates
+    have the continuous values too, for a comparison with the paper, whose Table I rounds b* up.
     """
 
     problem: Problem

@@ -1,4 +1,4 @@
-"""NbAFL: the noise of uplink and downlink, and the number of rounds and the cohort size that its bounds like best.
+"""NbAFL: the noise of uplink and downlink, and the number of rounds and the cohort size for which its bounds are least.
 
 Wei, Li, Ding, Ma, Yang, Farokhi, Jin, Quek, Poor: Federated Learning with Differential Privacy: Algorithms and
 Performance Analysis, IEEE TIFS 2020. The unit of privacy is one record, under the paper's assumption that a client's
@@ -27,7 +27,7 @@ from flower_dp.planning.nbafl_bound import (
 from flower_dp.planning.nbafl_plan import Plan, Point
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
-from flower_dp.privacy.nbafl import downlink_noise_std, log_argument, quiet_rounds, uplink_noise_std
+from flower_dp.privacy.nbafl import downlink_noise_std, log_argument, rounds_without_downlink_noise, uplink_noise_std
 
 __all__ = ["METHOD", "Plan", "Point", "from_data", "plan"]
 
@@ -73,7 +73,7 @@ def plan(values: Mapping[str, object]) -> Plan:
 
 
 def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what the clients' data say, and a proximal coefficient if `given` has none."""
+    """Return the keys that the clients' data determine, and a proximal coefficient if `given` has none."""
     sizes = data.num_records
     values = data.constants.nbafl() | {"num_clients": len(sizes), "min_records": min(sizes)}
     notes = []
@@ -85,7 +85,7 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
         known: dict[str, Any] = {**values, **given}
         best = best_proximal(smoothness=known["smoothness"], dissimilarity=known["dissimilarity"])
         values["proximal"] = best
-        notes.append(f"proximal={best:g} is what the bound likes best; the bound needs more than {best / 2:g}")
+        notes.append(f"proximal={best:g} makes the bound's contraction factor P least; the bound needs more than {best / 2:g}")
     return Inputs(values=values, notes=tuple(notes))
 
 
@@ -141,7 +141,7 @@ def _runs(bounds: Bounds, by_cohort: Floats, num_rounds: int) -> list[Point]:
 
 def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, ...]) -> list[str]:
     n, k, t, exposures = problem.num_clients, problem.cohort_size, problem.num_rounds, problem.uplink_exposures
-    quiet = quiet_rounds(n, k, exposures, problem.epsilon)
+    quiet = rounds_without_downlink_noise(n, k, exposures, problem.epsilon)
     what = "L sqrt(N)" if k == n else "epsilon/gamma"
     more = "more than" if t > quiet else "not more than"
     needed = "the server adds downlink noise" if t > quiet else "the uplink noise covers the broadcasts and the server adds none"
@@ -169,7 +169,7 @@ def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, .
         )
         start = bounds.initial_gap * bounds.contraction() ** best_t.num_rounds
         reasons.append(
-            f"at T={best_t.num_rounds}, {start:.4g} of the bound is left of the start,"
+            f"at T={best_t.num_rounds}, {start:.4g} of the bound is the rest of the initial gap,"
             f" {best_t.bound - start:.4g} comes from noise"
         )
     if best_k.bound is not None:
@@ -178,7 +178,7 @@ def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, .
         least = best_k.cohort_size
         if 1 < least < n and log_argument(num_clients=n, cohort_size=least - 1, num_rounds=t, epsilon=problem.epsilon) <= 0:
             reasons.append(
-                f"K={least} is the least K whose logarithm is defined; the paper's noise vanishes as it ceases to be, so this"
-                " optimum may owe more to the formula than to the method"
+                f"K={least} is the least K whose logarithm is defined, and the paper's noise goes to 0 there: this optimum may be"
+                " an artefact of the formula"
             )
     return reasons

@@ -1,7 +1,7 @@
 """NbAFL's problem and its convergence bounds as functions of the number of rounds T and the cohort size K.
 
 Wei et al. 2020, Theorem 2 (all clients) and Theorem 3 (K of N). Both bound the expected excess loss after T rounds, and
-both say nothing outside a range of their constants: there the functions return NaN and `why_not_...` says why.
+both are defined only for a range of their constants: outside it the functions return NaN and `why_not_...` returns the reason.
 """
 
 import math
@@ -40,7 +40,7 @@ def best_proximal(*, smoothness: float, dissimilarity: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What the noise follows from. The paper's letters stand behind the fields."""
+    """The values that determine the noise. Comments on the fields give the paper's letters."""
 
     num_clients: int  # N
     cohort_size: int  # K
@@ -107,12 +107,12 @@ class Bounds:
         return np.asarray(np.where((q > 0) & (q < 1), bound, np.nan))
 
     def why_not_all(self) -> str:
-        """Return why Theorem 2 has nothing to say."""
+        """Return why Theorem 2 gives no bound."""
         least = best_proximal(smoothness=self.smoothness, dissimilarity=self.dissimilarity) / 2
         return _vacuous("P", self.contraction(), f"P < 1 needs proximal > rho B (1 + B/2) = {least:.6g}")
 
     def why_not_sampled(self, cohort_size: int, num_rounds: int) -> str:
-        """Return why Theorem 3 has nothing to say at (K, T)."""
+        """Return why Theorem 3 gives no bound at (K, T)."""
         argument = log_argument(
             num_clients=self.num_clients, cohort_size=cohort_size, num_rounds=num_rounds, epsilon=self.epsilon
         )
@@ -132,7 +132,7 @@ class Bounds:
 
 
 def read_problem(read: Reader) -> Problem:
-    """Take the checked values that the noise follows from out of a problem."""
+    """Read the values of a problem that determine the noise."""
     num_clients, num_rounds = read.integer("num_clients"), read.integer("num_rounds")
     return Problem(
         num_clients=num_clients,
@@ -147,7 +147,7 @@ def read_problem(read: Reader) -> Problem:
 
 
 def read_bounds(read: Reader, problem: Problem) -> Bounds:
-    """Take the bound's constants out of a problem; all of them must be given."""
+    """Read the bound's constants from a problem; all of them must be given."""
     smoothness = read.number("smoothness", above=0)
     return Bounds(
         num_clients=problem.num_clients,

@@ -1,1 +1,1 @@
-"""What a release costs, and how that is told: events, accounting, ledgers, statements."""
+"""The privacy cost of releases: events, accounting, ledgers, statements."""

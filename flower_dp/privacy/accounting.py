@@ -1,6 +1,6 @@
 """From events to epsilon, and from epsilon to noise.
 
-All answers are upper bounds: where several bounds hold, the least is returned and named.
+All results are upper bounds. If several bounds hold, the smallest is returned with the name of its accountant.
 """
 
 import logging
@@ -149,7 +149,8 @@ def curve(
 ) -> np.ndarray:
     """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
 
-    At most `points` rounds are computed, on a coarser grid than `epsilon`; between them the next one's value stands.
+    At most `points` rounds are computed, on a coarser grid than `epsilon`. A round between them gets the value of the next
+    computed round.
     """
     grid = np.unique(np.linspace(0, num_rounds, min(points, num_rounds) + 1).round().astype(int))
     values = [_epsilon(make_event(int(n)), delta=delta, relation=relation, grid=_SEARCH_GRID).epsilon for n in grid]
@@ -225,7 +226,7 @@ def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
         norms.append(math.sqrt(count) / inner.noise_multiplier)
     multiplier = effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
-    with _quiet():
+    with _without_warnings():
         return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
 
 
@@ -234,7 +235,7 @@ def _rdp(leaves: Leaves, delta: float, relation: Relation) -> float | None:
     if any(one is None for one in curves):
         return None
     total = sum(count * one for (_, count), one in zip(leaves, curves, strict=True) if one is not None)
-    with _quiet():
+    with _without_warnings():
         return float(compute_epsilon(DEFAULT_RDP_ORDERS, total, delta)[0])
 
 
@@ -254,17 +255,17 @@ def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
         leaf = dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(inner, relation))
     else:
         leaf = scaled(inner, relation)
-    with _quiet():
+    with _without_warnings():
         curve: np.ndarray = RdpAccountant(neighboring_relation=library_relation).compose(leaf).rdp
         return curve
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the library from warning of Renyi orders that it leaves out: leaving one out never lowers a bound.
+def _without_warnings() -> Iterator[None]:
+    """Suppress the library's warnings about Renyi orders that it leaves out: leaving one out never lowers a bound.
 
-    A warning, even one that is not shown, makes absl configure the root logger where that has no handler; every line of other
-    loggers would come twice from then on. So it has a handler meanwhile.
+    A warning, even one that is not shown, makes absl configure the root logger if that has no handler; every line of other
+    loggers would then be shown twice. So the root logger gets a handler meanwhile.
     """
     logger, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
     level = logger.level

@@ -1,7 +1,8 @@
-"""Terms: one client's own promise, what it releases with one reply and how many replies it will ever send.
+"""Terms: what one client releases with each reply, and the largest number of replies that it will ever send.
 
-For methods whose every message is private on its own. The server derives a client's terms from what was agreed, and charges a
-ledger by them; the client derives its terms from its own budget, data size and number of replies, and works by nothing else.
+For methods whose every message is private on its own. The server derives a client's terms from its own settings, and charges a
+ledger by them. The client derives its terms from its own budget, data size and number of replies, and uses no values of the
+server.
 """
 
 import math
@@ -23,12 +24,12 @@ SEEN_BY = "the server, and everyone who sees a client's messages or any model ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What leaves with one reply of a client, and how many replies there may ever be.
+    """What one reply of a client releases, and how many replies there may ever be.
 
     Attributes:
         release: one release.
         num_replies: the most replies that the client will ever send.
-        num_releases: releases in one reply, for example one a local step, each with noise of its own.
+        num_releases: releases in one reply, for example one for each local step, each with its own noise.
     """
 
     release: Release
@@ -61,10 +62,10 @@ class Terms:
         return f"{self.kind}, noise_multiplier={self.release.mechanism.noise_multiplier!r}"
 
     def why_not(self, replies: int, opened: str | None) -> str | None:
-        """Return why a client that has paid for so many replies can't pay for another one; None if it can.
+        """Return why a client that has been charged for so many replies can't be charged for another one; None if it can.
 
         Args:
-            replies: those that it has paid for.
+            replies: the number of replies that it has been charged for.
             opened: `text` of the terms on which its account was opened, which can't change; None if there is none yet.
         """
         if opened is not None and opened != self.text:
@@ -131,7 +132,7 @@ def least_gaussian_multiplier(
         epsilon: budget of all releases together.
         delta: in (0, 1).
         num_releases: how many there are.
-        sampling_rate: every record is in a release by itself with this probability (Poisson); 1: all of them are.
+        sampling_rate: every record is in a release independently with this probability (Poisson); 1: all records are.
         relation: neighbouring relation.
 
     Raises:

@@ -238,7 +238,7 @@ def paper_epsilon(*, noise_std: float, sensitivity: float, sampled_part: float, 
     return 2 * sampled_part * sensitivity * math.sqrt(2 * math.log(1.25 * sampled_part / delta)) / noise_std
 
 
-def paper_faults(epsilon: float, sampled_part: float) -> list[str]:
+def violated_conditions(epsilon: float, sampled_part: float) -> list[str]:
     """Return what speaks against the paper's epsilon of one round: limits of the two formulas that it joins."""
     base = epsilon / (2 * sampled_part)
     faults = []

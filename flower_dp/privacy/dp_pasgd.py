@@ -111,7 +111,7 @@ def step_terms(
         batch_size: records in a batch (X_m), under Poisson sampling in expectation.
         num_records: the device's public data size, at least `batch_size`.
         batch_sampling: `fixed-size`: accounted as if the replaced record were in every batch, as in the paper; `poisson`: every
-            record by itself with probability batch_size / num_records, secretly, accounted with its amplification.
+            record independently with probability batch_size / num_records, secretly, accounted with its amplification.
         calibration: `exact`: the least noise that numerical composition proves enough; `zcdp`: the paper's, by `noise_std`.
 
     Raises:

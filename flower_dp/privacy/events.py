@@ -13,7 +13,7 @@ from flower_dp.core import checks
 Relation = Literal["add-or-remove-one", "replace-one"]
 RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
 
-# Noise multipliers beyond this overflow when squared; less noise than this, or its inverse, is a valid (absurd) bound.
+# Noise multipliers beyond this overflow when squared. Accounting for less noise than there is stays a valid bound.
 LARGEST_MULTIPLIER = 1e50
 # (event, how many times).
 Leaves = list[tuple[dp.DpEvent, int]]
@@ -55,7 +55,7 @@ def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
                 visit(child, times)
         elif times and not isinstance(node, dp.NoOpDpEvent):
             _validate(node)
-            node = _tamed(node)
+            node = _in_range(node)
             merged[node] = merged.get(node, 0) + times
 
     visit(event, count)
@@ -63,7 +63,7 @@ def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
 
 
 def _validate(leaf: dp.DpEvent) -> None:
-    """Refuse what the accountants would misread; a NaN multiplier, for one, costs nothing in an RDP accountant."""
+    """Refuse events that the accountants would misread; for example, a NaN multiplier costs nothing in an RDP accountant."""
     if isinstance(leaf, dp.NonPrivateDpEvent):
         return
     if isinstance(leaf, dp.PoissonSampledDpEvent):
@@ -77,8 +77,8 @@ def _validate(leaf: dp.DpEvent) -> None:
     checks.number("noise_multiplier", inner.noise_multiplier, above=0)
 
 
-def _tamed(leaf: dp.DpEvent) -> dp.DpEvent:
-    """The event, or one without privacy or with less noise in its place where its multiplier is not of this world."""
+def _in_range(leaf: dp.DpEvent) -> dp.DpEvent:
+    """Return the event; if its multiplier is out of range, one without privacy or with less noise, which costs no less."""
     if isinstance(leaf, dp.NonPrivateDpEvent):
         return leaf
     inner, _ = inner_of(leaf)

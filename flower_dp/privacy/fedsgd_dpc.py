@@ -15,7 +15,7 @@ from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
 from flower_dp.privacy.release import Release
 
 MECHANISMS = ("laplace", "gaussian")
-# Laplace noise is that much larger than its budget asks, so that a sum of float64 shares never exceeds the budget.
+# Laplace noise is larger by this factor than the budget needs, so that a sum of epsilons in float64 never exceeds the budget.
 _ROUNDING = 2.0**-40
 
 

@@ -1,4 +1,4 @@
-"""A ledger: the list of what happened to one owner's data; what it costs is computed from the list, afterwards."""
+"""A ledger: the list of privacy events charged to one owner. Their cost is computed from the list afterwards."""
 
 from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
@@ -29,7 +29,7 @@ class Ledger:
         self._counts: dict[DpEvent, int] = {}
 
     def charge(self, event: DpEvent) -> None:
-        """Write down an event, before anything that it covers leaves.
+        """Record an event, before anything that it covers is released.
 
         Raises:
             ValueError: if the event can't be accounted; nothing is written then and nothing may be released.
@@ -42,7 +42,7 @@ class Ledger:
             self._counts[event] = self._counts.get(event, 0) + 1
 
     def amend(self, charged: DpEvent, actual: DpEvent) -> None:
-        """Put the event that really happened in the place of one that was charged in advance.
+        """Replace an event that was charged in advance by the event that really happened.
 
         Raises:
             ValueError: if `charged` is not in the ledger, or `actual` can't be accounted; the ledger stays as it was then.
@@ -71,7 +71,7 @@ class Ledger:
 
 
 def _frozen(event: DpEvent) -> DpEvent:
-    """The event with tuples in the place of lists: lists can't be keys, and whoever holds them could change the ledger."""
+    """Return the event with tuples instead of lists: lists can't be keys, and code that holds them could change the ledger."""
     if isinstance(event, ComposedDpEvent):
         return ComposedDpEvent(tuple(map(_frozen, event.events)))
     if isinstance(event, SelfComposedDpEvent):

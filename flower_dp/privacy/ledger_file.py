@@ -1,10 +1,11 @@
-"""A client's account in a file on its device: how many replies it has paid for, whatever runs, restarts or crashes there were.
+"""A client's account in a file on its device: how many replies it has been charged for, over all runs, restarts and crashes.
 
 The file is JSON. A charge takes a lock (flock), reads the file, writes a new one beside it, and renames that over the old one.
-File and folder are on the disk (fsync) before it returns. Whatever doesn't look right is an error: no account, no reply.
+File and folder are on the disk (fsync) before it returns. A file that fails any check is an error, and without an account there
+is no reply.
 
-What can't be noticed: an older copy of the file that was put back between runs. Who may write the file can give its clients
-their budgets again.
+An older copy of the file that is restored between runs can't be noticed. Anyone who may write the file can reset the budgets of
+its clients.
 """
 
 import json
@@ -40,7 +41,7 @@ _EVENTS = {
 
 
 class LedgerError(ValueError):
-    """A ledger file that can't be used: nothing may be released that it should count."""
+    """A ledger file that can't be used; nothing that it should count may be released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class Entry:
     """One client's account.
 
     Attributes:
-        replies: how many the client has paid for.
-        terms: on which it was opened, as one line; None before the first reply. They can't change.
+        replies: how many replies the client has been charged for.
+        terms: the terms with which it was opened, as one line; None before the first reply. They can't change.
         num_replies: the most replies that the terms allow.
         relation: the neighbouring relation of the terms.
         event: what one reply costs.
@@ -80,12 +81,12 @@ class Entry:
 class LedgerFile:
     """The accounts of a device's clients in one file, which the device's owner creates.
 
-    A file that is missing, unreadable, damaged, locked by another process for 10 seconds, not this user's own, writable by
-    others, or that has no account of a client that is asked, is an error and not a new account.
+    It is an error, and never a new account, if the file is missing, unreadable, damaged, locked by another process for 10
+    seconds, owned by another user, writable by others, or without an account of a client that is asked.
 
     Args:
-        path: of the file. Its folder must be writable by this user alone: others could put back an older copy. Links are
-            followed; a file with a second hard link is refused, because a rename would part the two.
+        path: of the file. Its folder must be writable by this user alone: others could restore an older copy. Links are followed;
+            a file with a second hard link is refused, because after a rename the two would differ.
 
     Example:
         >>> import tempfile
@@ -112,7 +113,7 @@ class LedgerFile:
         if not listed or not all(isinstance(name, str) and name.strip() for name in listed) or len(set(listed)) != len(listed):
             raise ValueError(f"names={listed}: must be names of clients, at least one, none of them empty or twice")
         ledger = cls(path)
-        with ledger._faults():
+        with ledger._naming_file():
             if not ledger.path.parent.is_dir():
                 raise LedgerError("its folder does not exist")
             _check_folder(ledger.path.parent)
@@ -127,7 +128,7 @@ class LedgerFile:
         Raises:
             LedgerError: if it is missing, unreadable or damaged.
         """
-        with self._faults():
+        with self._naming_file():
             return _entries(self.path.read_bytes())
 
     def charge(
@@ -139,24 +140,23 @@ class LedgerFile:
 
         Args:
             asked: the terms of the clients that are asked.
-            at_least: how many replies clients are known to have paid for; a file that says less has been put back.
+            at_least: how many replies clients are known to have been charged for; a file with fewer is an older copy.
 
         Returns:
-            Why some clients can't pay, and how many replies each of the others has paid for, this one among them.
+            Why some clients can't be charged, and how many replies each of the others has been charged for, including this one.
 
         Raises:
             LedgerError: if the file can't be used; no client may reply then.
         """
         refused: dict[str, str] = {}
-        with self._faults(), self._locked() as (path, file):
+        with self._naming_file(), self._locked() as (path, file):
             entries = _entries(file.read())
             for name in asked:
                 if name not in entries:
                     raise LedgerError(f"has no account of client {name!r}; it is the ledger of {', '.join(sorted(entries))}")
                 if entries[name].replies < (known := (at_least or {}).get(name, 0)):
                     raise LedgerError(
-                        f"says that client {name!r} has paid for {entries[name].replies} replies: it is an older copy, "
-                        f"for there were {known}"
+                        f"counts {entries[name].replies} replies of client {name!r}: it is an older copy, for there were {known}"
                     )
             for name, terms in asked.items():
                 if reason := terms.why_not(entries[name].replies, entries[name].terms):
@@ -168,27 +168,27 @@ class LedgerFile:
         return refused, {name: entries[name].replies for name in asked if name not in refused}
 
     @contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Tell of every error as one of this file."""
+    def _naming_file(self) -> Iterator[None]:
+        """Turn every error into a `LedgerError` that names this file."""
         try:
             yield
         except LedgerError as error:
             raise LedgerError(f"ledger {self.path}: {error}") from None
         except FileNotFoundError as error:
             raise LedgerError(
-                f"ledger {self.path}: does not exist; flower-dp ledger {self.path} --create NAME makes one"
+                f"ledger {self.path}: does not exist; create it with `flower-dp ledger {self.path} --create NAME`"
             ) from error
         except OSError as error:
             raise LedgerError(f"ledger {self.path}: {error.strerror or error}") from error
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[Path, IO[bytes]]]:
-        """Hold the lock of the file that is at the path, and no longer the one that a rename has replaced."""
+        """Hold the lock of the file that is at the path now; try again if a rename has replaced the locked file."""
         import fcntl  # noqa: PLC0415 (Windows has none, and no ledger then)
 
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
-            # With its links followed: else a rename would replace a link, and its target would keep the old count.
+            # Follow links: otherwise a rename would replace a link, and its target would keep the old count.
             path = self.path.resolve(strict=True)
             with os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), "rb+") as file:
                 try:
@@ -224,7 +224,7 @@ def _check_folder(folder: Path) -> None:
     mode = folder.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise LedgerError(
-            f"lies in a folder that others can write (mode {stat.S_IMODE(mode):o}); chmod 700 makes it the owner's alone"
+            f"is in a folder that others can write to (mode {stat.S_IMODE(mode):o}); chmod 700 makes it the owner's alone"
         )
 
 
@@ -245,9 +245,9 @@ def _replace(path: Path, entries: Mapping[str, Entry], mode: int) -> None:
 
 def _write(descriptor: int, entries: Mapping[str, Entry]) -> None:
     """Write a file, and close it when it is on the disk."""
-    told = {name: _told(entry) for name, entry in entries.items()}
+    as_json = {name: _entry_as_json(entry) for name, entry in entries.items()}
     with os.fdopen(descriptor, "wb") as file:
-        file.write(json.dumps({_KEY: FORMAT, "clients": told}, indent=1).encode() + b"\n")
+        file.write(json.dumps({_KEY: FORMAT, "clients": as_json}, indent=1).encode() + b"\n")
         file.flush()
         _sync(file.fileno())
 
@@ -282,7 +282,7 @@ def _entries(content: bytes) -> dict[str, Entry]:
         raise LedgerError(f"is damaged, or no ledger ({type(error).__name__}: {error})") from error
 
 
-def _told(entry: Entry) -> dict[str, Any]:
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
     if entry.terms is None:
         return {"replies": 0, "terms": None}
     return {
@@ -290,7 +290,7 @@ def _told(entry: Entry) -> dict[str, Any]:
         "terms": entry.terms,
         "num_replies": entry.num_replies,
         "relation": entry.relation,
-        "event": _event_told(entry.event),
+        "event": _event_as_json(entry.event),
     }
 
 
@@ -311,11 +311,11 @@ def _entry(told: Mapping[str, Any]) -> Entry:
     )
 
 
-def _event_told(event: dp.DpEvent) -> Any:
+def _event_as_json(event: dp.DpEvent) -> Any:
     if type(event).__name__ not in _EVENTS:
         raise LedgerError(f"can't hold event {event}")
     fields = {field: getattr(event, field) for field in event.__annotations__}
-    told = {name: _event_told(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
+    told = {name: _event_as_json(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
     return {"kind": type(event).__name__, **told}
 
 

@@ -64,7 +64,7 @@ def downlink_noise_std(
     unit = _unit_std(epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
     if cohort_size == num_clients:
         excess = float(num_rounds**2 - uplink_exposures**2 * num_clients)
-    elif num_rounds <= quiet_rounds(num_clients, cohort_size, uplink_exposures, epsilon):
+    elif num_rounds <= rounds_without_downlink_noise(num_clients, cohort_size, uplink_exposures, epsilon):
         excess = 0.0
     else:
         # T/b = epsilon / (the epsilon that the sampled broadcast may cost in each round)
@@ -129,7 +129,7 @@ def _unit_std(*, epsilon: float, delta: float, clip_norm: float, min_records: in
     return gaussian_c(delta) * sensitivity / checks.number("epsilon", epsilon, above=0)
 
 
-def quiet_rounds(num_clients: int, cohort_size: int, uplink_exposures: int, epsilon: float) -> float:
+def rounds_without_downlink_noise(num_clients: int, cohort_size: int, uplink_exposures: int, epsilon: float) -> float:
     """Return up to how many rounds the downlink needs no noise: L sqrt(N), or epsilon/gamma for K < N."""
     if cohort_size == num_clients:
         return uplink_exposures * math.sqrt(num_clients)

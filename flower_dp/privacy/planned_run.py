@@ -1,4 +1,4 @@
-"""What a run would cost, before it is run: options that fit each other, an event, an epsilon."""
+"""The cost of a planned run: checked options, the event of the whole run, its epsilon."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ MOST_ROUNDS = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A run of equal releases, all but its noise.
+    """A run of equal releases, whose noise is not yet chosen.
 
     `sampling_rate` is set for Poisson sampling, `cohort_size` and `num_clients` for fixed-size and round-robin sampling.
 
@@ -68,7 +68,7 @@ class PlannedRun:
         """Return this run with the largest number of rounds that costs at most `epsilon` with this noise.
 
         Raises:
-            ValueError: if `epsilon` does not pay for one round, or pays for more than `MOST_ROUNDS`.
+            ValueError: if `epsilon` is too small for one round, or large enough for more than `MOST_ROUNDS`.
         """
 
         def event(num_rounds: int) -> dp.DpEvent:
@@ -80,8 +80,8 @@ class PlannedRun:
             rounds = accounting.affordable(event, epsilon=epsilon, delta=self.delta, relation=self.relation, limit=limit)
         if rounds > MOST_ROUNDS:
             raise ValueError(
-                f"--noise-multiplier={noise_multiplier:g}: epsilon={epsilon:g} pays for more than {MOST_ROUNDS:,} rounds; "
-                "less noise would do"
+                f"--noise-multiplier={noise_multiplier:g}: epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; "
+                "choose less noise"
             )
         if rounds == 0:
             one = _finite(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
@@ -142,7 +142,7 @@ def solve(
         case (float(most), float(noise), None):
             run = run.longest(most, noise)
         case _:
-            raise ValueError("of --epsilon, --noise-multiplier and --num-rounds two must be given; the third is computed")
+            raise ValueError("exactly two of --epsilon, --noise-multiplier and --num-rounds must be given; the third is computed")
     return run.cost(noise) | {"target_epsilon": target}
 
 
@@ -157,7 +157,7 @@ def from_options(
     delta: float | None,
     relation: str | None,
 ) -> PlannedRun:
-    """Return the quote that command-line options ask for; None is an option that was not given.
+    """Return the planned run that command-line options describe; None is an option that was not given.
 
     Raises:
         ValueError: naming the option that is missing, out of range or out of place.

@@ -1,4 +1,4 @@
-"""Epsilon from privacy loss distributions: the tightest accountant here, on grids that suit the size of the losses."""
+"""Epsilon from privacy loss distributions: the tightest accountant here, on grids chosen by the size of the losses."""
 
 import math
 from functools import lru_cache
@@ -15,11 +15,11 @@ GRID = 1e-4
 FINEST = 0.1
 # Beyond this exp(grid) is near the end of float64's range.
 _LARGEST_GRID = 100.0
-# Beyond this even that grid has too many points, and other accountants bound what is nonsense anyway.
+# Beyond this even that grid has too many points; other accountants bound such an epsilon, which protects nobody anyway.
 _LARGEST_SIZE = 1e8
 # Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
 SMALLEST_DELTA = 1e-9
-# Kept aside for that rounding, which may be to the wrong side.
+# Reserved for that rounding, which may be in the unsafe direction.
 _ROUNDING = 1e-12
 # Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
 _LONG_RUN = 200_000

@@ -1,7 +1,7 @@
 """A release: one noisy thing that crosses a trust boundary.
 
-Clip norm, mechanism, sampler and neighbouring relation stand together here, and noise and event are both derived from them: an
-epsilon that the noise does not give can't be configured.
+It holds clip norm, mechanism, sampler and neighbouring relation, and derives both noise and event from them. So an epsilon that
+the noise does not give can't be configured.
 """
 
 import math
@@ -19,17 +19,17 @@ from flower_dp.privacy.mechanisms import Mechanism
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """What leaves, who sees it, and what protects it.
+    """What is released, who sees it, and what protects it.
 
     Attributes:
         what: the quantity released, in words.
         seen_by: everyone who sees it, in words; they are the adversary.
-        unit: what one neighbour differs in: a `client` (all of one client's data) or a `record`.
+        unit: what differs between neighbouring data sets: a `client` (all of one client's data) or a `record`.
         relation: the neighbouring relation.
         clip_norm: bound on the norm of one unit's contribution (L2 for Gaussian, L1 for Laplace noise).
         mechanism: the noise, as a multiple of `clip_norm`.
         sampler: who takes part in a round (or, inside one client, which of its records).
-        num_clients: how many units the sampler draws from: clients, or one client's records where the unit is a record.
+        num_clients: how many units the sampler draws from: clients, or, if the unit is a record, one client's records.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -61,7 +61,8 @@ class Release:
     def __post_init__(self) -> None:
         checks.number("clip_norm", self.clip_norm, above=0)
         checks.integer("num_clients", self.num_clients, at_least=1)
-        # Refuse now what no accountant can bound; delta does not matter for that, except that 0 suits pure epsilon alone.
+        # Refuse an event now that no accountant can bound. Any delta will do for this check, except that 0 allows only pure
+        # epsilon.
         accounting.epsilon(self.event(1), delta=1e-5, relation=self.relation, grid=1e-2)
 
     @property
@@ -80,7 +81,7 @@ class Release:
 
     @property
     def sensitivity(self) -> float:
-        """How far one unit can move the released sum: the clip norm, or twice that when it is replaced by another."""
+        """The largest change of the released sum by one unit: the clip norm, or twice that if the unit is replaced by another."""
         return self.clip_norm * (2 if self.relation == "replace-one" else 1)
 
     @property
@@ -89,7 +90,7 @@ class Release:
         return self.sampler.expected_cohort(self.num_clients)
 
     def event(self, server_round: int) -> DpEvent:
-        """Return what the release of one round (1, 2, ...) costs the client whom it costs most."""
+        """Return the event of one round's release (1, 2, ...) for the client whom it costs most."""
         return self.sampler.event(self.mechanism.event(), server_round, self.num_clients)
 
     def events(self, num_rounds: int) -> DpEvent:

@@ -1,4 +1,4 @@
-"""The privacy statement: what was protected, against whom, how well, and what was not covered.
+"""The privacy statement: what was protected, against whom, with which epsilon and delta, and what was not covered.
 
 Two epsilons, always labelled: `tight` is what can be proved for the code that ran; `paper` is the paper's own formula, with a
 flag that says whether its assumptions held.
@@ -25,16 +25,16 @@ class PaperEpsilon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversary:
-    """What one kind of adversary sees, and the tight epsilon against it of the client who paid most.
+    """What one kind of adversary sees, and the tight epsilon against it, the largest over clients.
 
     Attributes:
         name: who it is, in one or two words.
         sees: what it is assumed to see.
         epsilon: the tight epsilon against it.
         accountant: what proves it.
-        noise_std: standard deviation of the noise on one thing that it sees, the least over all of them.
+        noise_std: the smallest standard deviation of the noise on any released value that it sees.
         paper: the paper's epsilon against it, if there is one.
-        trusted: whether the statement trusts it, and promises nothing against it.
+        trusted: whether the statement trusts it, and guarantees nothing against it.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Adversary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCosts:
-    """The tight epsilon of every client with a ledger of its own: the distribution, the worst, and up to 100 one by one."""
+    """The tight epsilons of clients with their own ledgers: the distribution, the largest, and up to 100 one by one."""
 
     count: int
     minimum: float
@@ -60,7 +60,7 @@ class ClientCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
-    """(epsilon, delta)-differential privacy of everything that a run released, in full words.
+    """(epsilon, delta)-differential privacy of everything that a run released, with all assumptions and exceptions.
 
     Attributes:
         method: the method's name.
@@ -75,12 +75,13 @@ class PrivacyStatement:
         noise: clip norm and noise, in numbers.
         sampling: who took part, in words.
         events: the ledger.
-        assumptions: what the guarantee leans on.
-        not_covered: what left the clients or the server outside the guarantee.
+        assumptions: what the guarantee depends on.
+        not_covered: what clients or the server sent that the guarantee does not cover.
         incidents: dropouts, refused replies and early stops, in words.
-        adversaries: where adversaries see different things, each one's own epsilon; `epsilon` is the largest not trusted.
-        parts: where several kinds of releases were charged, what each kind alone would have cost at most.
-        clients: where every client has a ledger of its own, the epsilons of all of them; `epsilon` is the worst client's.
+        adversaries: the epsilon against each adversary, if they see different things; `epsilon` is the largest over those not
+            trusted.
+        parts: if several kinds of releases were charged, an upper bound of the cost of each kind alone.
+        clients: if every client has its own ledger, the epsilons of all clients; `epsilon` is the largest of them.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -140,7 +141,7 @@ class PrivacyStatement:
         ]
         lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
         if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
-            lines.append(_told(self.paper))
+            lines.append(_paper_line(self.paper))
         if self.parts:
             alone = ", ".join(f"{name} {_shown(value)}" for name, value in self.parts.items())
             lines.append(f"Each part alone: {alone}; together {_shown(self.epsilon)}")
@@ -150,7 +151,7 @@ class PrivacyStatement:
                 f"{_shown(adversary.epsilon)}, accountant {adversary.accountant}, noise std {adversary.noise_std:.6g}"
             )
             if adversary.paper is not None:
-                lines.append("  " + _told(adversary.paper))
+                lines.append("  " + _paper_line(adversary.paper))
         if self.clients is not None:
             costs = self.clients
             lines.append(
@@ -169,7 +170,7 @@ class PrivacyStatement:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None in the place of every infinite number."""
+    """Return the value with every infinite number replaced by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -177,7 +178,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _told(paper: PaperEpsilon) -> str:
+def _paper_line(paper: PaperEpsilon) -> str:
     state = "valid here" if paper.valid else "NOT VALID here"
     return f"The paper's own epsilon: {_shown(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"
 
@@ -187,11 +188,11 @@ def _shown(epsilon: float) -> str:
 
 
 def delta_in_words(delta: float) -> str:
-    """Three significant digits, rounded up: a printed delta is never smaller than the one that was computed with."""
+    """Return three significant digits, rounded up: a printed delta is never smaller than the delta of the computation."""
     # From the float's shortest decimal: 0.001 is shown as it was given, though as a float it is a little above 1/1000.
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(repr(float(delta))))):.3g}"
 
 
 def _up(epsilon: float) -> str:
-    """Four decimals, rounded up: a printed epsilon is never smaller than the proved one."""
+    """Return four decimals, rounded up: a printed epsilon is never smaller than the proved one."""
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"

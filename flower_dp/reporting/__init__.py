@@ -1,1 +1,1 @@
-"""Comparing runs, and figures."""
+"""Comparison of runs, and figures."""

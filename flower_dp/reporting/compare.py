@@ -1,4 +1,4 @@
-"""Finished runs side by side: runs that differ in nothing but the seed are one curve."""
+"""Comparison of finished runs. Runs that differ only in the seed form one curve."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flower_dp.privacy.statement import delta_in_words
 from flower_dp.running import run_folder as run_folders
 
-# What makes runs repetitions of one another.
+# Keys in which repetitions of the same run may differ.
 REPEATED = ("seed", "output-dir")
 _WIDTH = 46  # of a label, in characters
 
@@ -25,7 +25,7 @@ _WIDTH = 46  # of a label, in characters
 class Run:
     """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
 
-    `epsilon` is the statement's, or of a run without an end the last one recorded; infinite: not private.
+    `epsilon` is the statement's, or for an unfinished run the last one recorded; infinite: not private.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Run:
 class Curve:
     """Runs of the same settings: mean and standard deviation (n - 1) of the metric over runs, at the rounds that all have.
 
-    `std` is zero where there is but one run; `spent` is the mean epsilon at each round, infinite where a run is not private.
+    `std` is zero if there is only one run; `spent` is the mean epsilon at each round, infinite if a run is not private.
     """
 
     label: str
@@ -63,24 +63,24 @@ class Curve:
         return math.isfinite(self.epsilon)
 
     def epsilon_in_words(self) -> str:
-        """Return the epsilon as a reader wants it."""
+        """Return the epsilon as text for tables and figures."""
         return f"{self.epsilon:.4g}" if self.private else "not private"
 
 
 def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:
-    """Read a run's folder.
+    """Read a run folder.
 
     Args:
         folder: as `flower-dp run` writes it.
         metric: a key of `metrics.jsonl`.
-        allow_unfinished: take a run without a final model for what it has so far.
+        allow_unfinished: accept a run without a final model, with the rounds that it has.
 
     Raises:
-        ValueError: naming the folder, if it is none of a run, was not finished or never recorded the metric.
+        ValueError: naming the folder, if it is not a run folder, was not finished or never recorded the metric.
     """
     path = Path(folder).expanduser()
     if not (path / run_folders.CONFIG).is_file():
-        raise ValueError(f"{folder}: is not the folder of a run: it has no {run_folders.CONFIG}")
+        raise ValueError(f"{folder}: is not a run folder: it has no {run_folders.CONFIG}")
     try:
         config = tomllib.loads((path / run_folders.CONFIG).read_text(encoding="utf-8"))
         rows = run_folders.read_metrics(path)
@@ -95,7 +95,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         )
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
     if not finished and not allow_unfinished:
-        raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); --allow-unfinished takes it")
+        raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); set --allow-unfinished to use it")
     spent = {int(row["round"]): _number(row["epsilon"], math.inf) for row in rows if "round" in row and "epsilon" in row}
     epsilon = max(spent.values(), default=math.inf)
     if finished or statement:
@@ -113,7 +113,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
 
 
 def curves_of(runs: Sequence[Run], metric: str) -> list[Curve]:
-    """Gather runs into curves, in the order in which their settings first come.
+    """Group runs into curves, in the order in which their settings first occur.
 
     Raises:
         ValueError: naming the folder, if it is given twice or shares no round with the others of its curve.
@@ -131,7 +131,7 @@ def curves_of(runs: Sequence[Run], metric: str) -> list[Curve]:
 
 
 def table(curves: Sequence[Curve], metric: str) -> str:
-    """Return where every curve ended, in columns: label, seeds, last mean +- standard deviation, epsilon, rounds."""
+    """Return a table of the curves' last points: label, seeds, last mean +- standard deviation, epsilon, rounds."""
     scale, unit = (100, " (%)") if metric == "accuracy" else (1, "")
     lines: list[tuple[str, ...]] = [("curve", "seeds", f"final {metric}{unit}", "tight epsilon", "delta", "protects", "rounds")]
     for curve in curves:
@@ -148,8 +148,10 @@ def table(curves: Sequence[Curve], metric: str) -> str:
 
 
 def notes(curves: Sequence[Curve]) -> list[str]:
-    """Return what a reader of the curves must know besides."""
-    lines = [f"{run.folder}: not finished; taken as far as it got" for curve in curves for run in curve.runs if not run.finished]
+    """Return notes that a reader of the table needs."""
+    lines = [
+        f"{run.folder}: not finished; its rounds so far are used" for curve in curves for run in curve.runs if not run.finished
+    ]
     for curve in curves:
         if len({max(run.values) for run in curve.runs}) > 1:
             lines.append(f"{curve.label}: its runs end in different rounds; compared up to the last that all have")
@@ -160,7 +162,7 @@ def notes(curves: Sequence[Curve]) -> list[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    """Return a label in lines."""
+    """Return the lines of a wrapped label."""
     return textwrap.wrap(text, _WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
 
 
@@ -181,19 +183,19 @@ def _curve(label: str, runs: Sequence[Run], metric: str) -> Curve:
 
 
 def _spent(run: Run, at: int) -> float:
-    """Return the epsilon at a round, the last one recorded by then; infinite throughout a run that was not private."""
+    """Return the last epsilon recorded up to a round; infinite for all rounds of a run that was not private."""
     if math.isinf(run.epsilon):
         return math.inf
     return run.spent[max(before for before in run.spent if before <= at)] if min(run.spent, default=at + 1) <= at else 0.0
 
 
 def _labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each configuration, of the keys in which they differ."""
+    """Return a label for each configuration, made of the keys in which they differ."""
     if len(configs) == 1:
         return [str(configs[0].get("method", "all runs"))]
     keys = list(dict.fromkeys(key for config in configs for key in config if key not in REPEATED))
     differ = [key for key in keys if any(_setting(key, config) != _setting(key, configs[0]) for config in configs)]
-    # Keys that some runs do not know (those of an older version) are left out, if the others tell the curves apart.
+    # Keys that some runs do not have (those of an older version) are left out, if the other keys distinguish the curves.
     known = [key for key in differ if all(key in config for config in configs)]
     for chosen in (known, differ):
         labels = [", ".join(_setting(key, config) for key in chosen) for config in configs]

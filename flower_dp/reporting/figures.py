@@ -1,4 +1,4 @@
-"""The curves of runs, drawn. The only module of the comparison that needs matplotlib."""
+"""Figures of the curves of runs. The only module of the comparison that needs matplotlib."""
 
 import io
 import os
@@ -16,15 +16,15 @@ from flower_dp.privacy.statement import delta_in_words
 from flower_dp.reporting.compare import Curve, wrapped
 from flower_dp.running.run_folder import write_whole
 
-# Okabe and Ito's colours, told apart by the colour-blind, without the yellow that white paper swallows.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, which is hard to see on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _STYLES = ("-", "--", "-.", ":")
-_BARS = 12  # about so many error bars and markers a curve
+_BARS = 12  # approximate number of error bars and markers on a curve
 
 
 def draw(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str]) -> None:
-    """Write the figure of the curves into a PNG file, whole or not at all.
+    """Write the figure of the curves to a PNG file, completely or not at all.
 
     Raises:
         ValueError: if the file's name does not end in .png, or it can't be written.
@@ -41,7 +41,7 @@ def draw(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str]) -> 
 
 
 def figure(curves: Sequence[Curve], metric: str) -> Figure:
-    """Return the metric over the rounds, and over the epsilon spent where some curve is private."""
+    """Return a figure of the metric over the rounds and, if a curve is private, over the epsilon spent."""
     panels = 2 if any(curve.private for curve in curves) else 1
     lines = sum(len(_entry(curve)) for curve in curves)
     result = Figure(figsize=(5.5 * panels + 0.5, 4.6 + 0.2 * lines / panels), dpi=150, layout="constrained")
@@ -56,7 +56,7 @@ def figure(curves: Sequence[Curve], metric: str) -> Figure:
     shown = f"test {metric}" if metric in ("accuracy", "loss") else metric
     every[0].set_ylabel("test accuracy (%)" if metric == "accuracy" else shown)
     if panels > 1:
-        _spending(every[-1], curves)
+        _epsilon_axis(every[-1], curves)
     if metric == "accuracy":
         every[0].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
     for axes in every:
@@ -72,7 +72,7 @@ def figure(curves: Sequence[Curve], metric: str) -> Figure:
 
 def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: int) -> None:
     step = max(1, round(len(x) / _BARS))
-    # Bars of different curves stand side by side, not on top of each other; those of the first end at the last round.
+    # The bars of different curves are at different rounds, so that they don't overlap; those of the first end at the last round.
     first = (len(x) - 1 - place * step // count) % step
     colour = _COLOURS[place % len(_COLOURS)]
     axes.errorbar(
@@ -91,7 +91,7 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: i
     )
 
 
-def _spending(axes: Axes, curves: Sequence[Curve]) -> None:
+def _epsilon_axis(axes: Axes, curves: Sequence[Curve]) -> None:
     private = [curve for curve in curves if curve.private]
     ends = [curve.epsilon for curve in private if curve.epsilon > 0]
     if ends and max(ends) > 20 * min(ends):

@@ -1,1 +1,1 @@
-"""Running an app: processes, the SuperLink, a run's folder, its progress."""
+"""Running an app: processes, the SuperLink, run folders, progress."""

@@ -1,4 +1,4 @@
-"""What `flower-dp run` runs: a Flower app, its settings and the presets that change them."""
+"""The Flower app that `flower-dp run` runs, its settings, and the presets that change them."""
 
 import contextlib
 import difflib
@@ -17,7 +17,7 @@ from typing import Any
 import flower_dp
 
 _PACKAGE = Path(flower_dp.__file__).resolve().parent
-# Where the wheel has the app; a checkout has none here.
+# The app's folder in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
 
 Value = bool | int | float | str
@@ -28,9 +28,9 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 class App:
     """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
 
-    `pilot` and `check` are what the app's pyproject.toml names under [tool.flower-dp], as "module:function": what `flower-dp plan
-    --estimate-from` calls for the keys of a planning problem, and what `flower-dp run` calls with the run-config before it starts
-    Flower, to raise ValueError for settings that make no sense. Empty where the app has none.
+    `pilot` and `check` are functions that the app's pyproject.toml names under [tool.flower-dp], as "module:function"; empty if
+    there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem. `flower-dp run` calls
+    `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class App:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An app and the run-config values that differ from its defaults; `name` is what the run is called."""
+    """An app and the run-config values that differ from its defaults; `name` is the name of the run."""
 
     app: App
     name: str
@@ -59,12 +59,12 @@ class Target:
 
 
 def resolve(target: str | None, settings: Sequence[str]) -> Target:
-    """Find what to run: nothing for flower-dp's own app, an app's folder, or the name of one of flower-dp's presets.
+    """Find the app to run. A target is None for flower-dp's own app, an app's folder, or the name of one of flower-dp's presets.
 
     Args:
-        target: None, a folder or a preset's name; a folder with a Flower app wins over a preset of the same name.
-        settings: `key=value` texts; they win over the preset. Relative paths (keys that end in `-dir`) count from the
-            working directory, a preset's from the app's folder.
+        target: None, a folder or a preset's name; a folder with a Flower app takes precedence over a preset of the same name.
+        settings: `key=value` texts, which take precedence over the preset. Relative paths (keys that end in `-dir`) are relative
+            to the working directory, those in a preset to the app's folder.
 
     Raises:
         ValueError: there is no such app or preset, or a key or value that the app cannot take.
@@ -89,10 +89,10 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
 
 
 def own_app() -> App:
-    """Return flower-dp's own app: of the checkout around the working directory, else of the package that runs.
+    """Return flower-dp's own app, from the checkout around the working directory or else from the running package.
 
     Raises:
-        ValueError: the package is neither in a checkout nor whole.
+        ValueError: the package is neither in a checkout nor completely installed.
     """
     here = Path.cwd()
     for folder in [here, *here.parents, _PACKAGE.parent, _INSTALLED]:
@@ -102,7 +102,7 @@ def own_app() -> App:
 
 
 def own_module(name: str) -> ModuleType:
-    """Return a module of the package `apps`, which lies beside this package in a checkout, else inside it; never on the path.
+    """Return a module of the package `apps`, which is next to this package in a checkout, else inside it, never on sys.path.
 
     Raises:
         ImportError: there is none, or another package is called `apps`.
@@ -123,7 +123,7 @@ def own_module(name: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class OwnFunction:
-    """A function of the package `apps`, with its first arguments; found where it is called.
+    """A function of the package `apps`, with its first arguments; it is imported when it is called.
 
     Flower pickles a simulation's ClientApp for Ray's workers, which can't import `apps` by its name.
     """
@@ -141,14 +141,14 @@ class OwnFunction:
 def unpacked(app: App) -> Iterator[Path]:
     """Yield the folder from which `flwr run` can bundle an app.
 
-    The app inside an installed package lacks the library that its bundle takes along: it is copied, together with the
-    library, to a temporary folder.
+    The app inside an installed package has no copy of the library, which its bundle must contain. So app and library are copied
+    to a temporary folder.
     """
     if app.folder != _INSTALLED:
         yield app.folder
         return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as room:
-        folder = Path(room) / "flower-dp"  # Flower takes no folder with an underscore in its name
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "flower-dp"  # Flower takes no folder with an underscore in its name
         shutil.copytree(_INSTALLED, folder, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
         yield folder
@@ -237,10 +237,10 @@ def _from_text(app: App, key: str, text: str) -> Value:
 
 
 def _absolute(key: str, value: Value, base: Path) -> Value:
-    # The app runs in another working directory, where a relative path would lead nowhere.
+    # The app runs in another working directory, where a relative path would be wrong.
     if not isinstance(value, str) or not key.endswith("-dir"):
         return value
-    # What stands before a colon says how the folder is to be filled; one letter is a drive.
+    # A prefix before a colon says how the folder is to be filled; a single letter is a drive.
     how = prefix.group() if (prefix := re.match("[a-z]{2,}:", value)) else ""
     folder = value.removeprefix(how)
     return how + str(base / Path(folder).expanduser()) if folder else value

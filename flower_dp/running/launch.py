@@ -1,8 +1,8 @@
-"""Run a Flower app with `flwr run` on a private SuperLink: failure is seen, and nothing is left behind.
+"""Run a Flower app with `flwr run` on a private SuperLink: failures are detected, and no process is left running.
 
 `flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports, installs the app's
-dependencies at run time and lets Ray's workers import whatever lies in the working directory. Here the SuperLink is
-ours: on a free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
+dependencies at run time and lets Ray's workers import modules from the working directory. Here the SuperLink is private: on a
+free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ class Outcome:
     """How a run ended.
 
     `status` is Flower's word (`completed`, `failed`, `stopped`) or `lost` when the SuperLink died with the run;
-    `details` is empty when completed, else why not, in a few lines; `seconds` is the time from start to end.
+    `details` is empty if the run completed, else a few lines with the reason; `seconds` is the time from start to end.
     """
 
     status: str
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run; everything it had started is gone."""
+    """A signal ended the run; all processes that it had started have ended."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -53,7 +53,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def default_workers() -> int:
-    """Return the number of CPU cores this process may use: a SuperNode each."""
+    """Return the number of CPU cores that this process may use; each runs one SuperNode."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -78,11 +78,11 @@ def launch(
     Args:
         app_dir: The folder of the app's pyproject.toml.
         overrides: Run-config values by flat key (`a.b` for a nested one); the app must have every key.
-        output_dir: The run's folder. Flower's output goes to `flower.log` there; `RunFolder.create` takes it in the app.
-        working_dir: Where the app runs; None for an empty folder, which is gone afterwards.
+        output_dir: The run folder. Flower's output goes to `flower.log` there; `RunFolder.create` uses this folder in the app.
+        working_dir: Where the app runs; None for an empty folder, which is removed afterwards.
         num_workers: Number of Ray workers, one CPU core each.
-        num_supernodes: Number of SuperNodes that the workers play; None for one each. Stock clients are SuperNodes.
-        gpus_per_worker: The fraction of a GPU that Ray hands each worker; 0 keeps them on the CPU.
+        num_supernodes: Number of SuperNodes that the workers simulate; None for one per worker. Each stock client is a SuperNode.
+        gpus_per_worker: The fraction of a GPU that Ray gives each worker; with 0 they use the CPU.
         on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
         on_log: Called with every line of Flower's output, without colours.
 
@@ -105,18 +105,18 @@ def launch(
     log = output_dir / LOG
     with ExitStack() as stack:
         signals = stack.enter_context(_Signals())
-        room = Path(stack.enter_context(_temporary_folder()))
+        private_folder = Path(stack.enter_context(_temporary_folder()))
         stack.callback(_without_colours, log)
         superlink = stack.enter_context(
-            SuperLink(room, signals.check, run_folder=output_dir, working_dir=working_dir and working_dir.absolute())
+            SuperLink(private_folder, signals.check, run_folder=output_dir, working_dir=working_dir and working_dir.absolute())
         )
-        config = room / "overrides.toml"
+        config = private_folder / "overrides.toml"
         config.write_text(tomli_w.dumps(dict(overrides)), encoding="utf-8")
         readers = [_Tail(output_dir / METRICS, _rows_to(on_progress))]
         if on_log is not None:
             readers.append(_Tail(log, lambda line: on_log(plain(line))))
 
-        original = _Original(app / "pyproject.toml")
+        original = _RestoredFile(app / "pyproject.toml")
         stack.callback(original.keep)
 
         def read() -> None:
@@ -143,7 +143,7 @@ def launch(
 
 
 class _Signals:
-    """Within this context SIGINT, SIGTERM and SIGHUP are noted, not raised, so that no step is cut in half."""
+    """Within this context SIGINT, SIGTERM and SIGHUP are recorded, not raised, so that no step is interrupted."""
 
     def __init__(self) -> None:
         self._came: int | None = None
@@ -185,10 +185,10 @@ def _rows_to(take: Callable[[dict[str, Any]], None]) -> Callable[[str], None]:
     return parse
 
 
-class _Original:
-    """An app's pyproject.toml, put back where Flower's migration comments out its federations.
+class _RestoredFile:
+    """An app's pyproject.toml, restored if Flower's migration comments out its federations.
 
-    The migration would move the user's connections into our FLWR_HOME, which does not outlive the run.
+    The migration would move the user's connections into the run's own FLWR_HOME, which is removed after the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,13 +197,13 @@ class _Original:
         self._migrates = b"\n[tool.flwr.federations" in self._content
 
     def keep(self) -> None:
-        """Put the file back if it has been migrated; any other change is its owner's."""
+        """Restore the file if it has been migrated; any other change was made by its owner and stays."""
         if self._migrates and self._path.is_file() and b"\n# [tool.flwr.federations" in self._path.read_bytes():
             self._path.write_bytes(self._content)
 
 
 class _Tail:
-    """Hands on the whole lines that a growing file gains."""
+    """Passes on the complete lines that are appended to a file."""
 
     def __init__(self, path: Path, take: Callable[[str], None]) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What an app names under [tool.flower-dp] in its pyproject.toml, as "module:function", for commands to call."""
+"""Functions that an app names under [tool.flower-dp] in its pyproject.toml, as "module:function"; commands call them."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ from flower_dp.running.apps import App
 
 
 class PluginError(ValueError):
-    """An app names a function that can't be had."""
+    """An app names a function that can't be imported."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def loaded(app: App, reference: str) -> Iterator[Callable[..., Any]]:
         try:
             function = getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError, ValueError) as error:
-            raise PluginError(f"{reference}: {error}; it needs what pip install 'flower-dp[app]' brings") from None
+            raise PluginError(f"{reference}: {error}; install its dependencies with pip install 'flower-dp[app]'") from None
         yield function
 
 

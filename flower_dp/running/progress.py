@@ -1,4 +1,4 @@
-"""A run's progress on the screen: a bar that moves in a terminal, a line a round elsewhere."""
+"""A run's progress on the screen: a progress bar in a terminal, otherwise one line per round."""
 
 import sys
 import time
@@ -28,7 +28,7 @@ def display() -> Display:
 
 
 class Lines:
-    """One plain line a round."""
+    """One plain line per round."""
 
     def __init__(self) -> None:
         self._pace = Pace()
@@ -50,7 +50,7 @@ class Lines:
 
 
 class Bar:
-    """A bar over the rounds, with the newest loss, accuracy and epsilon, and the time left."""
+    """A progress bar over the rounds, with the newest loss, accuracy and epsilon, and the time left."""
 
     def __init__(self, console: Console) -> None:
         self._pace = Pace()
@@ -87,7 +87,7 @@ class Bar:
 
 
 class Pace:
-    """How long the rounds take, from when their lines arrive."""
+    """The pace of the rounds, measured by the times at which their lines arrive."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
@@ -110,7 +110,7 @@ def round_text(metrics: Mapping[str, Any]) -> str:
 
 
 def quantities(metrics: Mapping[str, Any]) -> list[str]:
-    """Return loss, accuracy and epsilon as far as the line has them; a null epsilon is said to be no privacy."""
+    """Return loss, accuracy and epsilon, if the line has them; a null epsilon is shown as not private."""
     parts = []
     if isinstance(loss := metrics.get("loss"), int | float):
         parts.append(f"loss {loss:.4f}")

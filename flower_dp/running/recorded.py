@@ -1,4 +1,4 @@
-"""A run that is written down: one call that starts a strategy and keeps its metrics, statement and model in a run's folder."""
+"""Recorded runs: one call starts a strategy and writes its metrics, statement and model to a run folder."""
 
 import logging
 import os
@@ -33,25 +33,25 @@ def record_run(
     not_covered: Sequence[str] = (),
     **words: Any,
 ) -> Result:
-    """Run a strategy and write the run's folder: configuration, a line of metrics a round, statement, model and plot.
+    """Run a strategy and write its run folder: configuration, one line of metrics per round, statement, model and plot.
 
-    `flower-dp compare` takes such folders, and `flower-dp run` shows their metrics as they come.
+    `flower-dp compare` reads such folders, and `flower-dp run` shows their metrics during the run.
 
     Args:
         strategy: a strategy of this package.
-        grid: of the ServerApp.
+        grid: the ServerApp's grid.
         initial_arrays: the first global model.
         num_rounds: as for `strategy.start`.
         config: the run's settings, such as `context.run_config`.
-        name: what the run is called; used in the name of a new folder.
+        name: the name of the run, used in the name of a new folder.
         path: the folder; by default that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
-        evaluate_fn: as for `strategy.start`; every number that it returns is in the line of its round.
-        not_covered: what the app leaves outside of the guarantee, in words, for the statement in the folder.
+        evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round.
+        not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         words: further arguments of `strategy.start`.
 
     Raises:
-        ValueError: the folder holds a run already.
-        Exception: as `strategy.start`; what was released before is stated in the folder.
+        ValueError: the folder already holds a run.
+        Exception: as `strategy.start`; the folder then has the statement of what was released before.
 
     Example:
         >>> from flower_dp import record_run

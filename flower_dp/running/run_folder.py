@@ -1,4 +1,4 @@
-"""A run's folder: its configuration, its metrics as they come, and what it ended with."""
+"""The run folder: configuration, metrics, statement, model and plot of one run."""
 
 import importlib.util
 import io
@@ -23,17 +23,17 @@ STATEMENT_TEXT = "statement.txt"
 MODEL = "model.safetensors"
 PLOT = "progress.png"
 LOG = "flower.log"
-# What only a run writes. A configuration may be an app's own file of that name.
+# Files that only a run writes. A `config.toml` may also be an app's own file.
 RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, PLOT, LOG)
-# Where `flower-dp run` tells an app's ServerApp the run's folder.
+# The environment variable in which `flower-dp run` passes the run folder to an app's ServerApp.
 VARIABLE = "FLOWER_DP_RUN_FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """One run on disk.
+    """The folder of one run.
 
-    Every file but `metrics.jsonl` and `flower.log` appears whole or not at all; `metrics.jsonl` grows by whole lines.
+    Every file but `metrics.jsonl` and `flower.log` is written completely or not at all; `metrics.jsonl` grows by complete lines.
 
     Example:
         >>> import tempfile
@@ -52,13 +52,13 @@ class RunFolder:
         """Make the folder and write the resolved configuration to `config.toml`.
 
         Args:
-            path: The folder, or None for that of `flower-dp run`; for a new one under `~/.flower-dp/runs` where that does not run
-                the app (see `new_folder`).
-            config: The run's settings; values are what TOML can hold.
-            name: What the run is called; used in the default folder's name.
+            path: The folder; None for the folder that `flower-dp run` has passed, or, if the app is not run by that command, for
+                a new one under `~/.flower-dp/runs` (see `new_folder`).
+            config: The run's settings, with values that TOML can hold.
+            name: The name of the run, used in the default folder's name.
 
         Raises:
-            ValueError: The folder holds a run already, or `path` is a file.
+            ValueError: The folder already holds a run, or `path` is a file.
         """
         launched = os.environ.get(VARIABLE) if path is None else None
         folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
@@ -72,18 +72,18 @@ class RunFolder:
             file.write(line + "\n")
 
     def state(self, statement: Mapping[str, Any], text: str) -> None:
-        """Write the privacy statement, of a run that failed as well: what was released before stays released.
+        """Write the privacy statement, also of a run that failed, since its releases before the failure count.
 
         Args:
             statement: The statement as `to_dict()` gives it.
-            text: The statement as people read it.
+            text: The statement as text for people.
         """
         content = json.dumps(_plain(statement), allow_nan=False, indent=2) + "\n"
         write_whole(self.path / STATEMENT_JSON, content.encode())
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
     def finish(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Write the final model, which only a run that came to its end has, and the plot of the metrics.
+        """Write the final model, which only a completed run has, and the plot of the metrics.
 
         Without matplotlib there is no plot.
 
@@ -99,23 +99,23 @@ class RunFolder:
 
 
 def _launched_folder(folder: Path) -> Path:
-    """Return the folder that `flower-dp run` has made, and may have filled with links, if it holds no run yet."""
+    """Return the folder that `flower-dp run` has created, which may contain links, if it holds no run yet."""
     names = [name for name in (CONFIG, *RESULTS) if name != LOG and (folder / name).exists()]
     if held := [name for name in names if not (folder / name).is_symlink()]:
-        raise ValueError(f"{folder}: already holds {held[0]}; an app can have one run's folder")
+        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app can write one run folder only")
     return folder
 
 
 def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
-    """Return an absolute folder for one run, made if need be, that nothing but a `flower.log` lies in.
+    """Return the absolute path of a folder for one run, created if necessary, that holds nothing but a `flower.log`.
 
-    `flower-dp run` makes the folder and opens the log before the ServerApp takes the folder over, so a folder with
-    only that log is still free.
+    `flower-dp run` creates the folder and opens the log before the ServerApp uses the folder, so a folder with only that log is
+    still free.
 
     Args:
-        path: The folder; None makes `~/.flower-dp/runs/<UTC time>-<name>`, with a number behind it where two runs of
-            one name start in the same second.
-        name: What the run is called.
+        path: The folder; None for `~/.flower-dp/runs/<UTC time>-<name>`, with a number at the end if two runs with the same name
+            start in the same second.
+        name: The name of the run.
 
     Raises:
         ValueError: `path` is a file, or a folder that holds anything else.
@@ -137,7 +137,7 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     while True:
         folder = parent / (stem if count == 1 else f"{stem}-{count}")
         try:
-            folder.mkdir()  # fails if another run was faster: the name is taken in one step
+            folder.mkdir()  # fails if another run has just created it
         except FileExistsError:
             count += 1
         else:
@@ -145,7 +145,7 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write a file so that readers, also after a crash, find the old content or the new, never a part."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -213,7 +213,7 @@ def plot_progress(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike[
         axes.tick_params(axis="y", labelcolor=colour)
         if not rounds:
             axes.set_yticks([])
-            # "None" would read as none spent.
+            # "None" could be read as no epsilon spent.
             unbounded = key == "epsilon" and any("epsilon" in row for row in metrics)
             axes.set_ylabel("epsilon: infinite, not private" if unbounded else f"{key}: not recorded", color=colour)
     left.set_xlabel("round")
@@ -233,7 +233,7 @@ def plot_progress(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike[
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return the rounds and values where `key` is there and finite."""
+    """Return the rounds and values for which `key` is present and finite."""
     kept = [
         (int(row["round"]), float(row[key]))
         for row in metrics
@@ -243,7 +243,7 @@ def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 
 
 def _title(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Say in one line where the run ended."""
+    """Return the last values of the run in one line."""
     parts = [f"{max((int(row.get('round', 0)) for row in metrics), default=0)} rounds"]
     _, accuracies = _points(metrics, "accuracy")
     if accuracies:
@@ -274,8 +274,8 @@ def _safetensors(arrays: Mapping[str, NDArray[np.generic]]) -> bytes:
 
     tensors = {}
     for name, array in arrays.items():
-        # safetensors writes the buffer as it lies in memory: C order and little-endian are ours to see to, and
-        # np.ascontiguousarray would turn a 0-d array into one of shape (1,).
+        # safetensors writes the buffer as it is in memory, so it must be in C order and little-endian here. np.ascontiguousarray
+        # would turn a 0-d array into one of shape (1,).
         tensor = np.array(array, order="C")
         if tensor.dtype.kind not in "biuf" or tensor.dtype.itemsize > 8:
             raise ValueError(f"arrays[{name!r}]: dtype {tensor.dtype}; must be bool, integer or float of 64 bits or less")

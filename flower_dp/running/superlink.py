@@ -1,4 +1,4 @@
-"""A SuperLink of our own, the programs that speak to it, and the surroundings they all run in."""
+"""A private SuperLink, the programs that connect to it, and their environment."""
 
 import json
 import os
@@ -26,11 +26,11 @@ _POLL_SECONDS = 0.1
 
 
 class LaunchError(RuntimeError):
-    """Flower could not be started at all."""
+    """Flower could not be started."""
 
 
 class SuperLink:
-    """A SuperLink for simulations and the `flwr` commands that speak to it; leaving the context ends them all.
+    """A SuperLink for simulations, and the `flwr` commands that connect to it; leaving the context ends all of them.
 
     It listens on a free port of the loopback interface, keeps its state in memory, and has its own FLWR_HOME.
 
@@ -38,24 +38,26 @@ class SuperLink:
         LaunchError: on entering, if it is not installed or does not start.
     """
 
-    def __init__(self, room: Path, check: Callable[[], None], *, run_folder: Path, working_dir: Path | None = None) -> None:
-        """Prepare it.
+    def __init__(
+        self, private_folder: Path, check: Callable[[], None], *, run_folder: Path, working_dir: Path | None = None
+    ) -> None:
+        """Prepare the SuperLink without starting it.
 
         Args:
-            room: an empty folder of its own.
-            check: called while waiting, and raises to give up.
-            run_folder: what `RunFolder.create` takes in the app.
-            working_dir: of all programs; None for an empty one, where no import finds anything.
+            private_folder: an empty folder that nothing else uses.
+            check: called while waiting; it raises an error to give up.
+            run_folder: the folder that `RunFolder.create` uses in the app.
+            working_dir: the working directory of all programs; None for an empty one, from which nothing can be imported.
         """
         self._check = check
-        self._home = room / "home"
-        self._desk = working_dir or room / "desk"
-        self._log = room / "superlink.log"
+        self._home = private_folder / "home"
+        self._working_dir = working_dir or private_folder / "empty"
+        self._log = private_folder / "superlink.log"
         self._tree = ProcessTree(("FLWR_HOME", str(self._home)))
-        self._environment = _environment(room, self._home) | {VARIABLE: str(run_folder)}
+        self._environment = _environment(private_folder, self._home) | {VARIABLE: str(run_folder)}
         self._started: list[subprocess.Popen[bytes]] = []
         self._home.mkdir()
-        self._desk.mkdir(exist_ok=True)
+        self._working_dir.mkdir(exist_ok=True)
 
     def __enter__(self) -> Self:
         try:
@@ -93,7 +95,7 @@ class SuperLink:
         """Start a program of this Python environment, away from the terminal's signals."""
         process = subprocess.Popen(
             [_program(program), *arguments],
-            cwd=self._desk,
+            cwd=self._working_dir,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -111,14 +113,14 @@ class SuperLink:
             self._check()
             meanwhile()
             if steps % 10 == 0:
-                self._tree.look()
+                self._tree.remember_descendants()
             steps += 1
             time.sleep(_POLL_SECONDS)
 
     def status(self, client_status: int | None, meanwhile: Callable[[], None]) -> tuple[str, str]:
         """Return the run's final status and Flower's details, once it has one.
 
-        The log stream may break before the run ends; the SuperLink's word counts.
+        The log stream may break before the run ends, so the status is that of the SuperLink.
         """
         unanswered = 0
         while self._server.poll() is None and unanswered < 5:
@@ -127,13 +129,13 @@ class SuperLink:
                 self.wait(self.start("flwr", ["list", CONNECTION, "--format", "json"], output), meanwhile)
             runs = _runs(answer.read_text(encoding="utf-8", errors="replace"))
             if not runs and client_status != 0:
-                return "failed", ""  # flwr refused the app; why stands in its output
+                return "failed", ""  # flwr refused the app; the reason is in its output
             if runs and runs[0]["status"].startswith("finished:"):
                 return runs[0]["status"].partition(":")[2], runs[0]["status-details"]
             unanswered = 0 if runs else unanswered + 1
             self._check()
             time.sleep(1.0)
-        return "lost", "Flower's SuperLink ended, or answered no more, before the run ended"
+        return "lost", "Flower's SuperLink ended, or stopped answering, before the run ended"
 
     def stop(self) -> None:
         """End the SuperLink and all that it started."""
@@ -142,7 +144,7 @@ class SuperLink:
             process.wait()
 
     def log_text(self) -> str:
-        """Return what the SuperLink itself wrote."""
+        """Return the SuperLink's own log."""
         return plain(self._log.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -151,8 +153,8 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
 
 
-def _environment(room: Path, home: Path) -> dict[str, str]:
-    """Return the environment of Flower's programs: this one's, with Flower and Ray kept to themselves."""
+def _environment(private_folder: Path, home: Path) -> dict[str, str]:
+    """Return the environment of Flower's programs: that of this process, with settings that isolate Flower and Ray."""
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_DATABASE"):
         environment.pop(name, None)
@@ -162,11 +164,11 @@ def _environment(room: Path, home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray starts workers at niceness 15: whatever else runs would take the cores from the training.
+        # Ray starts workers at niceness 15, so other programs would take the cores from the training.
         "RAY_worker_niceness": "0",
-        # Messages of up to 4 MiB go straight to the worker, not by way of Ray's object store.
+        # Messages of up to 4 MiB go directly to the worker, not through Ray's object store.
         "RAY_max_direct_call_object_size": str(2**22),
-        "RAY_TMPDIR": str(room),
+        "RAY_TMPDIR": str(private_folder),
         "PYTHONUNBUFFERED": "1",
     }
     environment["PATH"] = os.pathsep.join([*_program_folders(), environment.get("PATH", os.defpath)])

@@ -1,7 +1,7 @@
-"""A run's folder as the working directory of somebody's app: what the app reads there, and what it leaves.
+"""The run folder as the working directory of an app: links to the app's files, and new files of the run.
 
-Under `flwr run .` an app's relative paths count from its own folder. Here new files land in the run's folder, where they stay;
-what lies in the app's folder is found by links. Python modules are not linked: Ray's workers would import them before the bundle.
+Under `flwr run .` an app's relative paths start at its own folder. Here new files are written to the run folder, and files of
+the app's folder are found through links. Python modules are not linked: Ray's workers would import them instead of the bundle's.
 """
 
 import shutil
@@ -27,27 +27,27 @@ class _Link:
         return cls(path=path, target=target, changed=target.stat().st_mtime_ns)
 
     def remove(self) -> None:
-        """Remove the link; a file that the run has written over is copied to where the link was."""
+        """Remove the link. If the run has overwritten the linked file, put a copy of it in place of the link."""
         if not self.path.is_symlink():
-            return  # the run has put a file of its own there
+            return  # the run has replaced the link by its own file
         self.path.unlink()
         if self.target.is_file() and self.target.stat().st_mtime_ns != self.changed:
             shutil.copy2(self.target, self.path)
 
 
 @contextmanager
-def furnished(folder: Path, app_folder: Path) -> Iterator[None]:
-    """Let an app find in a run's folder what lies in its own folder, within this context.
+def app_files_linked(folder: Path, app_folder: Path) -> Iterator[None]:
+    """Link an app's files and folders into a run folder, within this context.
 
-    Every file and folder gets a link of its name, but for hidden ones, Python's and those that would stand in the place of a
-    run's results. A folder with Python modules is made anew, with links to what else it holds. Links are gone afterwards.
+    Every file and folder is linked under its name, except hidden ones, Python's, and those that have the name of a run's result.
+    A folder with Python modules is created anew, with links to its other contents. The links are removed afterwards.
 
     Args:
-        folder: the run's, empty.
-        app_folder: the app's.
+        folder: the run folder, empty.
+        app_folder: the app's folder.
 
     Raises:
-        OSError: the system makes no links.
+        OSError: the system does not support links.
     """
     links: list[_Link] = []
     folders: list[Path] = []
@@ -68,7 +68,7 @@ def _link_all(source: Path, place: Path, run: Path, links: list[_Link], folders:
         if entry.name.startswith(".") or entry.name in _NOT_DATA or entry.suffix == ".py" or result or entry.resolve() == run:
             continue
         if not entry.exists():
-            continue  # a link that leads nowhere
+            continue  # a broken link
         if entry.is_dir() and not entry.is_symlink() and any(entry.glob("*.py")):
             (place / entry.name).mkdir()
             folders.append(place / entry.name)

@@ -10,10 +10,10 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 def less_is_better(best_by: str) -> bool:
-    """Tell whether the least value of a metric is the best, or the largest, by the end of the metric's name.
+    """Return whether the least value of a metric is the best (`...loss`), or the largest (`...accuracy`).
 
     Raises:
-        ValueError: for a name that does not tell.
+        ValueError: for a name with another ending.
     """
     if isinstance(best_by, str) and best_by.endswith(("loss", "accuracy")):
         return best_by.endswith("loss")
@@ -22,15 +22,15 @@ def less_is_better(best_by: str) -> bool:
 
 @dataclass(slots=True)
 class BestModel:
-    """An `evaluate_fn` that keeps the best model it has seen, the initial one among them.
+    """An `evaluate_fn` that keeps the best model that it has evaluated, the initial one included.
 
     Rounds in which the evaluation returns nothing, or a number that is not finite, are passed over.
 
     Attributes:
-        evaluate: the user's, on public data: what it chooses costs no privacy then.
+        evaluate: the user's `evaluate_fn`; with public data the choice costs no privacy.
         best_by: the metric that decides, see `less_is_better`.
         arrays: the best model; None before any.
-        server_round: whose model that is; 0 is the initial one.
+        server_round: the round of the best model; 0 is the initial one.
         value: its metric.
         num_seen: models that were compared.
     """

@@ -15,7 +15,7 @@ from flower_dp.strategies.rules import RunFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFacts:
-    """What a statement tells of private evaluations.
+    """Facts on private evaluations for a statement.
 
     Attributes:
         num_evaluations: how many were charged.
@@ -32,26 +32,26 @@ class EvaluationFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLevelFacts:
-    """All that the statement is made of.
+    """The facts from which the statement is made.
 
     Attributes:
         title: the method's name.
         release: what was configured.
-        outside: the release as outsiders see it.
+        outside: the release with the noise that protects against outsiders.
         costs: of all that was charged, against participants and against outsiders.
         delta: at which they are stated.
         num_rounds: rounds that were charged.
         events: the ledger, in words.
-        paper_formula: what the paper's epsilon is called.
+        paper_formula: the name of the formula for the paper's epsilon.
         placement: `central` or `distributed`.
         trusted_server: whether the server tops up missing shares.
         lossy_messages: whether every client sends a function of its own noised update, not the update.
         keep_ratio: part of the coordinates that are kept.
         quantization_levels: of what clients send; None where it is not quantised.
         cohort_shows: whether the release reveals the cohort.
-        secret_cohort: whether the epsilon counts on nobody knowing the size of a cohort.
-        smallest_share: std of the least noise that a client adds itself.
-        least_noise_multiplier: of the noise that was left against any participant.
+        secret_cohort: whether the epsilon holds only if nobody knows the size of a cohort.
+        smallest_share: smallest std of the noise that a client adds itself.
+        least_noise_multiplier: of the noise that remains against a participant, who knows its own share.
         run: facts of the run.
         evaluation: facts of private evaluations, which the costs hold; None without them.
     """
@@ -78,7 +78,7 @@ class ClientLevelFacts:
 
 
 def state(facts: ClientLevelFacts) -> PrivacyStatement:
-    """Return the statement of what the ledgers hold."""
+    """Return the statement on all charges in the ledgers."""
     release = facts.release
     cost = facts.costs[0]
     private = math.isfinite(cost.epsilon) and not facts.run.seeded_noise
@@ -158,15 +158,15 @@ def _paper(facts: ClientLevelFacts) -> PaperEpsilon | None:
     held = "its assumptions hold" + (", against outsiders" if facts.placement == "distributed" else "")
     faults = []
     if facts.evaluation is not None and facts.evaluation.num_evaluations:
-        faults.append("it is that of training alone, and metrics of private evaluations were released as well")
+        faults.append("it covers training alone, and metrics of private evaluations were released as well")
     if not isinstance(release.sampler, PoissonSampling) and sampling_rate < 1:
-        faults.append("it assumes Poisson sampling, and cohorts were drawn otherwise")
+        faults.append("it assumes Poisson sampling, and cohorts were drawn by another sampling")
     if release.relation != "add-or-remove-one":
         faults.append("it holds for add-or-remove-one")
     if facts.lossy_messages:
         faults.append(f"{_made(facts)} of each client's own noised update is not post-processing of the noised sum")
     elif facts.cohort_shows and sampling_rate < 1:
-        faults.append("it counts on cohorts that nobody knows, and missing shares of noise tell who takes part")
+        faults.append("it assumes that nobody knows the cohorts, and missing shares of noise reveal who takes part")
     if facts.run.seeded_noise:
         faults.append("noise came from a fixed seed")
     return PaperEpsilon(epsilon=epsilon, formula=facts.paper_formula, valid=not faults, reason="; ".join(faults) or held)
@@ -184,10 +184,12 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
     else:
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
         if facts.trusted_server:
-            lines.append("the server is trusted to add the shares that the clients of a round leave missing")
-        lines.append("clients do not pool what they know of their shares of the noise")
+            lines.append("the server is trusted to add the shares of noise that are missing in a round")
+        lines.append("clients do not combine their knowledge of their shares of the noise")
     if facts.cohort_shows:
-        lines.append("who takes part may be known: sampling lowers no cost, and a client is replaced by one whose update is zero")
+        lines.append(
+            "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
+        )
     elif 0 < release.expected_cohort < release.num_clients:
         size = ", nor its size: not from logs or timing either" if facts.secret_cohort else ""
         lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
@@ -202,7 +204,7 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
 
 
 def _made(facts: ClientLevelFacts) -> str:
-    """What a client makes of its own noised update."""
+    """Return the function of its own noised update that a client sends, in words."""
     levels = facts.quantization_levels
     parts = ["top-k"] if facts.keep_ratio < 1 else []
     return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])

@@ -11,7 +11,7 @@ class DPFedAvg(DPStrategy):
     """Federated averaging with client-level differential privacy; the server is trusted and adds the noise.
 
     Works with any Flower client that replies with its trained model in one `arrays` record, and with the clients of
-    `flower_dp.clients`. Updates are clipped on the server in any case; example counts weigh nothing.
+    `flower_dp.clients`. Updates are clipped on the server in any case, and not weighted by example counts.
 
     >>> from flower_dp.core.sampling import PoissonSampling
     >>> from flower_dp.strategies import DPFedAvg

@@ -10,7 +10,7 @@ from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, paper_faults, update_terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, update_terms, violated_conditions
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts, state
@@ -19,21 +19,21 @@ from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts, s
 from flower_dp.strategies.strategy import DPStrategy
 
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
-# More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
+# The norm of a Gaussian vector exceeds its mean by more standard deviations than this with probability e^-50, which is 2e-22.
 _NORM_DEVIATIONS = 10.0
 
 
 class Control(Protocol):
-    """A vector that the server sends beside the model, and that follows from the messages (SCAFFOLD's c)."""
+    """A vector that the server sends with the model and computes from the messages (SCAFFOLD's c)."""
 
     def begin(self) -> None:
         """Forget the last run."""
 
     def vector(self, size: int) -> np.ndarray:
-        """Return what is sent beside a model of so many parameters [d], float32."""
+        """Return the vector that is sent with a model of `size` parameters [d], float32."""
 
     def learn(self, collected: Collected, *, divisor: float, num_clients: int) -> None:
-        """Take the messages of a round; an update is `divisor` = E eta long for a mean gradient of 1."""
+        """Update the vector by the messages of a round; an update is `divisor` = E eta times a mean gradient."""
 
     def longest(self, sum_norm: float) -> float:
         """Return the largest norm of a mean gradient and its correction, given that of the noised gradient."""
@@ -44,12 +44,12 @@ class Control(Protocol):
 
 
 class DPFedPAQRules:
-    """The rules of DP-FedPAQ; its arguments are those of `DPFedPAQ`, and what else Scaffold is made of.
+    """The rules of DP-FedPAQ; its arguments are those of `DPFedPAQ`, and three more that `Scaffold` sets.
 
     Args:
         name: the method's name on the wire.
         title: the method's name for people.
-        control: a vector that is sent beside the model; None for none.
+        control: a vector that is sent with the model; None for none.
     """
 
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
@@ -77,7 +77,7 @@ class DPFedPAQRules:
         self.steps = steps
         if not isinstance(sampling, _SAMPLERS):
             words = ", ".join(kind.__name__ for kind in _SAMPLERS)
-            raise ValueError(f"sampling={sampling!r}: must be one of {words}; every message is seen, so none amplifies anything")
+            raise ValueError(f"sampling={sampling!r}: must be one of {words}; the server sees who takes part, so none amplifies")
         self.sampling = sampling
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform")
@@ -86,7 +86,7 @@ class DPFedPAQRules:
         self._epsilon = epsilon
         check_count("epsilon", epsilon, num_clients)
         self.begin()
-        for size in values_in(num_records):  # finds everything impossible, without any calibration
+        for size in values_in(num_records):  # refuses impossible values, without a calibration
             update_terms(steps=steps, epsilon=math.inf, delta=delta, num_replies=1, num_records=size)
         for budget in values_in(epsilon):
             self._terms(budget, steps.num_records, 1)
@@ -114,7 +114,7 @@ class DPFedPAQRules:
             self.control.begin()
 
     def plan(self, num_rounds: int) -> None:
-        """Remember the number of rounds: it tells how often a client replies."""
+        """Remember the number of rounds, which determines how often a client replies."""
         self._planned_rounds = num_rounds
 
     def open(self, names: tuple[str, ...]) -> None:
@@ -133,7 +133,7 @@ class DPFedPAQRules:
         return self.books.why_stop()
 
     def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return those of the drawn who can pay."""
+        """Return the drawn clients whose budget covers one more reply."""
         return self.books.able(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
@@ -145,17 +145,17 @@ class DPFedPAQRules:
         return self.books.noise_multiplier(names)
 
     def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
-        """Return terms, and weights of 1: a message that is alone goes out as it was quantised."""
+        """Return terms, and weights of 1: a row that is sent alone is sent as it was quantised."""
         return self.books.order(names, [1.0] * len(names))
 
     def beside(self, size: int) -> np.ndarray | None:
-        """Return what is sent beside the model [d], None for nothing."""
+        """Return the vector that is sent with the model [d]; None for none."""
         return None if self.control is None else self.control.vector(size)
 
     def bounds(self, now: Round) -> Bounds:
-        """Return the longest honest sum of rows; the server does not clip what carries its own noise."""
+        """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
         size, factor = now.layout.size, -self.steps.update_factor(now.server_round)
-        stretch = 1.0 if self.quantization_levels is None else compression.qsgd_stretch(size, self.quantization_levels)
+        ratio = 1.0 if self.quantization_levels is None else compression.qsgd_stretch(size, self.quantization_levels)
 
         def row(name: str) -> float:
             noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
@@ -165,17 +165,17 @@ class DPFedPAQRules:
             divisor = self._divisor(now.server_round)
             return divisor * self.control.longest(longest / divisor)
 
-        return Bounds(clip_norm=None, step=0.0, honest_norm=lambda names: stretch * sum(row(name) for name in names))
+        return Bounds(clip_norm=None, step=0.0, honest_norm=lambda names: ratio * sum(row(name) for name in names))
 
     def _divisor(self, server_round: int) -> float:
-        """Return how long an update is for a mean gradient of 1: E eta."""
+        """Return the ratio of an update to the mean gradient: E eta."""
         return self.steps.num_local_steps * self.steps.step_size(server_round)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
-        """Return the model moved by the mean of the messages that came.
+        """Return the model moved by the mean of the received messages.
 
         Raises:
-            RoundLeftOut: if none came.
+            RoundLeftOut: if there are none.
         """
         if not collected.clients:
             raise RoundLeftOut("no client has answered")
@@ -191,7 +191,7 @@ class DPFedPAQRules:
         return factor * noise, factor * self.steps.longest_sum
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what each would send alone: messages carry their own noise, and who takes part is public."""
+        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
 
     @property
@@ -202,7 +202,7 @@ class DPFedPAQRules:
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost to the client who paid most."""
+        """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
     # Statement
@@ -218,7 +218,7 @@ class DPFedPAQRules:
         sizes = self.books.num_records.values()
         whole = bool(sizes) and all(size == steps.num_records for size in sizes)
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        secret = () if whole else ("which of its records a client takes is known to it alone",)
+        secret = () if whole else ("only the client knows which of its records it takes",)
         return state(
             local_facts(self.title, self.books, self.sampling, facts),
             noise=self._noise_numbers(),
@@ -244,7 +244,7 @@ class DPFedPAQRules:
         return numbers
 
     def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
-        """The paper's epsilon of one round, added up over the replies that there were, of the client whom it costs most."""
+        """The paper's epsilon of one round, added up over the replies of the client whom it costs most."""
         worst: tuple[float, float, float, int] | None = None
         for name, ledger in self.books.ledgers.items():
             release, replies = self.books.terms[name].release, ledger.num_charges
@@ -260,7 +260,7 @@ class DPFedPAQRules:
         if worst is None:
             return None
         total, each, part, replies = worst
-        faults = paper_faults(each, part)
+        faults = violated_conditions(each, part)
         if facts.seeded_noise:
             faults.append("noise came from a fixed seed")
         note = (
@@ -276,7 +276,7 @@ class DPFedPAQRules:
 
 
 class DPFedPAQArguments(Options, total=False):
-    """What `DPFedPAQ` takes; see there and `Options`."""
+    """The arguments of `DPFedPAQ`; see there and `Options`."""
 
     steps: Required[FedPAQSteps]
     sampling: Required[Sampler]
@@ -293,21 +293,21 @@ class DPFedPAQ(DPStrategy):
 
     In each round M of N clients draw E b of their n_i records without replacement, take E local steps on means of b clipped
     gradients, add Gaussian noise from their own budget to the update, round it at random and without bias to a few levels
-    (QSGD), and send that. The model moves by the mean of the messages that came.
+    (QSGD), and send that. The model moves by the mean of the received messages.
 
     All replies of a client together are (epsilon_i, delta)-differentially private for each of its records under replace-one,
-    against everyone who sees them. `FedPAQSteps.sensitivity` names how it is proved how far one record moves an update. The
+    against everyone who sees them. `FedPAQSteps.sensitivity` names the proof of an update's sensitivity to one record. The
     client's own choice of records amplifies; the choice of clients does not, since the server sees it.
 
     Args:
-        steps: what both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
+        steps: the parameters that both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
         sampling: who takes part in a round: `FixedSizeSampling` (the paper's), `RoundRobinSampling` or `FullSampling`.
         num_clients: number of clients (paper: N).
         num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
         epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
         delta: of every budget.
         quantization_levels: levels above 0 of what clients send (paper: s); None: float32.
-        num_replies: the most replies of a client. By default as many as the rounds need in turn (round robin); with
+        num_replies: the most replies of a client. By default as many as the rounds need (round robin, or all clients); with
             `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
         words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
 

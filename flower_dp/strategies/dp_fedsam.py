@@ -1,4 +1,4 @@
-"""DP-FedSAM and DP-FedSAM-top_k (Shi, Wei, Shen et al. 2023): flat minima lose less to clipping and noise."""
+"""DP-FedSAM and DP-FedSAM-top_k (Shi, Wei, Shen et al. 2023): SAM on the clients, clipped updates and noise."""
 
 from typing import Unpack
 
@@ -10,7 +10,7 @@ _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
 
 
 class DPFedSAMArguments(ClientLevelArguments, total=False):
-    """What `DPFedSAM` takes."""
+    """The arguments of `DPFedSAM`."""
 
     keep_ratio: float
     quantization_levels: int | None
@@ -23,21 +23,21 @@ class DPFedSAM(DPStrategy):
     """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.LocalTraining(sam_radius=...)`).
 
     With `placement="distributed"` (the paper's) every client adds its share of the noise, std z C / sqrt(m), to its own clipped
-    update, and the sum has std z C. Here m is the largest cohort that there can be, a public number, and the server adds the
-    shares that are missing: the paper's m, the clients that were drawn, would tell each of them how many there are, which the
-    amplification by sampling counts on nobody to know. With `trusted_server=False` nobody adds missing shares: m is then the
-    fewest clients that must answer (`min_reply_ratio` of those drawn), with fewer the round is not released, and nothing is
+    update, and the noise of the sum has std z C. Here m is the largest possible cohort, a public number, and the server adds the
+    missing shares. The paper's m, the number of drawn clients, would be revealed to each of them, and the amplification by
+    sampling holds only if nobody knows it. With `trusted_server=False` nobody adds missing shares. Then m is the smallest number
+    of clients that must answer (`min_reply_ratio` of those drawn), a round with fewer replies is not released, and nothing is
     amplified. With `placement="central"` the server adds all noise.
 
-    `keep_ratio` < 1 is DP-FedSAM-top_k: after the noise only that part of the coordinates is kept, those of largest magnitude.
+    `keep_ratio` < 1 is DP-FedSAM-top_k: after the noise only this part of the coordinates is kept, those of largest magnitude.
     Under central placement they are chosen from the noised mean, which costs nothing (post-processing). Under distributed
-    placement every client chooses from its own noised update, as in the paper; that is *not* post-processing of the noised
-    sum, so the tight epsilon then rests on each client's own share alone and is very large. The paper's value stays in the
-    statement, flagged as not valid.
+    placement every client chooses from its own noised update, as in the paper; that is *not* post-processing of the noised sum,
+    so the tight epsilon then rests on each client's own share alone and is very large. The paper's value stays in the statement,
+    flagged as not valid.
 
-    With `quantization_levels` every client rounds its own noised update at random to so few levels (QSGD, `DPFedPAQ`), and sends
-    a few bits a coordinate. The same holds: a single quantised message is no function of the noised sum. Distributed placement
-    only, since nothing else is private when it leaves a client.
+    With `quantization_levels` every client rounds its own noised update at random to so many levels (QSGD, `DPFedPAQ`), and sends
+    a few bits a coordinate. As with top-k, a single quantised message is not a function of the noised sum. Distributed placement
+    only, since under central placement a client's message has no noise.
 
     >>> from flower_dp.core.sampling import PoissonSampling
     >>> from flower_dp.strategies import DPFedSAM

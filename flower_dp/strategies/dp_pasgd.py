@@ -105,7 +105,7 @@ class DPPASGDRules:
         self.best: BestModel | None = None
 
     def plan(self, num_rounds: int) -> None:
-        """Do nothing: the noise is made for `num_steps`, however many rounds there are."""
+        """Do nothing: the noise is calibrated for `num_steps`, for any number of rounds."""
 
     def open(self, names: tuple[str, ...]) -> None:
         """Open both ledgers for every client, on the terms of its own budget and batch size."""
@@ -116,16 +116,16 @@ class DPPASGDRules:
         self.resources.open(names)
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return which budget is spent, if one is."""
+        """Return which budget is spent; None if none is."""
         privacy = self.books.why_stop() and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
         return " and ".join(reason for reason in (privacy, self.resources.why_stop()) if reason) or None
 
     def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return those who can pay: all, until the run ends."""
+        """Return the drawn clients whose budget covers one more reply: all, until the run ends."""
         return self.books.able(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the steps of one reply to each client, and what they cost it."""
+        """Charge the steps of one reply, and their resources, to each client."""
         self.books.charge(names)
         self.resources.charge(names)
 
@@ -138,7 +138,7 @@ class DPPASGDRules:
         return self.books.order(names, [1.0] * len(names))
 
     def bounds(self, now: Round) -> Bounds:
-        """Return the longest honest sum."""
+        """Return a bound on the norm of an honest sum."""
         start, dimension = float(l2_norms(now.vector.astype(np.float64))), now.layout.size
 
         def honest_norm(names: Sequence[str]) -> float:
@@ -155,9 +155,9 @@ class DPPASGDRules:
         return self.steps.longest(server_round, start=start, gradient=gradient, noise=float(noise))
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
-        """Return the plain mean of the models whose devices have answered; without any, the last model."""
-        heard = len(collected.clients)
-        return np.asarray(now.vector + collected.total / heard) if heard else now.vector
+        """Return the plain mean of the models of the devices that have answered; without any, the last model."""
+        replied = len(collected.clients)
+        return np.asarray(now.vector + collected.total / replied) if replied else now.vector
 
     def outlook(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise that all steps leave in the mean, and of the longest movement without it."""
@@ -167,25 +167,25 @@ class DPPASGDRules:
         return rate * noise, rate * steps * self.clip_norm
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what came up: messages carry their own noise, and who takes part is public."""
+        """Return the mean size of a device's message; it reveals nothing, since messages are private."""
         return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
 
     @property
     def charges(self) -> object:
-        """How many replies were charged to each client, and which model is the best."""
+        """The number of replies charged to each client, and which model is the best."""
         best = None if self.best is None else (self.best.server_round, self.best.num_seen)
         replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
         return (self.books.num_rounds, self.books.num_unasked, best, *replies)
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost to the client who paid most."""
+        """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
     @property
     def cost_per_device(self) -> float | None:
-        """What the device that spent most has spent; None where nothing has a price."""
-        return self.resources.largest if self.resources.budget.has_prices else None
+        """The largest resource cost of a device; None if no costs were given."""
+        return self.resources.largest if self.resources.budget.has_costs else None
 
     def _agreed(self, delta: float, epsilon: float, batch_size: int, num_records: int) -> Terms:
         return step_terms(
@@ -210,14 +210,14 @@ class DPPASGDRules:
                 num_steps=self.num_steps,
                 num_local_steps=self.steps.num_local_steps,
                 batch_sampling=self.batch_sampling,
-                resources=self.resources.line() if self.resources.budget.has_prices and self.books.num_rounds else None,
+                resources=self.resources.line() if self.resources.budget.has_costs and self.books.num_rounds else None,
                 chosen=self.best.in_words() if self.best is not None else None,
             )
         )
 
 
 class DPPASGDArguments(Options, total=False):
-    """What `DPPASGD` takes; see there and `Options`."""
+    """The arguments of `DPPASGD`; see there and `Options`."""
 
     num_clients: Required[int]
     batch_size: Required[int | Sequence[int] | Mapping[str, int]]
@@ -246,8 +246,8 @@ class DPPASGD(DPStrategy):
     answer. All K steps together are (epsilon, delta)-differentially private for each record of a device, replaced by another,
     against everyone who sees its messages: local differential privacy.
 
-    The result's model is the best by `evaluate_fn`, the initial one among them; without an `evaluate_fn`, or where it returns
-    nothing, the last. Give it public data: the choice then costs nothing.
+    The result's model is the best by `evaluate_fn`, the initial one included; without an `evaluate_fn`, or if it returns nothing,
+    the last. Let `evaluate_fn` use public data: then the choice costs nothing.
 
     A run ends before the round that would pass the privacy budget (`num_steps`) or the resource budget (`max_cost`), and its
     statement says which; `rules.resources.costs` has the cost of every device.
@@ -260,7 +260,7 @@ class DPPASGD(DPStrategy):
         delta: in (0, 1).
         num_steps: local steps that the noise is made for (paper: K), a multiple of `num_local_steps`.
         num_local_steps: steps of a device in a round (paper: tau).
-        learning_rate: the devices' step size in round 1 (paper: eta); here it says how far an honest device can move.
+        learning_rate: the devices' step size in round 1 (paper: eta); the server uses it to bound the norm of an honest update.
         learning_rate_decay: the step size shrinks by this part every round.
         weight_decay: L2 coefficient of the devices' loss.
         batch_sampling: `fixed-size`, without amplification as in the paper, or `poisson`, with it.
@@ -325,7 +325,7 @@ class DPPASGD(DPStrategy):
         best = BestModel(evaluate_fn, self.rules.best_by) if evaluate_fn else None
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            self.rules.best = best  # a run forgets the last one's before its first model is evaluated
+            self.rules.best = best  # reset before the run's first model is evaluated
             return best(server_round, arrays) if best else None
 
         result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate)

@@ -8,14 +8,14 @@ from flower_dp.strategies.local_statement import LocalFacts, state
 
 _FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
 _BATCHES = {
-    "fixed-size": "a batch of fixed size drawn anew in each, accounted as if every record were in all of them",
-    "poisson": "every record in the batch of each by itself, with probability batch_size / num_records",
+    "fixed-size": "a batch of fixed size drawn anew in every step, accounted as if every record were in all of them",
+    "poisson": "each record in the batch of every step independently with probability batch_size / num_records",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPPASGDFacts:
-    """What the statement of DP-PASGD tells besides that of all methods with local noise.
+    """Facts for the statement of DP-PASGD, besides those of all methods with local noise.
 
     Attributes:
         local: facts of every such method.
@@ -24,7 +24,7 @@ class DPPASGDFacts:
         num_steps: steps that the noise is made for.
         num_local_steps: steps of a round.
         batch_sampling: `fixed-size` or `poisson`.
-        resources: what the run has cost a device, in words; None where nothing has a price.
+        resources: the resources that the run has cost a device, in words; None if no costs were given.
         chosen: which model the server chose, in words; None if it is the last.
     """
 
@@ -54,7 +54,7 @@ def state_dp_pasgd(facts: DPPASGDFacts) -> PrivacyStatement:
 
 
 def _assumptions(facts: DPPASGDFacts) -> list[str]:
-    lines = ["the model that leaves a client is made of its noised steps alone, so it costs what they cost together"]
+    lines = ["the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"]
     if facts.batch_sampling == "poisson":
         lines.append("which records are in a batch is known to the client alone")
     if facts.chosen:
@@ -73,7 +73,7 @@ def _noise_numbers(facts: DPPASGDFacts) -> dict[str, float]:
 
 
 def _paper(facts: DPPASGDFacts) -> PaperEpsilon | None:
-    """The paper's epsilon, for the noise and the steps that there were, of the client whom it costs most."""
+    """The paper's epsilon, for the noise and the steps of the run, of the client whom it costs most."""
     values = []
     for name, ledger in facts.local.ledgers.items():
         terms = facts.local.terms[name]
@@ -93,5 +93,5 @@ def _paper(facts: DPPASGDFacts) -> PaperEpsilon | None:
         return None
     if facts.local.run.seeded_noise:
         return PaperEpsilon(epsilon=max(values), formula=_FORMULA, valid=False, reason="noise came from a fixed seed")
-    reason = "zero-concentrated differential privacy, for the noise that there was and without any amplification"
+    reason = "zero-concentrated differential privacy, for the noise of the run, without amplification"
     return PaperEpsilon(epsilon=max(values), formula=_FORMULA, valid=True, reason=reason)

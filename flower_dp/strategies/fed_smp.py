@@ -22,7 +22,7 @@ class RandomMask:
         self._drawn: tuple[tuple[int, int], np.ndarray] | None = None
 
     def draw(self) -> None:
-        """Choose the seed of the next round; it is public, and no data chooses it."""
+        """Choose the seed of the next round; it is public and does not depend on data."""
         self._seed = secrets.randbits(63)
 
     def indices(self, length: int) -> np.ndarray:
@@ -41,7 +41,7 @@ class RandomMask:
 
 
 class FedSMPArguments(ClientLevelArguments, total=False):
-    """What `FedSMP` takes."""
+    """The arguments of `FedSMP`."""
 
     keep_ratio: float
     placement: str
@@ -54,8 +54,8 @@ class FedSMP(DPStrategy):
 
     In each round the server draws one random mask of `keep_ratio` of the coordinates and sends its seed. Every client masks its
     update, clips what is kept to L2 norm `clip_norm`, and adds its share of the noise there; the other coordinates are 0 and
-    carry no noise. The mask does not depend on data, so it costs no privacy: epsilon is that of the noised sum. Clipping a part
-    of the coordinates clips less, and less noise reaches the model. The update is not scaled by d / k.
+    carry no noise. The mask does not depend on data, so it costs no privacy: epsilon is that of the noised sum. A masked update
+    is shorter, so it is clipped less, and less noise reaches the model. The update is not scaled by d / k.
 
     >>> from flower_dp.core.sampling import PoissonSampling
     >>> from flower_dp.strategies import FedSMP

@@ -1,4 +1,4 @@
-"""FedSGD-DPC (Zhou et al.): local gradients with noise for a budget of each client, round robin."""
+"""FedSGD-DPC (Zhou et al.): local gradients with noise by each client's own budget, round robin."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ class FedSGDDPCRules:
         self._planned_rounds: int | None = None
 
     def plan(self, num_rounds: int) -> None:
-        """Remember the number of rounds: it tells how often a client replies."""
+        """Remember the number of rounds, which determines how often a client replies."""
         self._planned_rounds = num_rounds
 
     def open(self, names: tuple[str, ...]) -> None:
@@ -107,7 +107,7 @@ class FedSGDDPCRules:
         return self.books.why_stop()
 
     def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return those of the drawn who can pay."""
+        """Return the drawn clients whose budget covers one more reply."""
         return self.books.able(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
@@ -123,7 +123,7 @@ class FedSGDDPCRules:
         return self.books.order(names, [self._weight(name) for name in names])
 
     def bounds(self, now: Round) -> Bounds:
-        """Return the longest honest sum."""
+        """Return a bound on the norm of an honest sum."""
         return self.books.bounds(now, self._weight)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
@@ -142,11 +142,11 @@ class FedSGDDPCRules:
         return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what each would send alone: messages carry their own noise, and who takes part is public."""
+        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
 
     def _weight(self, name: str) -> float:
-        """Return what a client's row counts: N/b times its share."""
+        """Return the weight of a client's row: N/b times its share."""
         return self.books.share(name) * self.num_clients / self.cohort_size
 
     @property
@@ -156,7 +156,7 @@ class FedSGDDPCRules:
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost to the client who paid most."""
+        """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
     def step_size(self, server_round: int) -> float:
@@ -221,7 +221,7 @@ class FedSGDDPCRules:
         return numbers
 
     def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
-        """The paper's epsilon, for the noise and the replies that there were, of the client whom it costs most."""
+        """The paper's epsilon, for the noise and the replies of the run, of the client whom it costs most."""
         values = {}
         for name, ledger in self.books.ledgers.items():
             release, replies = self.books.terms[name].release, ledger.num_charges
@@ -254,7 +254,7 @@ class FedSGDDPCRules:
                 epsilon=largest,
                 formula=_FORMULAS["laplace"],
                 valid=True,
-                reason="for replace-one, and with the true number of replies in the place of the expected one",
+                reason="for replace-one, and with the true number of replies instead of the expected one",
             )
         return PaperEpsilon(
             epsilon=largest,
@@ -265,7 +265,7 @@ class FedSGDDPCRules:
 
 
 class FedSGDDPCArguments(Options, total=False):
-    """What `FedSGDDPC` takes; see there and `Options`."""
+    """The arguments of `FedSGDDPC`; see there and `Options`."""
 
     mechanism: Required[str]
     num_clients: Required[int]

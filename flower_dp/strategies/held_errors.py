@@ -1,4 +1,4 @@
-"""Errors that Flower logs in this process, held back while a question is asked whose refusal is an answer."""
+"""Errors that Flower logs in this process, held back while a node is asked a question that it may not understand."""
 
 import logging
 from types import TracebackType
@@ -8,7 +8,7 @@ log = logging.getLogger("flwr")
 
 
 class HeldErrors(logging.Filter):
-    """Within this context errors on Flower's logger wait; on leaving they are logged, but for those that were dropped.
+    """Within this context errors on Flower's logger are held back; on leaving they are logged, except those that were dropped.
 
     A simulation logs every error of a ClientApp in the process of the ServerApp.
 
@@ -40,5 +40,5 @@ class HeldErrors(logging.Filter):
         return False
 
     def drop(self) -> None:
-        """Forget the errors that wait now."""
+        """Forget the errors held back so far."""
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Flower's old server API, `ServerApp(server_fn=...)`, and what an app changes to leave it."""
+"""Flower's old server API, `ServerApp(server_fn=...)`, and how to change an app that uses it."""
 
 _CHANGE = """\
 {name} runs on Flower's Message API; ServerApp(server_fn=...), ServerApp(strategy=...) and start_server are the API before it. \

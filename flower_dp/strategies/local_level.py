@@ -19,19 +19,19 @@ from flower_dp.strategies.rules import Round
 
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
-# Of the norm of a noise vector, above its mean: e^-60 is 1e-26.
+# The norm of a noise vector exceeds its bound with probability e^-60, which is 1e-26.
 NOISE_DEVIATIONS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """The clients of a method with local noise, and what is public of them.
+    """The clients of a method with local noise, and the public facts about them.
 
     Attributes:
         num_clients: how many there are.
         num_records: public data sizes: one number, a sequence in the order of the clients' names, or a mapping by name.
-        num_replies: the most replies of a client; one number, a sequence or a mapping; None: as many as the method plans with.
-        aggregation: `data-size`: clients weigh as their public data sizes; `uniform`: all the same.
+        num_replies: the most replies of a client; one number, a sequence or a mapping; None: as many as the method needs.
+        aggregation: `data-size`: clients are weighted by their public data sizes; `uniform`: equally.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -56,13 +56,14 @@ class Population:
 class ClientBooks:
     """Terms and ledgers of clients who add their own noise in full, each under its own budget, for one run.
 
-    The server charges a client's ledger when it asks the client, and no longer asks who has sent as many replies as its budget
-    pays for; the others go on. The client keeps an account of its own and refuses by it: the server's ledgers are what the
-    statement is computed from, not what protects the client. Replies are weighted with public numbers only.
+    The server charges a client's ledger when it asks the client. It no longer asks a client that has sent as many replies as its
+    budget covers; the others go on. The client keeps its own account, and refuses replies that the account does not cover. The
+    statement is computed from the server's ledgers; they do not protect the client. Replies are weighted with public numbers
+    only.
 
-    A client that sends updates without noise, or without clipping, can't be told from an honest one: under local noise nothing
-    that the server sees depends on it in a known way. It gives up its own privacy; how far it can move the model is bounded by
-    the longest honest reply.
+    A client that sends updates without noise, or without clipping, can't be distinguished from an honest one, since the server
+    does not know the distribution of honest messages. It gives up its own privacy. How far it can move the model is bounded by
+    the largest norm of an honest reply.
 
     Args:
         population: who the clients are.
@@ -87,11 +88,11 @@ class ClientBooks:
         self._costs: dict[tuple[float, tuple[str, ...]], Cost] = {}
 
     def open(self, names: tuple[str, ...], most_replies: int | None, terms_of: Callable[[str, int, int], Terms]) -> None:
-        """Open a ledger for every client, on the terms that were agreed with it.
+        """Open a ledger for every client, with its terms.
 
         Args:
             names: of all clients.
-            most_replies: of one client, where the population names no number; None where nobody knows.
+            most_replies: the most replies of one client, if the population has no number; None if not known.
             terms_of: name, data size, number of replies -> the client's terms.
 
         Raises:
@@ -111,15 +112,15 @@ class ClientBooks:
         self.ledgers = {name: Ledger(owner=name, relation=self.relation) for name in names}
 
     def can_pay(self, name: str) -> bool:
-        """Tell whether a client's budget has one more reply in it."""
+        """Return whether a client's budget covers one more reply."""
         return self.ledgers[name].num_charges < self.terms[name].num_replies
 
     def why_stop(self) -> str | None:
-        """Return that nobody can pay, if so."""
+        """Return that every budget is spent, if so; else None."""
         return None if any(self.can_pay(name) for name in self.ledgers) else "every client's budget is spent"
 
     def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the indices of those drawn who can pay; count the others."""
+        """Return the indices of the drawn clients whose budget covers one more reply; count the others."""
         able = np.asarray([index for index in chosen if self.can_pay(names[index])], dtype=chosen.dtype)
         self.num_unasked += len(chosen) - len(able)
         return able
@@ -137,7 +138,7 @@ class ClientBooks:
         return self.num_records[name] / self._all_records
 
     def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the least noise multiplier; clients work by their own, and have policies that ask for some noise at all."""
+        """Return the least noise multiplier of these clients, for their policies; clients use their own for the noise."""
         return min(self.terms[name].release.mechanism.noise_multiplier for name in names)
 
     def order(self, names: tuple[str, ...], weights: Sequence[float]) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class ClientBooks:
         return asdict(order)
 
     def bounds(self, now: Round, weight_of: Callable[[str], float]) -> Bounds:
-        """Return the longest honest sum of rows; the server does not clip what carries its own noise."""
+        """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
         size = now.layout.size
 
         def honest_norm(names: Sequence[str]) -> float:
@@ -168,7 +169,7 @@ class ClientBooks:
         return Bounds(clip_norm=None, step=0.0, honest_norm=honest_norm)
 
     def cost(self, ledger: Ledger, *, grid: float = 1e-5) -> Cost:
-        """Return the cost of a ledger; equal ledgers are accounted once. A coarser grid would show more than a small budget."""
+        """Return the cost of a ledger; equal ledgers are accounted once. A coarser grid would overstate a small budget."""
         key = (grid, (ledger.relation, *ledger.lines()))
         if key not in self._costs:
             self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=grid)
@@ -176,7 +177,7 @@ class ClientBooks:
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost of all replies so far to the client who paid most."""
+        """An upper bound of the largest cost of a client, over all replies so far."""
         return max((self.cost(ledger, grid=1e-4).epsilon for ledger in self.ledgers.values()), default=0.0)
 
 

@@ -19,7 +19,7 @@ _LISTED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFacts:
-    """All that the statement is made of.
+    """The facts from which the statement is made.
 
     Attributes:
         title: the method's name.
@@ -47,7 +47,7 @@ class LocalFacts:
 
 
 def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts) -> LocalFacts:
-    """Return the facts of a method's books."""
+    """Return the facts from a method's client ledgers."""
     return LocalFacts(
         title=title,
         relation=books.relation,
@@ -79,9 +79,9 @@ def state(
         noise: the method's numbers.
         paper: the paper's epsilon of the worst client.
         sampling: who was asked, in words.
-        assumptions: what this method leans on besides.
-        incidents: what happened besides.
-        adversaries: where adversaries see different things; the statement's epsilon is the largest.
+        assumptions: further assumptions of this method.
+        incidents: further incidents.
+        adversaries: the adversaries, if they see different things; the statement's epsilon is the largest.
     """
     costs = dict(facts.costs)
     worst = max(costs, key=lambda name: costs[name].epsilon, default=None)
@@ -151,7 +151,7 @@ def _client_costs(costs: dict[str, float]) -> ClientCosts | None:
 def _assumptions(facts: LocalFacts) -> list[str]:
     lines = [
         "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
-        "and can't be told from an honest one",
+        "and can't be distinguished from an honest one",
         "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
     ]
     if facts.run.seeded_noise:

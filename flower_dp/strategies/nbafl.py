@@ -1,4 +1,4 @@
-"""NbAFL (Wei et al. 2020): clipped weights with noise from every client, and noise on what the server broadcasts."""
+"""NbAFL (Wei et al. 2020): clipped weights with noise from every client, and noise on the server's broadcasts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts, split
 from flower_dp.strategies.strategy import DPStrategy
 
-# The server's noise is drawn on a lattice that much finer than the broadcast's.
+# The server's noise is drawn on a lattice that is finer than the broadcast's by this factor.
 _FINER = 2.0**10
 
 
@@ -79,7 +79,7 @@ class NbAFLRules:
         self.participant_ledgers: dict[str, Ledger] = {}
 
     def plan(self, num_rounds: int) -> None:
-        """Compute the paper's downlink noise for so many rounds."""
+        """Compute the paper's downlink noise for `num_rounds` rounds."""
         self.planned_rounds = num_rounds
         if math.isinf(self.paper_epsilon) or not num_rounds:
             return
@@ -131,7 +131,7 @@ class NbAFLRules:
         return self.books.why_stop()
 
     def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return those of the drawn who can pay."""
+        """Return the drawn clients whose budget covers one more reply."""
         return self.books.able(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
@@ -147,7 +147,7 @@ class NbAFLRules:
         return self.books.order(names, [self.books.share(name) for name in names])
 
     def bounds(self, now: Round) -> Bounds:
-        """Return the longest honest sum."""
+        """Return a bound on the norm of an honest sum."""
         return self.books.bounds(now, self.books.share)
 
     def outlook(self, dimension: int) -> tuple[float, float]:
@@ -156,7 +156,7 @@ class NbAFLRules:
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what each would send alone: messages carry their own noise, and who takes part is public."""
+        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
 
     @property
@@ -167,11 +167,11 @@ class NbAFLRules:
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost to the client who paid most."""
+        """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
-        """Return the noised average of what came in, the next broadcast; charge it."""
+        """Return the next broadcast, the noised average of the replies, and charge it."""
         shares = {name: self.books.share(name) for name in collected.clients}
         all_shares = sum(shares.values())
         if not shares:
@@ -200,14 +200,15 @@ class NbAFLRules:
     def added_noise_std(self, parts: Sequence[float]) -> float:
         """Return the std of the noise that the server adds to an average with these weights, which sum to 1.
 
-        It is sigma_D for K equal weights. In general the noise on a broadcast, the server's and the average of the clients', is
-        max(parts) x K as large as then, at least: the ratio of noise to a client's part never falls.
+        It is sigma_D for K equal weights. In general the total noise on a broadcast, the server's and the average of the
+        clients', is at least max(parts) x K times as large as with K equal weights: the ratio of noise to a client's part never
+        falls.
         """
         full = math.sqrt(self.downlink_noise_std**2 + self.uplink_noise_std**2 / self.cohort_size)
         wanted = max(parts) * self.cohort_size * full
         there = self.uplink_noise_std**2 * sum(part**2 for part in parts)
         missing = wanted**2 - there
-        # Equal clients, all there: what is missing is sigma_D, but for rounding.
+        # For a full round of equal clients the missing noise is sigma_D, up to rounding.
         return math.sqrt(missing) if missing > 1e-12 * there else 0.0
 
     def _charge_broadcast(self, parts: Mapping[str, float], std: float) -> None:
@@ -216,7 +217,7 @@ class NbAFLRules:
         self.least_broadcast_std = min(self.least_broadcast_std, total)
         two_largest = sorted(parts.values(), reverse=True)[:2]
         for name, part in parts.items():
-            # Another client in the average knows its own noise and subtracts it; the one with the largest part knows most.
+            # Another client in the average can subtract its own noise; the one with the largest part knows most of the noise.
             others = two_largest[1:] if part == two_largest[0] else two_largest[:1]
             known = self.uplink_noise_std**2 * max(others, default=0.0) ** 2
             left = math.sqrt(max(0.0, total**2 - known))
@@ -252,7 +253,7 @@ class NbAFLRules:
 
 
 class NbAFLArguments(Options, total=False):
-    """What `NbAFL` takes; see there and `Options`."""
+    """The arguments of `NbAFL`; see there and `Options`."""
 
     num_clients: Required[int]
     num_records: Required[int | Sequence[int] | Mapping[str, int]]
@@ -273,13 +274,13 @@ class NbAFL(DPStrategy):
     sigma_U = c L (2 C / m) / epsilon, c = sqrt(2 ln(1.25/delta)). The server averages them with weights p_i, adds noise of std
     sigma_D, and broadcasts the result.
 
-    The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies came in*, so that the
-    average is one. That is post-processing of messages that are private on their own. A smaller average hides a client less from
-    those who see broadcasts only, so sigma_D grows then: whoever is missing and however unequal the p_i, a broadcast's noise is
-    at least as large against any client's part in it as in a full round of equal clients.
+    The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies were received*, so that
+    they add up to one. That is post-processing of messages that are private on their own. An average over fewer clients hides a
+    client less from adversaries who see broadcasts only, so sigma_D grows then. For any dropouts and any p_i, the ratio of a
+    broadcast's noise to any client's part in it is at least that of a full round of equal clients.
 
-    Two adversaries are told apart in the statement: who sees a client's messages, and who sees the broadcasts only. The ledgers
-    rest on what clipping proves, a sensitivity of 2 C for all of a client's records together; the paper's 2 C / m is assumed.
+    The statement distinguishes adversaries who see a client's messages and those who see the broadcasts only. The ledgers use the
+    sensitivity that clipping proves, 2 C for all of a client's records together; the paper's 2 C / m is an assumption.
 
     Args:
         num_clients: number of clients (paper: N).
@@ -287,7 +288,7 @@ class NbAFL(DPStrategy):
         clip_norm: L2 bound of a client's weights (paper: C).
         epsilon: the paper's epsilon; math.inf: no noise, not private.
         delta: the paper's delta, and the delta of the statement.
-        uplink_exposures: how many replies of a client the uplink noise is made for (paper: L).
+        uplink_exposures: the number of a client's replies for which the uplink noise is calibrated (paper: L).
         cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
         num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
         min_records: the fewest records of any client (paper: m); None: of `num_records`.

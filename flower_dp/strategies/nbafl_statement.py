@@ -16,7 +16,7 @@ from flower_dp.strategies.local_statement import LocalFacts, state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NbAFLFacts:
-    """What the statement of NbAFL tells besides that of all methods with local noise.
+    """Facts for the statement of NbAFL, besides those of all methods with local noise.
 
     Attributes:
         local: facts of every such method; its ledgers are those of the uplink.
@@ -31,9 +31,9 @@ class NbAFLFacts:
         cohort_size: clients a round.
         uplink_noise_std: of every client.
         downlink_noise_std: the paper's, of the server.
-        added_noise_stds: what the server really added, one a broadcast.
+        added_noise_stds: std of the noise that the server added to each broadcast.
         least_broadcast_std: least noise on a broadcast.
-        least_participant_std: the same, less what one participant knows.
+        least_participant_std: the same, without the noise that one participant knows.
     """
 
     local: LocalFacts
@@ -63,7 +63,7 @@ def state_nbafl(facts: NbAFLFacts) -> PrivacyStatement:
     adversaries = (
         Adversary(
             name="the server",
-            sees=f"every message of a client, at most {replies} of one; so does who listens to it",
+            sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
             epsilon=uplink.epsilon,
             accountant=uplink.accountant,
             noise_std=facts.uplink_noise_std,
@@ -111,7 +111,7 @@ def _worst(costs: Iterable[Cost], facts: NbAFLFacts) -> Cost:
 
 
 def _paper(facts: NbAFLFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
-    """The epsilon that the paper claims for its noise, and what speaks against it here."""
+    """The epsilon that the paper claims for its noise, and the reasons against it here."""
     if math.isinf(facts.paper_epsilon):
         return None
     faults = []

@@ -1,4 +1,4 @@
-"""What a private evaluation asks for: metrics with public bounds, who evaluates, and the noise."""
+"""The settings of a private evaluation: metrics with public bounds, who evaluates, and the noise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,11 @@ from flower_dp.core.sampling import Sampler, check_sampler
 class PrivateEvaluation:
     """Evaluation of the global model on clients' own data, with client-level differential privacy.
 
-    In every `every`-th round a cohort of its own evaluates the model. Each client's metrics, clipped to public bounds, and a 1
-    that counts it, are one vector of L2 norm at most 1; the sum of the vectors gets Gaussian noise of std `noise_multiplier`,
-    where the method's own noise is added: on the server, or as shares on the clients. It is charged to the method's ledgers
-    before any message leaves. Only the noised sum is used: the value of a metric is its noised sum over the noised count.
+    In every `every`-th round a separate cohort evaluates the model. Each client's metrics, clipped to public bounds, and a 1 that
+    counts the client, form one vector of L2 norm at most 1. The sum of the vectors gets Gaussian noise of std `noise_multiplier`,
+    added like the method's own noise by the server, or as shares by the clients. The evaluation is charged to the method's
+    ledgers before any message is sent. Only the noised sum is used: the value of a metric is its noised sum over the noised
+    count.
 
     Attributes:
         noise_multiplier: std of the noise on the sum of the vectors; 0 makes the run not private.

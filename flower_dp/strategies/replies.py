@@ -1,4 +1,4 @@
-"""Replies: what came back from the nodes of a round, checked, as one row each.
+"""The replies of the nodes in a round: checked, and added up as one row each.
 
 A refused reply counts as if its clients had sent zeros: the sum lacks it, the denominator does not change.
 """
@@ -19,22 +19,22 @@ log = logging.getLogger("flwr")
 
 # Codes of error replies in which the app itself raised an error: unknown, and an exception in the ClientApp.
 APP_RAISED = (0, 2)
-# Of what an exception says that has come with a reply.
+# The longest text of an exception in a reply that is kept.
 _MOST_REASON = 500
 # Of a reply, besides the model's arrays: a stock client's metrics, for example.
 _MOST_ENTRIES = 1000
-# How many times the norm of the longest honest reply a reply's norm may be.
+# The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
 _HONEST_NORMS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """Updates that were asked for and do not count, by what became of them.
+    """The number of requested updates that do not count, by reason.
 
     Attributes:
-        silent: their node did not reply: it is gone, or too slow.
+        silent: the node did not reply; it has left, or is too slow.
         failed: training failed or diverged, or the app raised an error.
-        declined: the client does not do what was asked: its policy, its budget or its release of this package forbids it.
+        declined: the client refused the instruction, because of its policy, its budget or its version of this package.
         rejected: the server refused the reply: it was malformed, not finite, or larger than any honest one.
     """
 
@@ -45,7 +45,7 @@ class Missing:
 
     @property
     def total(self) -> int:
-        """How many they are together."""
+        """The number for all reasons together."""
         return self.silent + self.failed + self.declined + self.rejected
 
     def __add__(self, other: "Missing") -> "Missing":
@@ -68,7 +68,7 @@ class Missing:
 
 @dataclass(slots=True, kw_only=True)
 class Collected:
-    """The sum of a round's accepted updates, and who is in it."""
+    """The sum of a round's accepted updates, and the clients whose updates are in it."""
 
     total: np.ndarray
     clients: list[str] = field(default_factory=list)
@@ -81,14 +81,14 @@ class Collected:
     restarted: list[str] = field(default_factory=list)
 
     def leave_out(self, node: int, names: tuple[str, ...], reason: str, missing: Missing) -> None:
-        """Write down why a node's clients do not count."""
+        """Record why a node's clients do not count."""
         reason = reason[:_MOST_REASON]
         log.warning("node %s: %s", node, reason)
         self.refused |= dict.fromkeys(names, reason)
         self.missing += missing
 
     def add_refused(self, refused: Mapping[str, str]) -> None:
-        """Write down the clients that a node itself has left out."""
+        """Record the clients that a node itself has left out."""
         self.refused |= refused
         failed = sum(reason.startswith(wire.FAILED) for reason in refused.values())
         self.missing += Missing(failed=failed, declined=len(refused) - failed)
@@ -96,7 +96,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a server enforces on the replies of a round.
+    """The limits that a server enforces on the replies of a round.
 
     Attributes:
         clip_norm: L2 bound on the update of one client, which the server enforces by clipping; None where updates carry their
@@ -125,19 +125,19 @@ def collect(
     """Add up the replies of a round; exactly, where they lie on a lattice.
 
     Args:
-        replies: as they came, errors among them.
+        replies: the replies as received, including errors.
         asked: the clients that were asked, by node.
         sent: the messages, with the ids that Flower gave them.
         model: the global model that was sent.
-        bounds: what the server enforces.
-        stock: whether the nodes are stock clients; else a reply without an answer is refused: it says of itself that nothing of
-            what was ordered, noise among it, was done.
+        bounds: the limits that the server enforces.
+        stock: whether the nodes are stock clients. Otherwise a reply without an answer is refused, since its sender has not
+            followed the instruction and may have added no noise.
     """
     collected = Collected(total=np.zeros(model.layout.size, np.float64))
     for node, names, reply in answering_nodes(collected, replies, asked, sent):
         try:
             _add(collected, reply, names, model, bounds, stock)
-        except Exception as error:  # whatever a forged reply may raise, it must not end the run
+        except Exception as error:  # a forged reply may raise any error, and must not end the run
             collected.leave_out(node, names, f"reply refused: {error}", Missing(rejected=len(names)))
     return collected
 
@@ -145,13 +145,13 @@ def collect(
 def answering_nodes(
     collected: Collected, replies: Iterable[Message], asked: Mapping[int, tuple[str, ...]], sent: Sequence[Message]
 ) -> Iterator[tuple[int, tuple[str, ...], Message]]:
-    """Yield every node that replies without an error, its clients and its reply; write down the others."""
+    """Yield every node that replies without an error, its clients and its reply; record the others."""
     nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
     open_nodes = dict(asked)
     for reply in replies:
         node = reply.metadata.src_node_id
         if reply.has_error() and node not in asked:
-            # The SuperLink speaks for a node that is gone.
+            # The SuperLink replies for a node that has left.
             node = nodes.get(reply.metadata.reply_to_message_id, node)
         names = open_nodes.pop(node, None)
         if names is None:
@@ -165,7 +165,7 @@ def answering_nodes(
 
 
 def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], reply: Message) -> None:
-    words = _last_words(reply.error.reason)
+    words = _end_of(reply.error.reason)
     if reply.error.code not in APP_RAISED:
         collected.leave_out(node, names, f"no reply: {words}", Missing(silent=len(names)))
     elif f"{wire.DECLINED}: " in words:
@@ -175,7 +175,7 @@ def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], re
 
 
 def accepted(update: np.ndarray, clients: Sequence[str], bounds: Bounds) -> np.ndarray:
-    """Return what counts of the sum of some clients' updates.
+    """Return the sum of some clients' updates as it counts: clipped, masked and rounded as the bounds say.
 
     Raises:
         ValueError: if it is longer than that of honest clients.
@@ -224,12 +224,12 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Mo
 
 
 def _clipped(update: np.ndarray, bound: float) -> np.ndarray:
-    """Return the update with an L2 norm of at most the bound; exactly as it came if that is what it has."""
+    """Return the update with an L2 norm of at most the bound; unchanged if its norm is within the bound."""
     return update if float(l2_norms(update)) <= bound * (1 - 2.0**-40) else clip_l2(update, bound)
 
 
-def _last_words(reason: str | None) -> str:
-    """Return what an exception said, out of the traceback that Flower's simulation sends along."""
+def _end_of(reason: str | None) -> str:
+    """Return the text of an exception, from the traceback that Flower's simulation sends."""
     tail = (reason or "")[-4 * _MOST_REASON :]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return lines[-1].rpartition(" Message: ")[2].removesuffix("'>") if len(lines) > 1 else tail

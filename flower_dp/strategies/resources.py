@@ -1,4 +1,4 @@
-"""The resource ledger: what rounds cost a device in communication and computation, beside what they cost in privacy."""
+"""The resource ledger: the cost of rounds to a device in communication and computation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from flower_dp.core import checks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceBudget:
-    """What a device pays, in any one unit, and how much of it there is (Hu et al., eq. 8: c1, c2 and C_th).
+    """The resource costs of a device, in any unit, and their limit (Hu et al., eq. 8: c1, c2 and C_th).
 
     Attributes:
         cost_per_aggregation: of a round's messages.
@@ -33,34 +33,34 @@ class ResourceBudget:
         checks.number("cost_per_step", self.cost_per_step, at_least=0)
         if self.max_cost is not None:
             checks.number("max_cost", self.max_cost, above=0)
-            if not self.has_prices:
+            if not self.has_costs:
                 raise ValueError(f"max_cost={self.max_cost:g}: needs cost_per_aggregation or cost_per_step above 0")
 
     @property
-    def has_prices(self) -> bool:
-        """Whether anything costs anything."""
+    def has_costs(self) -> bool:
+        """Whether a cost is above 0."""
         return bool(self.cost_per_aggregation or self.cost_per_step)
 
     def cost(self, *, num_rounds: int, num_steps: int) -> float:
-        """Return what so many rounds with so many steps in all cost a device; the planner's sum, to the last bit."""
+        """Return the cost of these rounds and steps to a device, bit for bit the planner's sum."""
         return float(self.cost_per_aggregation * num_rounds + self.cost_per_step * num_steps)
 
     def allows(self, *, num_rounds: int, num_steps: int) -> bool:
-        """Tell whether that is within the budget."""
+        """Return whether the cost of these rounds and steps is within the budget."""
         return self.max_cost is None or self.cost(num_rounds=num_rounds, num_steps=num_steps) <= self.max_cost
 
 
 class ResourceLedger:
-    """How many rounds every device was asked for, and what they cost it.
+    """The number of rounds in which every device was asked, and their cost.
 
-    A device pays when it is asked, whether or not its reply arrives.
+    A device is charged when it is asked, whether or not its reply arrives.
 
     Args:
-        budget: prices and limit.
+        budget: costs and limit.
         num_local_steps: steps of a round.
 
     Raises:
-        ValueError: if the budget does not pay for one round.
+        ValueError: if the budget is too small for one round.
     """
 
     def __init__(self, budget: ResourceBudget, *, num_local_steps: int) -> None:
@@ -81,16 +81,16 @@ class ResourceLedger:
 
     @property
     def costs(self) -> dict[str, float]:
-        """What every device has spent."""
+        """The resources that every device has spent."""
         return {name: self._of(rounds) for name, rounds in self.num_rounds.items()}
 
     @property
     def largest(self) -> float:
-        """What the device that spent most has spent."""
+        """The largest resource cost of a device."""
         return max(self.costs.values(), default=0.0)
 
     def why_stop(self) -> str | None:
-        """Return that one more round would pass the budget of a device, if so."""
+        """Return that one more round would exceed the budget of a device, if so; else None."""
         most = max(self.num_rounds.values(), default=0)
         if self.budget.allows(num_rounds=most + 1, num_steps=(most + 1) * self.num_local_steps):
             return None

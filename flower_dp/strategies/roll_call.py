@@ -1,7 +1,7 @@
-"""The roll call: nodes say which clients they host, and which methods they run.
+"""The roll call: the server asks nodes which clients they host and which methods they run.
 
-All nodes of a run execute the same ClientApp, so one node's answer tells whether nodes can be asked for names; where they can't,
-as with stock clients, every node is one client.
+All nodes of a run execute the same ClientApp, so the answer of one node shows whether nodes can be asked for names. If they
+can't, as with stock clients, every node is one client.
 """
 
 import json
@@ -21,14 +21,14 @@ from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
 
 log = logging.getLogger("flwr")
 
-# Node id -> the message that asks whom it hosts.
+# Node id -> the message that asks which clients it hosts.
 _Question = Callable[[int], Message]
 
 _ANSWER_SECONDS = 600.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
-# Seconds until a node that could not say whom it hosts is asked again: doubled each time, since a question starts a process.
+# Seconds until a node that could not answer is asked again: doubled each time, since every question starts a process.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
-# What Flower itself says for a ClientApp that has no answer to a question: one of the Message API, and one around a client_fn.
+# Flower's error texts for a ClientApp that does not know the question: one of the Message API, and one around a client_fn.
 _NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
 
@@ -36,9 +36,9 @@ def _properties_query(node: int) -> Message:
     return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
 
 
-# In the order in which an app is asked them, and what it speaks if it answers. Only a `NumPyClient` has properties. Flower has no
-# way to answer a query for an app without a query function, but a mod sees what its train function is asked: a stock one finds no
-# model in that message and raises.
+# The questions in the order in which they are asked, and the dialect of an app that answers. Only a `NumPyClient` has properties.
+# An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train function
+# finds no model in that message and raises.
 _QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
     (partial(wire.roll_call, message_type="query"), MESSAGE_API),
     (_properties_query, NUMPY_CLIENT),
@@ -48,26 +48,26 @@ _QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """What a node says of itself."""
+    """A node's answer: the clients that it hosts, and the methods that they run."""
 
     names: tuple[str, ...]
     methods: frozenset[str]
 
 
 class NoAnswerError(Exception):
-    """A node can't say now whom it hosts, and is not known for a stock client either; the text says why."""
+    """A node can't say now which clients it hosts, and is not known to be a stock client; the text says why."""
 
 
 class RollCall:
-    """Asks nodes whom they host, in the one way that the run's ClientApp understands.
+    """Asks nodes which clients they host, by the question that the run's ClientApp can answer.
 
-    An app counts as stock only where Flower itself says that it has nothing to answer with. An app that fails is not taken for a
-    stock one: its clients may have policies, budgets and names of their own.
+    An app counts as stock only if Flower itself reports that it can't answer. An app that fails in another way is not taken for a
+    stock app: its clients may have names, policies and budgets.
 
     Attributes:
-        dialect: what the nodes' app speaks; None until a node has answered.
-        hosting: whether nodes name the clients that they host; else every node is one stock client.
-        failures: why nodes can't say now whom they host.
+        dialect: the record names that the nodes' app uses; None until a node has answered.
+        hosting: whether nodes name the clients that they host; otherwise every node is one stock client.
+        failures: why nodes can't say now which clients they host.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class RollCall:
         return self._question is not None
 
     def ask(self, grid: Grid, nodes: Iterable[int]) -> dict[int, Hosted]:
-        """Return what these nodes say of themselves; who does not answer now is not in it, and can be asked again.
+        """Return the answers of these nodes. A node that does not answer now is left out, and can be asked again.
 
         Raises:
-            ValueError: if a node can't say whom it hosts.
+            ValueError: if a node's answer is malformed.
         """
         new = sorted(node for node in nodes if self._pauses.get(node, (0.0, 0.0))[1] <= time.monotonic())
         if new and self.dialect is None:
@@ -100,10 +100,10 @@ class RollCall:
         return self._ask(grid, new, self._question)
 
     def _find_out(self, grid: Grid, nodes: list[int]) -> None:
-        """Learn what the run's ClientApp speaks from the first node that tells."""
+        """Find the question that the run's ClientApp answers, and its dialect, from the first node that can tell."""
         if not self._pauses:
             log.info(
-                "Asking nodes whom they host; a stock client knows no such question, and its SuperNode may log that as an error"
+                "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
             )
         for node in nodes:
             try:
@@ -115,29 +115,30 @@ class RollCall:
                 return
 
     def _ask(self, grid: Grid, nodes: list[int], question: _Question) -> dict[int, Hosted]:
+        """Ask nodes which clients they host; a node that does not answer is asked again."""
         hosted = {}
         for reply in _send(grid, [question(node) for node in nodes]):
             node = reply.metadata.src_node_id
             if reply.has_error():
-                self._failed(node, reply.error.reason or "an error without words")
+                self._failed(node, reply.error.reason or "an error without a reason")
                 continue
-            told = _told(reply)
-            if told is None:
+            answer = _read_hosted(reply)
+            if answer is None:
                 raise ValueError(f"node {node} does not say which clients it hosts")
-            hosted[node] = told
+            hosted[node] = answer
             self.failures.pop(node, None)
         return hosted
 
     def _failed(self, node: int, reason: str) -> None:
-        """Write down that a node can't answer now; it is asked again after a pause."""
-        log.warning("node %s can't say whom it hosts: %s", node, reason)
+        """Record that a node can't answer now; it is asked again after a pause."""
+        log.warning("node %s can't say which clients it hosts: %s", node, reason)
         pause = min(2 * self._pauses.get(node, (_FIRST_PAUSE_SECONDS / 2, 0.0))[0], _LONGEST_PAUSE_SECONDS)
         self._pauses[node] = pause, time.monotonic() + pause
         self.failures[node] = reason
 
 
 def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
-    """Find out what a node's app speaks, and the question that it answers; None for a stock client, which answers none.
+    """Find the question that a node's app answers, and its dialect; no question for a stock client.
 
     Raises:
         NoAnswerError: if the node does not answer, or its app fails in a way that a stock client does not.
@@ -158,7 +159,7 @@ def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
                 raise NoAnswerError(reason)
             message_api |= _NO_QUERIES in reason
             reasons.append(reason)
-        elif _told(reply) is not None:
+        elif _read_hosted(reply) is not None:
             return question, dialect
         elif dialect is NUMPY_CLIENT:
             return None, NUMPY_CLIENT
@@ -167,15 +168,15 @@ def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
     if message_api:
         return None, MESSAGE_API
     telling = next((reason for reason in reasons if _NO_SUCH_MESSAGE not in reason), reasons[0])
-    raise NoAnswerError(f"its app fails, and not as a stock client's does: {telling}")
+    raise NoAnswerError(f"its app fails, and it is not known to be a stock client: {telling}")
 
 
 def _send(grid: Grid, messages: list[Message]) -> list[Message]:
     return list(grid.send_and_receive(messages, timeout=_ANSWER_SECONDS))
 
 
-def _told(reply: Message) -> Hosted | None:
-    """Read the names of hosted clients and their methods off either kind of answer; None if the node has no such thing."""
+def _read_hosted(reply: Message) -> Hosted | None:
+    """Read the names of hosted clients and their methods from either kind of answer; None if it has none."""
     for record in list(reply.content.config_records.values())[:_MOST_RECORDS]:
         text = record.get(wire.KEY)
         if isinstance(text, str):

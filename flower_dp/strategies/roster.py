@@ -119,9 +119,11 @@ class Register:
             time.sleep(_POLL_SECONDS)
 
     def _failures(self) -> str:
-        """Say, of one node, why it can't say whom it hosts."""
+        """Say why nodes can't say which clients they host, by the example of one."""
         failures = self._roll_call.failures
-        return next((f"; {len(failures)} can't say whom they host: node {node}: {why}" for node, why in failures.items()), "")
+        return next(
+            (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items()), ""
+        )
 
     def _first(self, grid: Grid) -> Roster:
         names = sorted(name for node in self._there for name in self._names(node))

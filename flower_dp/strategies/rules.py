@@ -1,4 +1,4 @@
-"""Rules: what a method hands to the strategy, and the facts that pass between them."""
+"""Rules: the interface between a method and the strategy, and the data that they exchange."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from flower_dp.wire import Model
 
 
 class Options(TypedDict, total=False):
-    """What every strategy takes besides its method's own words.
+    """The arguments of every strategy besides those of its method.
 
     Attributes:
         report_client_metrics: ask clients for training metrics, which are not private; the statement says so then.
@@ -25,8 +25,8 @@ class Options(TypedDict, total=False):
         noise_seed: for tests only: fixed noise and sampling, which makes the run not private.
         frozen_arrays: names of the model's arrays that are sent and never trained, clipped or noised, such as the causal mask of
             a stock model's state_dict. A reply in which one differs is refused.
-        evaluation: a private evaluation on clients' own data, with methods of one noised sum: see `PrivateEvaluation`.
-        server_optimizer: a Flower strategy that moves the model by the noised one, such as FedAdam: see `ServerOptimizer`.
+        evaluation: a private evaluation on clients' own data, for methods that release one noised sum: see `PrivateEvaluation`.
+        server_optimizer: a Flower strategy that moves the model by the noised mean, such as FedAdam: see `ServerOptimizer`.
     """
 
     report_client_metrics: bool
@@ -52,10 +52,10 @@ def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """What a round did, in numbers.
+    """The numbers of one round.
 
-    Where cohorts are secret (`secret_cohort`), the first four numbers must not leave the server: they tell how many clients took
-    part, which the epsilon counts on nobody to know. `public` leaves them out.
+    If cohorts are secret (`secret_cohort`), `cohort_size`, `replies`, `bytes_down` and `bytes_up` must stay on the server: they
+    reveal how many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
 
     Attributes:
         server_round: 1, 2, ...
@@ -63,11 +63,11 @@ class RoundReport:
         replies: clients whose updates count.
         bytes_down: bytes of arrays and text sent to nodes.
         bytes_up: bytes of arrays and text in the replies that count.
-        bytes_per_client: bytes of arrays that one client sends, as far as they follow from public numbers.
-        seconds: from request to model.
+        bytes_per_client: bytes of arrays that one client sends, as far as public numbers determine them.
+        seconds: time from the requests to the new model.
         epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
         secret_cohort: whether the size of the cohort is secret.
-        cost_per_device: resources that the device that spent most has spent so far; None where the method counts none.
+        cost_per_device: the largest resource cost of a device so far; None if the method counts none.
     """
 
     server_round: int
@@ -82,7 +82,7 @@ class RoundReport:
     cost_per_device: float | None = None
 
     def public(self) -> dict[str, int | float]:
-        """Return the numbers that may be published, by run-config style names."""
+        """Return the numbers that may be published, under names in the style of run-config keys."""
         hidden = ("cohort_size", "replies", "bytes_down", "bytes_up") if self.secret_cohort else ()
         left_out = ("server_round", "secret_cohort", *hidden)
         told = {key: value for key, value in asdict(self).items() if key not in left_out and value is not None}
@@ -91,7 +91,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A round under way: the model that was sent, and the clients that were asked, by node."""
+    """The current round: the model that was sent, and the clients that were asked, by node."""
 
     server_round: int
     model: Model
@@ -118,11 +118,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a statement tells of a run besides its ledgers.
+    """Facts on a run for a statement, besides its ledgers.
 
     Attributes:
         seeded_noise: whether noise or sampling came from a fixed seed; the run is not private then.
-        missing: updates that were asked for and did not count.
+        missing: the number of requested updates that did not count.
         incidents: what happened, in words.
         report_client_metrics: whether clients were asked for metrics, which are not private.
         own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
@@ -136,15 +136,15 @@ class RunFacts:
 
 
 class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)
-    """A round that was paid for does not change the model; the text says why."""
+    """A round that was charged does not change the model; the text has the reason."""
 
 
 @runtime_checkable
 class SendsBeside(Protocol):
-    """Rules that may send a vector beside the model."""
+    """Rules that may send a second vector with the model."""
 
     def beside(self, size: int) -> np.ndarray | None:
-        """Return the vector [size], float32, that goes beside the model in the next round; None for none.
+        """Return the vector [size], float32, that is sent with the model in the next round; None for none.
 
         Raises:
             ValueError: if the method can't run with a model of this size.
@@ -157,12 +157,12 @@ class Rules(Protocol):
     Attributes:
         name: the method's name on the wire.
         title: the method's name for people.
-        stock_refusal: why clients that know nothing of this package can't run the method; None if they can.
+        stock_refusal: why stock clients can't run the method; None if they can.
         sampling: who takes part in a round.
         num_clients: how many clients there are.
         delta: the delta at which epsilon is stated.
-        clip_norm: norm bound of what every client sends.
-        secret_cohort: whether the epsilon counts on nobody knowing how many clients take part in a round.
+        clip_norm: bound on the norm of the vector that every client sends.
+        secret_cohort: whether the epsilon holds only if nobody knows how many clients take part in a round.
         open_population: whether clients beyond those of the first roll call may take part.
     """
 
@@ -199,45 +199,45 @@ class Rules(Protocol):
     # A round, in the order of the calls
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return why this round can't be paid for, None if it can; asked before the cohort is drawn (None), and after that."""
+        """Return why the budget does not cover this round, or None; called before (None) and after the cohort is drawn."""
 
     def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the indices, out of those drawn, of the clients that can pay for one more reply."""
+        """Return the indices, among those drawn, of the clients whose budget covers one more reply."""
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round's releases, before any message of the round leaves."""
+        """Charge the round's releases, before any message of the round is sent."""
 
     def noise_multiplier(self, names: tuple[str, ...]) -> float:
         """Return the noise multiplier of the release that these clients take part in."""
 
     def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> Mapping[str, Any]:
-        """Return the method's own table in the instruction to one node, as JSON can hold it."""
+        """Return the method's own table in the instruction to one node, of values that JSON can hold."""
 
     def bounds(self, now: Round) -> Bounds:
-        """Return what the server enforces on the replies."""
+        """Return the limits that the server enforces on the replies."""
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
-        """Return the next global model [d], with all noise that the server owes, drawn from `rng`.
+        """Return the next global model [d], with all noise that the server must add, drawn from `rng`.
 
         Raises:
-            RoundLeftOut: if nothing may be released, or nothing sensible can be.
+            RoundLeftOut: if nothing may be released, or the result would be unusable.
         """
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return how many bytes of arrays one client sends, as far as that follows from public numbers or private messages."""
+        """Return how many bytes of arrays one client sends, as far as public numbers or private messages determine it."""
 
     # The cost
 
     @property
     def charges(self) -> object:
-        """All that the ledgers hold, as something that compares: statements are made anew when it changes."""
+        """All charges in the ledgers, as a comparable value: a new statement is made when it changes."""
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost of all that was charged, quick to compute."""
+        """An upper bound of the epsilon of all charges, quick to compute."""
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the privacy statement of all that was charged."""
+        """Return the privacy statement on all charges."""
 
 
 @runtime_checkable
@@ -260,4 +260,4 @@ class CountsResources(Protocol):
 
     @property
     def cost_per_device(self) -> float | None:
-        """Resources that the device that spent most has spent so far; None where nothing has a price."""
+        """The largest resource cost of a device so far; None if no costs were given."""

@@ -1,4 +1,4 @@
-"""SCAFFOLD (Karimireddy et al. 2020): control variates against the drift of clients that differ, with and without privacy."""
+"""SCAFFOLD (Karimireddy et al. 2020): control variates for clients with different data, with and without privacy."""
 
 import logging
 import math
@@ -21,9 +21,9 @@ class ControlVariate:
     """The server's control variate c: the mean of all clients' c_i, each zero before the client's first reply.
 
     It is computed from the messages alone. The clients of a round change their c_i by -c - Dx_i / (E eta) each, so c changes
-    by the sum of that over N, and no second message is needed. A client that comes back without its c_i starts at zero again,
-    while what it once added to c stays: c is then off by that over N, and corrections are a little worse. Privacy does not
-    depend on it.
+    by the sum of that over N, and no second message is needed. A client that rejoins without its c_i starts at zero again, while
+    its earlier contributions stay in c. Then c has an error of these contributions over N, and corrections are a little less
+    accurate. Privacy does not depend on it.
 
     Args:
         quantization_levels: of the messages; None: float32.
@@ -36,7 +36,7 @@ class ControlVariate:
     def begin(self) -> None:
         """Forget the last run."""
         self._vector = np.zeros(0, np.float64)
-        self._heard: set[str] = set()
+        self._replied: set[str] = set()
         self._restarts: dict[str, int] = {}
 
     def vector(self, size: int) -> np.ndarray:
@@ -57,27 +57,27 @@ class ControlVariate:
         return self._vector.astype(np.float32)
 
     def learn(self, collected: Collected, *, divisor: float, num_clients: int) -> None:
-        """Take the messages of a round; an update is `divisor` = E eta long for a mean gradient of 1."""
-        sent = self._vector.astype(np.float32).astype(np.float64)  # the c that clients have had
+        """Update c by the messages of a round; an update is `divisor` = E eta times a mean gradient."""
+        sent = self._vector.astype(np.float32).astype(np.float64)  # the c that clients have received
         self._vector += (-len(collected.clients) * sent - collected.total / divisor) / num_clients
-        lost = [name for name in collected.restarted if name in self._heard]
+        lost = [name for name in collected.restarted if name in self._replied]
         for name in lost:
             self._restarts[name] = self._restarts.get(name, 0) + 1
         if lost:
             log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
-        self._heard.update(collected.clients)
+        self._replied.update(collected.clients)
 
     def longest(self, sum_norm: float) -> float:
         """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round."""
         plain = 2 * sum_norm + float(np.linalg.norm(self._vector))
         if self._levels is None:
             return plain
-        # c_i also has the error of its message, which is at most sqrt(q) of what it was made of, and so on.
+        # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
         return plain / (1 - math.sqrt(compression.qsgd_variance(self._vector.size, self._levels)))
 
     @property
     def incidents(self) -> tuple[str, ...]:
-        """Which clients came back without their control variate."""
+        """How many clients came back without their control variate, in words."""
         if not self._restarts:
             return ()
         names = list(self._restarts)
@@ -92,14 +92,14 @@ class ControlVariate:
 class Scaffold(DPStrategy):
     """SCAFFOLD, for clients whose recipe is `flower_dp.clients.ScaffoldRecipe` with the same numbers.
 
-    Local steps go along g + c - c_i: c_i is the client's own estimate of its mean gradient, c the mean of all clients'. Where
-    clients differ, plain local steps drift to each client's own optimum; these do not. The rest is `DPFedPAQ`: E steps a round on
-    b records each without replacement, clipping record by record, noise from each client's own budget, messages that are private
-    one by one. c comes down beside the model; nothing but the update goes up.
+    Local steps go along g + c - c_i: c_i is the client's own estimate of its mean gradient, c the mean of all clients'. If
+    clients have different data, plain local steps drift to each client's own optimum; corrected steps do not. The rest is
+    `DPFedPAQ`: E steps a round on b records each without replacement, clipping record by record, noise by each client's own
+    budget, messages that are private one by one. The server sends c with the model; clients send only the update.
 
-    The guarantee is DP-FedPAQ's, to the letter: c and c_i are made of messages that were private when they left, so they cost
-    nothing, and every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient
-    reaches is SCAFFOLD without privacy.
+    The guarantee is exactly that of DP-FedPAQ: c and c_i are computed from messages that were private when they were sent, so
+    they cost nothing, and every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient reaches is SCAFFOLD
+    without privacy.
 
     Args:
         words: those of `DPFedPAQ`; `quantization_levels` is None by default, and else more than sqrt(d): with fewer the errors of

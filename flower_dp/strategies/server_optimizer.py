@@ -1,4 +1,4 @@
-"""A server optimiser: any Flower strategy that moves the global model by the noised one, which costs no epsilon."""
+"""A server optimiser: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
 
 import copy
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ class ServerOptimizer:
     """Runs a strategy's own `configure_train` and `aggregate_train` with one reply: the next model as the method makes it.
 
     With `FedAdam`, `FedYogi` or `FedAdagrad` the difference between the global model and that reply is the pseudo-gradient; with
-    `FedAvgM` it gets momentum. All of it is made of what is private already, so the ledger does not change.
+    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change.
 
     Args:
         strategy: for example `flwr.serverapp.strategy.FedAdam(eta=0.01)`; it is copied, and every run starts with a fresh copy.
 
     Raises:
-        ValueError: for what is no Flower strategy of one's own choice with these two methods.
+        ValueError: if `strategy` is not a Flower strategy with these two methods.
 
     Example:
         >>> from flwr.serverapp.strategy import FedAdam
@@ -43,7 +43,7 @@ class ServerOptimizer:
         if not isinstance(strategy, Strategy):
             raise ValueError(f"server_optimizer={strategy!r}: must be a Flower strategy such as flwr.serverapp.strategy.FedAdam")
         self._fresh: Any = copy.deepcopy(strategy)
-        # One pseudo-client stands for all.
+        # One pseudo-client represents all clients.
         for name, value in {"fraction_train": 1.0, "min_train_nodes": 1, "min_available_nodes": 1}.items():
             if hasattr(self._fresh, name):
                 setattr(self._fresh, name, value)
@@ -65,7 +65,7 @@ class ServerOptimizer:
             server_round: 1, 2, ...
             layout: of the vectors.
             before: the global model [d].
-            after: what the method makes of it and of the clients' replies [d], private already.
+            after: the next model by the method [d], already private.
 
         Raises:
             RoundLeftOut: if the strategy gives no model, or one that is not finite.

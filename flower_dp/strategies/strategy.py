@@ -1,7 +1,7 @@
-"""The one Flower strategy: roll call, sampling, messages, checks, ledger before message, model, report.
+"""The one Flower strategy: it asks nodes for their clients, draws cohorts, charges the ledger, sends messages and checks replies.
 
-A method hands it rules (`flower_dp.strategies.rules`): what it releases and charges, its order to the clients, the next model
-from what came back, and the words of its statement. Rules never touch messages or the loop.
+A method gives it rules (`flower_dp.strategies.rules`): what it releases and charges, its order to the clients, the computation
+of the next model from the replies, and its statement. Rules never handle messages or the loop over rounds.
 """
 
 import logging
@@ -48,13 +48,13 @@ _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
 
 
 class DPStrategy(Strategy):
-    """A Flower strategy that runs a method's rules; `DPFedAvg` and its sisters are this class with rules of their own.
+    """A Flower strategy that runs a method's rules; `DPFedAvg` and the other strategies are this class with their own rules.
 
     Attributes:
-        rules: what the method releases, asks and charges; its ledgers are there.
-        rounds: the numbers of every round. Not to be published as they are: see `RoundReport.public`.
+        rules: the method's rules, with its ledgers.
+        rounds: the numbers of every round. Don't publish them as they are: see `RoundReport.public`.
         incidents: what happened, in words.
-        missing: updates that were asked for and did not count, by what became of them.
+        missing: the number of requested updates that did not count, by reason.
 
     Args:
         rules: the method's rules.
@@ -106,7 +106,7 @@ class DPStrategy(Strategy):
         self._register: Register | None = None
         self._round: Round | None = None
         self._sent: list[Message] = []
-        self._looked = False
+        self._constants_checked = False
         self._unpaid: set[int] = set()
         self._stated: tuple[Any, PrivacyStatement] | None = None
         if self._optimizer is not None:
@@ -114,7 +114,7 @@ class DPStrategy(Strategy):
         self.rules.begin()
 
     def plan(self, num_rounds: int) -> None:
-        """Prepare for up to `num_rounds` rounds; `start` does it. For subclasses with a `start` of their own.
+        """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
 
         Raises:
             ValueError: if `num_rounds` is not a whole number >= 0.
@@ -140,7 +140,7 @@ class DPStrategy(Strategy):
 
     @property
     def facts(self) -> RunFacts:
-        """What a statement tells besides the ledgers."""
+        """Facts for the statement, besides the ledgers."""
         return RunFacts(
             seeded_noise=self.seeded_noise,
             missing=self.missing,
@@ -180,9 +180,9 @@ class DPStrategy(Strategy):
 
         Raises:
             ValueError: for a model with arrays that can't be made private or are not finite, clients that don't fit
-                `num_clients`, or a target that does not pay for one round.
+                `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
-            RuntimeError: if no client answers usefully in the first rounds, or in all of a short run.
+            RuntimeError: if no client sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         if evaluate_config and not (self._evaluates_itself or self._evaluator):
@@ -204,7 +204,7 @@ class DPStrategy(Strategy):
         try:
             configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
             self._run(grid, num_rounds, timeout, configs, evaluate_fn, result)
-            self._check_fruit(ended=True)
+            self._check_usable_updates(ended=True)
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
                 log.info("%s", line)
@@ -219,7 +219,7 @@ class DPStrategy(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
         result: Result,
     ) -> None:
-        """Run the rounds; what they give is in the result as they come."""
+        """Run the rounds, and add their metrics and models to the result."""
         due = 0.0
         for server_round in range(1, num_rounds + 1):
             if time.monotonic() >= due or server_round == num_rounds:
@@ -243,13 +243,13 @@ class DPStrategy(Strategy):
             self._evaluate(evaluate_fn, server_round, result)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Draw the cohort, charge the round's release to the ledger, and return one message a node.
+        """Draw the cohort, charge the round's release to the ledger, and return one message per node.
 
-        No message, and no charge, where the round can't be paid for.
+        If the budget does not cover the round, nothing is sent and nothing is charged.
         """
         roster = self._call_roll(grid)
-        # Asked here, so that no `start` of a subclass can go past it: nothing is sent then, and nothing is charged.
-        # A run that has ended stays so: a later round may cost less, but not the clients whom the ledger speaks of.
+        # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
+        # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if self._unpaid else self.rules.why_stop(server_round, None):
             return self._stop(server_round, reason)
         started = time.monotonic()
@@ -281,7 +281,7 @@ class DPStrategy(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
 
-        None and None for a round that could not be paid for.
+        None and None for a round that the budget did not cover.
         """
         now = self._round
         if now is None and server_round in self._unpaid:
@@ -298,18 +298,18 @@ class DPStrategy(Strategy):
             stock=now.stock,
         )
         self.seeded_noise |= collected.seeded_noise
-        self._look_for_constants(now, collected)
+        self._warn_of_constants(now, collected)
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
         self._refusal = next(iter(collected.refused.values()), self._refusal)
-        self._check_fruit()
+        self._check_usable_updates()
         metrics = MetricRecord({**report.public()})
         if self.report_client_metrics and collected.clients:
             metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
         return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Ask the cohort of a private evaluation that is due, which is charged first; without one ask no client.
+        """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
 
         A subclass may override this and `aggregate_evaluate`; the statement then says that such metrics are not covered.
         """
@@ -341,16 +341,16 @@ class DPStrategy(Strategy):
         expected = rules.sampling.expected_cohort(rules.num_clients)
         log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
         if self._optimizer is not None:
-            log.info("server optimiser %s: it works on what is private already and costs no epsilon", self._optimizer.name)
+            log.info("server optimiser %s: it works on the noised mean and costs no epsilon", self._optimizer.name)
 
     def initialize_parameters(self, client_manager: Any) -> NoReturn:
-        """Raise `LegacyAppError`: Flower's old server API calls this first, and nothing of it is here."""
+        """Raise `LegacyAppError`: Flower's old server API calls this first, and is not supported."""
         raise LegacyAppError(type(self).__name__)
 
     # Small things
 
     def _log_outlook(self, dimension: int) -> None:
-        """Say before the first round how the noise compares with the updates."""
+        """Log before the first round how the noise compares with the updates."""
         if not isinstance(self.rules, HasOutlook):
             return
         noise, signal = self.rules.outlook(dimension)
@@ -358,25 +358,25 @@ class DPStrategy(Strategy):
         if noise > signal:
             log.warning(
                 "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
-                "round, less noise or a smaller model help, and so do more rounds if they are paid for",
+                "round, less noise or a smaller model help, and so do more rounds within the budget",
                 noise / signal,
             )
 
     def _make_evaluator(self, plan: PrivateEvaluation) -> Evaluator:
-        """Return what runs private evaluations.
+        """Return the evaluator that runs private evaluations.
 
         Raises:
             ValueError: if the method's own messages are private one by one, under ledgers of single clients.
         """
         if not isinstance(self.rules, ClientLevelRules):
             raise ValueError(
-                f"evaluation: {self.rules.title} protects single records by every client's own budget, which pays for no "
+                f"evaluation: {self.rules.title} protects single records by every client's own budget, which covers no "
                 "evaluation; use evaluate_fn with public data"
             )
         return Evaluator(plan, self.rules)
 
     def _call_roll(self, grid: Grid) -> Roster:
-        """Return the roster of now: nodes may have joined, left or come back since the last round."""
+        """Return the current roster: nodes may have joined, left or rejoined since the last round."""
         first = self._register is None
         if self._register is None:
             rules = self.rules
@@ -412,7 +412,7 @@ class DPStrategy(Strategy):
         return report
 
     def _stop(self, server_round: int, reason: str) -> list[Message]:
-        """Write down that a round is not run, once for all that follow; return its messages: none.
+        """Record, once, that this round and all later ones are not run; return no messages.
 
         Raises:
             ValueError: if no round was run before: the model would be the initial one.
@@ -426,14 +426,14 @@ class DPStrategy(Strategy):
             raise ValueError(f"no round was run: {self.incidents[-1]}")
         return []
 
-    def _look_for_constants(self, now: Round, collected: Collected) -> None:
-        """Warn, once, of arrays that no reply of the first round changes: they get noise all the same.
+    def _warn_of_constants(self, now: Round, collected: Collected) -> None:
+        """Warn, once, of arrays that no reply of the first round changes: they get noise nevertheless.
 
-        It looks at sums without noise, which are there only for a server that is trusted with them, and says it in its log only.
+        It reads sums without noise, which only a trusted server has, and writes only to the server's log.
         """
-        if self._looked or not collected.clients or self.rules.bounds(now).clip_norm is None:
+        if self._constants_checked or not collected.clients or self.rules.bounds(now).clip_norm is None:
             return
-        self._looked = True
+        self._constants_checked = True
         same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
         if same and len(same) < len(now.layout.names):
             log.warning(
@@ -443,7 +443,7 @@ class DPStrategy(Strategy):
             )
 
     def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
-        """Return the next global model [d], float32: the last one where the round has to be left out, though it was paid for."""
+        """Return the next global model [d], float32; the last one if the round is left out, although it was charged."""
         try:
             vector = self.rules.combine(now, collected, self._generator("noise", now.server_round))
             if self._optimizer is not None:
@@ -480,7 +480,7 @@ class DPStrategy(Strategy):
     def _instruction(
         self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()
     ) -> wire.Instruction:
-        """Return what the clients of one node are asked to do."""
+        """Return the instruction to the clients of one node."""
         return wire.Instruction(
             server_round=server_round,
             method=self.rules.name,
@@ -492,8 +492,8 @@ class DPStrategy(Strategy):
             order=self.rules.order(server_round, names, cohort_size),
         )
 
-    def _check_fruit(self, *, ended: bool = False) -> None:
-        """Fail a run in which no client ever answers usefully: it would only spend budget."""
+    def _check_usable_updates(self, *, ended: bool = False) -> None:
+        """Fail a run in which no client ever sends a usable update: it would only spend budget."""
         if any(report.replies for report in self.rounds):
             return
         asked = [report for report in self.rounds if report.cohort_size]

@@ -122,7 +122,7 @@ def test_clients_insist_on_the_settings_of_their_own_run_config(tmp_path):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"model": "cnn"}, "model='cnn': is not read by an app with a model and data of its own"),
+        ({"model": "cnn"}, "model='cnn': an app with its own model and data does not use this setting"),
         ({"partition": "dirichlet"}, "partition='dirichlet'"),
         ({"methd": "dp-fedavg"}, "methd='dp-fedavg': unknown key"),
         ({"method": "fedavg"}, "method='fedavg'"),

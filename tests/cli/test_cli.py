@@ -198,7 +198,7 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["calibrate", *D, "--noise-multiplier", "0", "--epsilon", "4"], "--noise-multiplier=0 has no finite epsilon"),
         (
             ["calibrate", *D, "--noise-multiplier", "5000", "--epsilon", "8"],
-            "--noise-multiplier=5000: epsilon=8 pays for more than",
+            "--noise-multiplier=5000: epsilon=8 allows more than",
         ),
         (["calibrate", *D, "--epsilon", "0", "--num-rounds", "1"], "--epsilon=0.0: must be"),
         (["calibrate", *D, "--epsilon", "inf", "--num-rounds", "1"], "--epsilon"),
@@ -231,7 +231,7 @@ Z, D = ["--noise-multiplier", "1"], ["--delta", "1e-5"]
         (["run", "--workers", "many"], "--workers"),
         (["run", "--gpus-per-worker", "-1"], "--gpus-per-worker"),
         (["compare"], "RUN"),
-        (["compare", "nowhere"], "nowhere: is not the folder of a run"),
+        (["compare", "nowhere"], "nowhere: is not a run folder"),
         (["plan"], "METHOD"),
         (["plan", "nbafll", "--problem", "p.toml"], "method='nbafll': has no planner; did you mean nbafl?"),
         (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),

@@ -158,7 +158,7 @@ def test_a_client_without_an_account_refuses_a_ledger():
     grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
     with pytest.raises(
-        RuntimeError, match=r"ledger-path='ledger.json': DPClient keeps no account, and would send without counting"
+        RuntimeError, match=r"ledger-path='ledger.json': DPClient keeps no account, so its replies would not be counted"
     ):
         start(strategy, grid, 1)
 

@@ -251,7 +251,7 @@ def test_clipped_softmax_of_three_classes_is_not_monotone():
 @pytest.mark.parametrize(
     ("model", "loss", "smoothness", "says"),
     [
-        (nn.Linear(3, 3), nn.functional.cross_entropy, 4.0, "softmax may drive models apart"),
+        (nn.Linear(3, 3), nn.functional.cross_entropy, 4.0, "softmax may increase the distance"),
         (nn.Linear(3, 1), nn.functional.cross_entropy, 4.0, "2 outputs"),
         (nn.Linear(3, 2), BINARY, 4.0, "1 outputs"),
         (nn.Linear(3, 1), nn.functional.l1_loss, 4.0, "one of torch.nn.functional's"),

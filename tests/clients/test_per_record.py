@@ -146,7 +146,7 @@ def test_stacks_that_expanded_weights_take(name, count):
     build, shape = STACKS[name]
     torch.manual_seed(1)
     flat, inputs, targets = FlatModel(build()), torch.randn(count, *shape), torch.randint(2, (count,))
-    assert per_record.works_apart(flat.module)
+    assert per_record.keeps_records_apart(flat.module)
     expected, _ = one_at_a_time(flat, inputs, targets)
     for engine in ENGINES:
         rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
@@ -171,7 +171,7 @@ def test_embeddings_and_their_weights_used_twice():
     words, out = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     out.weight = words.weight
     flat, inputs = FlatModel(nn.Sequential(words, nn.Tanh(), out, nn.Flatten())), torch.randint(7, (6, 3))
-    assert per_record.works_apart(flat.module)
+    assert per_record.keeps_records_apart(flat.module)
     targets = torch.randint(7, (6,))
     for engine in ENGINES:
         rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
@@ -234,7 +234,7 @@ OTHERS = {
 def test_what_may_mix_records_or_is_unknown_goes_to_torch_func(name):
     torch.manual_seed(1)
     flat, inputs, targets = FlatModel(OTHERS[name]()), torch.randn(6, 4), torch.randint(2, (6,))
-    assert not per_record.works_apart(flat.module)
+    assert not per_record.keeps_records_apart(flat.module)
     assert engine_of(flat) == VMAP
     # Twice, since a call may leave something behind.
     for _ in range(2):
@@ -257,7 +257,7 @@ def test_what_may_mix_records_or_is_unknown_goes_to_torch_func(name):
     ids=lambda layer: type(layer).__name__,
 )
 def test_layers_that_expanded_weights_do_not_take(layer):
-    assert not per_record.works_apart(nn.Sequential(nn.Linear(4, 4), layer))
+    assert not per_record.keeps_records_apart(nn.Sequential(nn.Linear(4, 4), layer))
 
 
 class LastState(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from flower_dp.running.workplace import furnished
+from flower_dp.running.workplace import app_files_linked
 from tests.grids import LocalGrid
 
 HERE = Path(__file__).resolve().parent
@@ -46,7 +46,7 @@ def play(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [str(room / "code"), *sys.path])
         for name in ("task", "client_app", "server_app"):
             monkeypatch.delitem(sys.modules, name, raising=False)
-        with furnished(room / "run", folder):
+        with app_files_linked(room / "run", folder):
             monkeypatch.chdir(room / "run")
             client, server = (importlib.import_module(name).app for name in ("client_app", "server_app"))
             grid = LocalGrid(client, 4, tamper=tamper)

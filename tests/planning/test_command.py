@@ -170,7 +170,7 @@ class TestText:
         assert (status, err) == (0, "")
         assert "num_rounds   82" in out
         assert "b=1, T=82 has the least bound" in out
-        assert "what the bound is made of" in out
+        assert "parts of the bound" in out
         assert "the bound takes 8.2 replies of a client; the noise must be calibrated to the most, 9" in out
 
     def test_gaussian_says_why(self, call):

@@ -235,7 +235,7 @@ class TestLaplaceOptimum:
         answer = plan(problem)
         assert answer.best.bound == pytest.approx(exhaustive(problem, range(21), range(1, 11)), rel=1e-9)
         assert 1 < answer.best.cohort_size < 10
-        assert any("max_rounds=20 cuts" in reason for reason in answer.reasons)
+        assert any("max_rounds=20 limits T" in reason for reason in answer.reasons)
 
     def test_no_noise_to_speak_of_needs_a_cap(self):
         with pytest.raises(ProblemError, match=r"^max_rounds: missing") as caught:

@@ -125,7 +125,7 @@ FAULTS = {
         "has no account of client 'a'; it is the ledger of b",
     ),
     "for all to write": (lambda path: path.chmod(0o622), "can be written by others"),
-    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write .mode 777"),
+    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write to .mode 777"),
     "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "ledger .*: "),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "ledger .*: "),
@@ -262,7 +262,7 @@ def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tm
     shutil.copy(path, tmp_path / "copy")
     LedgerFile(path).charge({"a": terms()})
     shutil.copy(tmp_path / "copy", path)
-    with pytest.raises(LedgerError, match="says that client 'a' has paid for 1 replies: it is an older copy, for there were 2"):
+    with pytest.raises(LedgerError, match="counts 1 replies of client 'a': it is an older copy, for there were 2"):
         LedgerFile(path).charge({"a": terms()}, at_least={"a": 2})
     # What the docs say: a file alone can't tell.
     assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}

@@ -161,7 +161,7 @@ def test_table_and_picture(write, call, tmp_path):
         "curve          seeds  final accuracy (%)  tight epsilon  delta  protects                   rounds",
         "clip-norm=0.5  2      75 +- 7.1           1.5            0.001  client, add-or-remove-one  2",
         "clip-norm=1    1      90                  not private    -      -                          2",
-        "picture: comparison.png",
+        "figure: comparison.png",
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
     status, out, _ = call(*folders, "--metric", "loss", "--output", "loss.png")
@@ -226,8 +226,8 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
     torn = write("torn", [0.1])
     (tmp_path / "torn" / "statement.json").write_text("{")
     for arguments, named in [
-        (["nowhere"], "nowhere: is not the folder of a run: it has no config.toml"),
-        ([good, str(empty)], f"{empty}: is not the folder of a run"),
+        (["nowhere"], "nowhere: is not a run folder: it has no config.toml"),
+        ([good, str(empty)], f"{empty}: is not a run folder"),
         ([good, write("silent", [])], "silent: has no accuracy in metrics.jsonl"),
         ([good, broken], f"{broken}: can't be read"),
         ([good, odd], f"{odd}: can't be read"),
@@ -251,7 +251,7 @@ def test_unfinished_runs_are_taken_if_asked_for(write, call):
     folder = write("a", [0.1, 0.5], statement=None)
     status, out, _ = call(folder, "--allow-unfinished")
     assert status == 0
-    assert f"note: {folder}: not finished; taken as far as it got" in out
+    assert f"note: {folder}: not finished; its rounds so far are used" in out
     (curve,) = curves(folder, allow_unfinished=True)
     assert curve.epsilon == 0.5
     failed = write("c", [0.1, 0.5], finished=False)

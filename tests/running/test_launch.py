@@ -46,9 +46,9 @@ def test_a_child_that_hides_its_environment_is_ended_if_it_was_seen(tmp_path):
     with subprocess.Popen([sys.executable, "-c", root], stdin=subprocess.PIPE) as process:
         tree.add(process.pid)
         stray = _wait_for(tmp_path / "child")
-        tree.look()
+        tree.remember_descendants()
     assert process.returncode == 0
-    assert stray in set(tree.living())
+    assert stray in set(tree.alive())
     tree.end()
     assert not stray.is_running() or stray.status() == psutil.STATUS_ZOMBIE
 
@@ -227,7 +227,7 @@ def test_only_flowers_migration_of_a_file_is_undone(tmp_path):
         (before + b"# a remark of its owner\n", before + b"# a remark of its owner\n"),
     ):
         path.write_bytes(before)
-        original = launch._Original(path)
+        original = launch._RestoredFile(path)
         path.write_bytes(content)
         original.keep()
         assert path.read_bytes() == after
@@ -235,7 +235,7 @@ def test_only_flowers_migration_of_a_file_is_undone(tmp_path):
     original.keep()
     migrated = b"[project]\n\n# [tool.flwr.federations.remote]\n"
     path.write_bytes(migrated)
-    original = launch._Original(path)
+    original = launch._RestoredFile(path)
     path.write_bytes(b"new\n" + migrated)
     original.keep()
     assert path.read_bytes() == b"new\n" + migrated

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_dp.running.workplace import furnished
+from flower_dp.running.workplace import app_files_linked
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def files(folder):
 
 
 def test_an_app_reads_what_lies_in_its_folder_and_no_module_lies_there(app, run, monkeypatch):
-    with furnished(run, app):
+    with app_files_linked(run, app):
         monkeypatch.chdir(run)
         for path in ("data/iris.csv", "config.toml", "old.pt", "package/labels.json", "package/deep/more.csv"):
             assert Path(path).read_text() == (app / path).read_text()
@@ -58,7 +58,7 @@ def test_an_app_reads_what_lies_in_its_folder_and_no_module_lies_there(app, run,
 
 
 def test_what_an_app_writes_stays_in_the_runs_folder(app, run, monkeypatch):
-    with furnished(run, app):
+    with app_files_linked(run, app):
         monkeypatch.chdir(run)
         Path("final_model.pt").write_text("new")
         Path("package/cache.csv").write_text("new")
@@ -69,7 +69,7 @@ def test_what_an_app_writes_stays_in_the_runs_folder(app, run, monkeypatch):
 
 
 def test_what_an_app_writes_over_is_in_both_places(app, run, monkeypatch):
-    with furnished(run, app):
+    with app_files_linked(run, app):
         monkeypatch.chdir(run)
         Path("old.pt").write_text("new")
         Path("data/more.csv").write_text("4")
@@ -80,7 +80,7 @@ def test_what_an_app_writes_over_is_in_both_places(app, run, monkeypatch):
 
 
 def test_a_file_that_takes_a_links_place_stays(app, run):
-    with furnished(run, app):
+    with app_files_linked(run, app):
         (run / "config.toml").unlink()
         (run / "config.toml").write_text("of the run")
     assert (run / "config.toml").read_text() == "of the run"
@@ -90,12 +90,12 @@ def test_a_file_that_takes_a_links_place_stays(app, run):
 def test_a_run_inside_the_apps_folder_is_not_linked_into_itself(app):
     run = app / "inside"
     run.mkdir()
-    with furnished(run, app):
+    with app_files_linked(run, app):
         assert not (run / "inside").exists()
         assert (run / "data" / "iris.csv").exists()
 
 
 def test_links_go_when_the_run_fails(app, run):
-    with pytest.raises(KeyboardInterrupt), furnished(run, app):
+    with pytest.raises(KeyboardInterrupt), app_files_linked(run, app):
         raise KeyboardInterrupt
     assert list(run.iterdir()) == []

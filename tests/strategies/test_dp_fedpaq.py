@@ -24,8 +24,8 @@ from flower_dp.privacy.dp_fedpaq import (
     FedPAQSteps,
     expected_replies,
     paper_epsilon,
-    paper_faults,
     update_terms,
+    violated_conditions,
 )
 from flower_dp.strategies import DPFedPAQ
 from flower_dp.wire import KEY
@@ -366,9 +366,9 @@ def test_the_papers_epsilon_is_that_of_a_round_added_up():
 def test_the_papers_formula_and_its_limits():
     sigma = math.sqrt(2 * 0.1**2 * math.log(1.25 * 0.2 / 1e-4) / (0.3 / (2 * 0.2)) ** 2)  # eq. 17 as it stands
     assert paper_epsilon(noise_std=sigma, sensitivity=0.1, sampled_part=0.2, delta=1e-4) == pytest.approx(0.3)
-    assert paper_faults(0.3, 0.2) == []
-    assert len(paper_faults(0.42, 0.2)) == 1
-    assert len(paper_faults(0.52, 0.2)) == 2
+    assert violated_conditions(0.3, 0.2) == []
+    assert len(violated_conditions(0.42, 0.2)) == 1
+    assert len(violated_conditions(0.52, 0.2)) == 2
     with pytest.raises(ValueError, match="delta"):
         paper_epsilon(noise_std=1.0, sensitivity=1.0, sampled_part=0.01, delta=0.02)
 

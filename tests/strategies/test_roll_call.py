@@ -71,7 +71,9 @@ def test_an_app_that_fails_for_another_reason_is_shown_and_ends_the_run_before_a
     def broken(context):
         raise FileNotFoundError("no data on this node")
 
-    with pytest.raises(ValueError, match=r"0 clients on 0 nodes; 2 can't say whom they host: node 1: its app fails.*no data"):
+    with pytest.raises(
+        ValueError, match=r"0 clients on 0 nodes; 2 can't say which clients they host: node 1: its app fails.*no data"
+    ):
         run(ClientApp(client_fn=broken))
     assert "no data on this node" in errors[0]
 

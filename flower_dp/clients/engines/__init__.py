@@ -1,8 +1,9 @@
-"""Local training of many clients: global vector + their records + a recipe -> one update row a client.
+"""Local training of many clients: global vector + their records + a recipe -> one update row per client.
 
-Two engines do it. `one_by_one` trains client after client with autograd: any model, and the only one for real clients.
-`batched` is for simulations: groups of clients at once. With either, what one client has changes no bit of another one's row.
-Training can magnify any difference, and what another client changes would not be bounded by the clip of that client's own row.
+There are two engines. `one_by_one` trains client after client with autograd; it supports any model, and is the only engine for
+real clients. `batched` is for simulations and trains groups of clients at once. With either, one client's data change no bit of
+another client's row. Otherwise training could magnify such a change, and no clip would bound the effect of one client on the rows
+of others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,20 +32,20 @@ def local_updates(
 ) -> Iterator[Tensor | Exception]:
     """Yield every client's update, trained model minus global model, one new row [d] each, in order.
 
-    In the place of a client whose training fails stands its error. It touches no other client's row.
+    If a client's training fails, its error is yielded instead of its row. It affects no other client's row.
 
     Args:
         vector: the global model [d], float32, on the model's device.
         clients: each client's records.
         training: the recipe.
-        model: where to train; its weights are overwritten, its buffers are as at first afterwards.
+        model: where to train; its weights are overwritten, its buffers are restored afterwards.
         server_round: 1, 2, ...
         seeds: one seed a client, for the order of its records and for all else that is drawn.
         losses: receives the mean training loss of every client that trained, before its row is yielded.
         engine: "one_by_one", or "batched" in a simulation.
 
     Raises:
-        ValueError: for an unknown engine, or if the seeds are not as many as the clients.
+        ValueError: for an unknown engine, or if the numbers of seeds and clients differ.
     """
     checks.one_of("engine", engine, ENGINES)
     if len(seeds) != len(clients):

@@ -1,8 +1,8 @@
-"""Groups of clients at once, for simulations.
+"""Training of groups of clients at once, for simulations.
 
-No bit of a client's row depends on who else is in its group, on its slot there, or on how many there are: a group always has the
-same number of slots, a step the same number of records, and before a model is trained so, made-up records are trained in all
-slots and beside others, and must give the same bits everywhere.
+No bit of a client's row depends on the other clients of its group, on its slot in the group, or on the number of clients. A group
+always has the same number of slots, and a step the same number of records. Before a model is trained in groups, made-up records
+are trained in all slots and next to different records, and must give the same bits everywhere.
 """
 
 import logging
@@ -21,17 +21,18 @@ from flower_dp.clients.training import FlatModel, LocalTraining
 log = logging.getLogger("flwr")
 
 _MOST_SLOTS = 64
-# Weights of a group: what stays near a processor's cores; and the part of a GPU's memory, the rest of which activations may take.
+# The number of weights in a group: as many as fit a CPU's caches, or this part of a GPU's memory, the rest of which activations
+# may use.
 _CACHED_FLOATS = 2**20
 _PART_OF_GPU = 64
-# Weights of the clients that are sorted by their number of steps, and wait for their turn to be yielded.
+# The number of weights of the clients that are sorted by their number of steps at a time, and wait to be yielded.
 _WAITING_FLOATS = 2**20
-# How far two engines' updates of made-up records may be apart, relative to the norm.
+# The largest distance between the two engines' updates of made-up records, relative to the norm.
 _TOLERANCE = 1e-3
 
 
 class UnfitRecipeError(RuntimeError):
-    """What groups of clients can't do."""
+    """A recipe that can't be trained in groups of clients."""
 
 
 def train_batched(
@@ -43,11 +44,11 @@ def train_batched(
     server_round: int,
     seeds: Sequence[int],
 ) -> Iterator[Trained]:
-    """Yield what became of every client, in order.
+    """Yield the result of every client, in order.
 
-    A client trains by itself with `one_by_one` where its model can't be batched, or its records are not all of one shape. The
-    reason is logged, once for a model, a recipe and a kind of record. What decides is the model, the recipe and the shape of the
-    client's own records, never what they hold, and nothing of other clients.
+    A client is trained alone with `one_by_one` if its model can't be batched, or its records are not all of one shape. The reason
+    is logged, once for a model, a recipe and a kind of record. The choice depends on the model, the recipe and the shape of the
+    client's own records, never on their content or on other clients.
     """
     trainer = _Trainer(vector, training, model, server_round)
     window = trainer.num_slots * max(1, _WAITING_FLOATS // max(1, model.layout.size * trainer.num_slots))
@@ -73,7 +74,7 @@ class _Trainer:
         self.num_slots = num_slots(model.layout.size, model.device)
 
     def train(self, clients: Sequence[Records], seeds: Sequence[int]) -> Iterator[Trained]:
-        """Train these clients, those with as many steps together; yield what became of each, in order."""
+        """Train these clients, in groups with similar numbers of steps; yield the result of each, in order."""
         waiting: dict[int, Trained] = {}
         turn = 0
         order = sorted(range(len(clients)), key=lambda index: self._num_steps(clients[index]))
@@ -87,7 +88,7 @@ class _Trainer:
     def _train_group(
         self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
     ) -> Iterator[tuple[int, Trained]]:
-        """Yield what became of the clients with these places, each with its place."""
+        """Yield the results of the clients with these indices, each with its index."""
         kinds: dict[Kind, dict[int, Feed]] = {}
         for index in group:
             try:
@@ -107,12 +108,12 @@ class _Trainer:
                     left.remove(index)
                     yield index, self._alone(clients[index], seeds[index]) if isinstance(trained, MixedRecordsError) else trained
             except Exception as error:
-                # One client's records make a step fail. Which one is seen when each is in a group by itself.
+                # One client's records make a step fail. To find out which, train each client in a group alone.
                 for index in sorted(left):
                     yield from [(index, error)] if len(feeds) == 1 else self._train_group([index], clients, seeds)
 
     def _num_steps(self, records: Records) -> int:
-        """Return how many steps a client takes, 0 where even that fails: training will tell why."""
+        """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
         try:
             return self._training.num_steps(len(records))
         except Exception:
@@ -122,7 +123,7 @@ class _Trainer:
         return train_one(self._vector, records, self._training, model=self._model, server_round=self._round, seed=seed)
 
     def _program(self, kind: Kind) -> Program | None:
-        """Return the program for a kind of record, or None where clients train one by one."""
+        """Return the program for a kind of record, or None if clients are trained one by one."""
         key = (self._training, kind, self._threads)
         if key not in self._model.programs:
             try:
@@ -137,7 +138,7 @@ class _Trainer:
         """Return a program that trains made-up records as `one_by_one` does, with the same bits in every slot.
 
         Raises:
-            Exception: if there is none.
+            Exception: if there is no such program.
         """
         if self._training.optimizer != "sgd":
             raise UnfitRecipeError(f"optimizer={self._training.optimizer!r}")
@@ -157,7 +158,7 @@ class _Trainer:
         if isinstance(expected, Exception):
             raise expected
         if not (rows[0] - expected[0]).norm() <= _TOLERANCE * expected[0].norm():
-            raise RuntimeError("a client's update is another than by itself; is the loss a mean over records?")
+            raise RuntimeError("a client's update in a group differs from its update alone; is the loss a mean over records?")
         return program
 
     def _brief(self) -> LocalTraining:

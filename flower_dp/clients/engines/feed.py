@@ -1,4 +1,4 @@
-"""A client's records, a batch a step."""
+"""A client's records, one batch per step."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ Batch = tuple[Any, Tensor]
 
 
 class Kind(NamedTuple):
-    """Shape and type of one record; without a type where its inputs are several tensors."""
+    """Shape and type of one record; without a type if its inputs are several tensors."""
 
     input_shape: tuple[int, ...]
     input_type: torch.dtype | None
@@ -56,7 +56,7 @@ class Feed:
         kind: the kind of all its records, that of the first ones.
 
     Raises:
-        Exception: whatever the data set raises for the first records.
+        Exception: any error that the data set raises for the first records.
     """
 
     def __init__(self, records: Records, training: LocalTraining, device: torch.device, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Client after client, by autograd: any model."""
+"""Training of one client after another, by autograd, for any model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from flower_dp.clients.records import Records
 from flower_dp.clients.training import FlatModel, LocalTraining
 
-# A client's update [d] and mean training loss, or why there is none.
+# A client's update [d] and mean training loss, or its error.
 Trained = tuple[Tensor, Tensor] | Exception
 
 
@@ -21,7 +21,7 @@ def train_one_by_one(
     server_round: int,
     seeds: Sequence[int],
 ) -> Iterator[Trained]:
-    """Yield what became of every client, in order."""
+    """Yield the result of every client, in order."""
     for records, seed in zip(clients, seeds, strict=True):
         yield train_one(vector, records, training, model=model, server_round=server_round, seed=seed)
 
@@ -38,4 +38,4 @@ def train_one(
     except Exception as error:
         return error
     finally:
-        model.reset_buffers()  # what is left must not be told by an evaluation of the model either
+        model.reset_buffers()  # a later evaluation of the model must not depend on what training left there

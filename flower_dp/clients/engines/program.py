@@ -1,4 +1,4 @@
-"""Local training of a group of clients at once, for one fixed shape: so many clients, so many records a step."""
+"""Local training of a group of clients at once, for a fixed number of clients and of records in a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +18,11 @@ from flower_dp.clients.training import FlatModel, LocalTraining
 Gradient = Tensor | tuple[Tensor, Tensor]
 
 _FLOAT32 = torch.finfo(torch.float32)
-# Of several clients' tables torch.func makes one for these, where a number too large for its own table finds the next client's.
+# For these operations torch.func joins the tables of several clients, so an index beyond one client's table reads the next
+# client's.
 _aten = torch.ops.aten
 _UNCHECKED = (_aten.embedding, _aten.embedding_dense_backward, _aten.index_fill, _aten.index_fill_)
-# 64 bytes, where memory of a tensor's own begins on a processor.
+# 64 bytes, the alignment of a tensor's memory on a CPU.
 _ALIGNED_FLOATS = 16
 
 
@@ -29,15 +30,15 @@ class Program:
     """The steps of a group of clients, each with its own weights in a slot of its own.
 
     The gradients of all slots are one `torch.func` program, traced once. Its shape never changes: slots without a client, and
-    those whose client has finished, compute on with other records, and nobody reads the result.
+    those whose client has finished, compute with other records, and their results are not used.
 
     Args:
         model: the architecture; its frozen parameters and buffers are the same for all clients.
         training: the recipe.
         kind: the kind of record.
         num_slots: clients in a group.
-        sliced: take matrix products slot by slot, each in memory that is aligned alike. A product's last bits can depend on
-            where its memory begins.
+        sliced: compute matrix products slot by slot, each in memory with the same alignment. A product's last bits can depend on
+            the address at which its memory begins.
 
     Raises:
         Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers, changes a buffer or
@@ -91,12 +92,12 @@ class Program:
             return make_fx(gradients)(self._inputs, self._targets, self._shares, *self._weights)
 
     def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
-        """Yield what became of every feed's client, with its place, as soon as it has finished.
+        """Yield the result of every feed's client, with its index, as soon as it has finished.
 
-        They start from the global model [d]. A client whose feed fails leaves the others alone.
+        They start from the global model [d]. A client whose feed fails does not affect the others.
 
         Raises:
-            Exception: if a step fails, for whichever client.
+            Exception: if a step fails, for any client.
         """
         self._vectors.copy_(vector)
         start = [part[0] for part in self._parts(vector[None])] if self._training.proximal else []
@@ -118,7 +119,7 @@ class Program:
             means = torch.stack(losses).mean(0).unbind() if finished else ()
             for slot in finished:
                 del training[slot]
-                # A row in memory of its own: what is done to it next has the same bits as well.
+                # A row in its own memory, so that later operations on it also give the same bits.
                 yield slot, (self._vectors[slot] - vector, means[slot])
             if training:
                 self._stage(batches)
@@ -139,7 +140,7 @@ class Program:
         return losses
 
     def _descend(self, gradients: list[Gradient], step_size: float) -> None:
-        """Take one step as `LocalTraining.descend` does; a product of two factors is added to what is there in one pass."""
+        """Take one step as `LocalTraining.descend` does; a product of two factors is added in place in one pass over memory."""
         kept, scale = (self._training.momentum, 1.0) if self._velocity else (1.0, -step_size)
         for moved, gradient in zip(self._velocity or self._weights, gradients, strict=True):
             if isinstance(gradient, Tensor):
@@ -150,7 +151,7 @@ class Program:
             torch._foreach_add_(self._weights, self._velocity, alpha=-step_size)
 
     def _stage(self, batches: dict[int, Batch]) -> None:
-        """Lay the batches side by side, each filled up with its own last record; slots without a batch take any."""
+        """Stack the batches, each filled up with its own last record; slots without a batch get any batch."""
         some = next(iter(batches.values()))
         inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
         sizes = torch.tensor([batch.shape[0] for batch in targets])[:, None]
@@ -179,7 +180,7 @@ class Program:
         return losses, gradients
 
     def _sam_gradients(self, gradients: list[Gradient]) -> list[Gradient]:
-        """Return the gradients at the point `sam_radius` uphill, slot by slot; at a zero gradient there is no uphill."""
+        """Return the gradients at w + sam_radius g / ||g||, slot by slot; at w where the gradient g is zero."""
         norm = torch.linalg.vector_norm(torch.stack([_norms(gradient) for gradient in gradients]), dim=0)
         flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
         scale = (self._training.sam_radius / norm).where(~flat, 0.0)
@@ -199,7 +200,7 @@ def _constants(model: FlatModel) -> dict[str, Tensor]:
 
 
 def _vectors(model: FlatModel, num_slots: int) -> Tensor:
-    """Return room for vectors [slots, d], each aligned as a tensor of its own is."""
+    """Return memory for vectors [slots, d], each aligned like a separate tensor."""
     padded = -(-model.layout.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
     return torch.zeros(num_slots, padded, device=model.device)[:, : model.layout.size]
 
@@ -223,7 +224,7 @@ def _deterministic(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
-    """Take an earlier tensor in the place of a view that is laid out as it is: vmap makes many of them, and each takes time."""
+    """Replace views by the tensors that they view if the layouts are equal: vmap makes many of them, which take time."""
     for node in traced.graph.nodes:
         source = node
         while (source := _viewed(source)) is not None:
@@ -235,7 +236,7 @@ def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
 
 
 def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
-    """Give out the two factors of every gradient that is a product, but where a factor is made of a weight's own memory."""
+    """Return the two factors of every gradient that is a product, unless a factor shares memory with a weight."""
     *_, output = traced.graph.nodes
     weights = set([node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:])
 
@@ -250,7 +251,7 @@ def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
 
 
 def _owner(node: Any) -> Any:
-    """Return the node whose tensor's memory a node's tensor lies in."""
+    """Return the node whose tensor owns the memory of a node's tensor."""
     while (viewed := _viewed(node)) is not None:
         node = viewed
     return node
@@ -286,7 +287,7 @@ def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:
 
 
 def _aligned(matrices: Tensor) -> Tensor:
-    """Return matrices [slots, rows, columns] in memory where every slot begins as a tensor of its own does."""
+    """Return matrices [slots, rows, columns] in memory where every slot is aligned like a separate tensor."""
     size = matrices[0].numel()
     padded = -(-size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
     room = matrices.new_empty(len(matrices), padded)[:, :size].view(matrices.shape)

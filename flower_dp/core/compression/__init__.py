@@ -1,8 +1,8 @@
-"""Compression: a vector as a payload that is really that small, and the way back.
+"""Compression: encodes a vector as a small payload, and decodes it.
 
 A payload is a few NumPy arrays and a small header. Decoding trusts neither: it checks every length, type and index against what
-the receiver knows, and raises ValueError otherwise. Private vectors are compressed after dense noise only, or under a mask
-that does not depend on private data: coordinates chosen from an un-noised vector would tell what the noise should hide.
+the receiver knows, and raises ValueError otherwise. Private vectors are compressed after dense noise only, or under a mask that
+does not depend on private data: coordinates chosen from a vector without noise would reveal private data.
 
 A codec is one file and one line in `CODECS`.
 """

@@ -40,9 +40,9 @@ class Codec:
     Attributes:
         name: the header's `encoding`.
         num_arrays: how many arrays a payload has.
-        words: the words that a header may hold beside `encoding` and `length`; `read` checks their values.
+        words: the keys that a header may have besides `encoding` and `length`; `read` checks their values.
         read: payload, length and the mask that both sides know (None without one) -> the vector [length], float32 or float64.
-            It trusts nothing, and raises ValueError for what no honest sender makes.
+            It trusts nothing, and raises ValueError for a payload that no honest sender makes.
 
     Example:
         >>> from flower_dp.core.compression import CODECS
@@ -63,7 +63,7 @@ def check_array(name: str, array: np.ndarray, dtype: np.dtype[Any], length: int)
 
 
 def check_values(array: np.ndarray, length: int) -> None:
-    """Refuse what is not one vector of float32 or float64 values."""
+    """Refuse an array that is not one vector of float32 or float64 values."""
     check_array("values", array, array.dtype if array.dtype in _FLOATS else _FLOATS[0], length)
 
 

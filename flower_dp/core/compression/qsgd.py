@@ -1,8 +1,8 @@
 """Stochastic quantisation to a few levels, packed into bytes (QSGD; Alistarh et al. 2017).
 
 Coordinate j of a vector x becomes ||x|| sign(x_j) l_j / s with a whole number l_j of 0 to s, rounded up or down at random so that
-its expectation is x_j. Of a long vector most l_j are 0, and zlib codes them in far less than log2(2 s + 1) bits each. Where it
-does not, they are packed as digits of base 2 s + 1, as many in a few bytes as fit.
+its expectation is x_j. Most l_j of a long vector are 0, and zlib codes them in far less than log2(2 s + 1) bits each. Otherwise
+they are packed as digits of base 2 s + 1, as many in a few bytes as fit.
 """
 
 import math
@@ -31,7 +31,7 @@ _LOG_NEVER = -50.0
 
 
 def qsgd(vector: Array, levels: int, rng: Generator) -> Payload:
-    """Encode a vector that is private already, without bias: at most some log2(2 levels + 1) bits a coordinate, and a scale.
+    """Encode a vector that is already private, without bias, in about log2(2 levels + 1) bits a coordinate or fewer, and a scale.
 
     The scale is the vector's L2 norm, rounded up to float32. E[Q(x)] = x, and E||Q(x) - x||^2 <= q ||x||^2 with
     q = min(d / s^2, sqrt(d) / s).
@@ -55,7 +55,7 @@ def qsgd(vector: Array, levels: int, rng: Generator) -> Payload:
     digits = np.empty(length, _digit_type(check_levels(levels)))
     for start in range(0, length, _BLOCK):
         digits[start : start + _BLOCK] = _digits(vector[start : start + _BLOCK], scale, levels, rng)
-    # The run lengths of zeros are nearly all that there is to find, and are found quickly.
+    # Nearly all of the redundancy is in runs of zeros, which run-length coding finds quickly.
     squeezer = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     body = squeezer.compress(digits.data) + squeezer.flush()
     coding = "deflate" if len(body) < qsgd_bytes(length, levels) - _SCALE.itemsize else "packed"
@@ -84,10 +84,10 @@ def qsgd_variance(length: int, levels: int) -> float:
 
 
 def qsgd_stretch(length: int, levels: int) -> float:
-    """Return how many times its vector's norm a quantised vector is long at most, but with a probability below 1e-21.
+    """Return a bound on the ratio of the norms of a quantised vector and its vector, exceeded with a probability below 1e-21.
 
-    Its square is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbours in 0 to s, and their sum has an
-    expectation of at most s^2 (1 + q): Bernstein's inequality with differences of at most 2 s + 1.
+    The square of the ratio is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbours in 0 to s, and their
+    sum has an expectation of at most s^2 (1 + q): Bernstein's inequality with differences of at most 2 s + 1.
     """
     mean, largest = levels**2 * (1 + qsgd_variance(length, levels)), 2 * levels + 1
     third = -_LOG_NEVER * largest / 3
@@ -129,7 +129,7 @@ def _digit_type(levels: int) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def _word(base: int) -> tuple[int, int]:
-    """Return how many digits go into how many bytes: the fewest bytes a digit."""
+    """Return how many digits are packed into how many bytes, for the fewest bytes per digit."""
     choices = []
     for width in range(1, 9):
         digits = 1
@@ -142,7 +142,7 @@ def _word(base: int) -> tuple[int, int]:
 
 
 def _packed(digits: np.ndarray, levels: int) -> bytes:
-    """Return digits as words of some of them each; the last one is filled up with zeros."""
+    """Return digits packed into words of several digits each; the last word is filled up with zeros."""
     base = 2 * levels + 1
     count, width = _word(base)
     block = _BLOCK // count * count
@@ -180,7 +180,7 @@ def _read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
 
 
 def _inflated(body: np.ndarray, length: int, levels: int) -> np.ndarray:
-    """Return the digits of a zlib stream: as many as there must be, and never more."""
+    """Return the digits of a zlib stream, which must have exactly the expected number of them."""
     kind = _digit_type(levels)
     size, stream = length * kind.itemsize, zlib.decompressobj()
     try:

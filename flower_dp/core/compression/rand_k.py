@@ -1,4 +1,4 @@
-"""The coordinates of a mask that both sides know, without their indices."""
+"""Rand-k: the coordinates of a mask that both sides know, without their indices."""
 
 import zlib
 
@@ -17,8 +17,8 @@ def random_mask(length: int, keep_ratio: float, rng: np.random.Generator) -> np.
 def rand_k(vector: Array, mask: np.ndarray) -> Payload:
     """Encode the coordinates of a mask that both sides know: 4 or 8 bytes a value.
 
-    The mask is independent of private data, so clip and noise may live on the kept coordinates alone. Source: Fed-SMP.
-    The header carries a checksum of the mask: two releases of NumPy may draw different masks from one seed.
+    The mask is independent of private data, so clip and noise may apply to the kept coordinates alone. Source: Fed-SMP. The
+    header carries a checksum of the mask: two versions of NumPy may draw different masks from one seed.
     """
     header: dict[str, str | int | float] = {"encoding": "rand-k", "length": int(vector.shape[0]), "mask": checksum(mask)}
     return Payload(arrays=(to_numpy(vector)[mask],), header=header)

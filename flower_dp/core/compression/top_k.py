@@ -1,4 +1,4 @@
-"""Chosen coordinates, with their indices: those of largest magnitude, or those that are not 0."""
+"""Top-k: selected coordinates with their indices, those of largest magnitude or those that are not 0."""
 
 import math
 from typing import Any
