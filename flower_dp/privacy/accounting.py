@@ -144,7 +144,7 @@ def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta
     return low
 
 
-def curve(
+def epsilon_by_round(
     make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 100
 ) -> np.ndarray:
     """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.

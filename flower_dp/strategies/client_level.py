@@ -279,10 +279,10 @@ class ClientLevelRules:
         Raises:
             RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
         """
-        heard, step = len(collected.clients), self._step(now.layout.size, now.cohort_size)
-        if self.noise.too_few(heard, now.cohort_size):
-            raise RoundLeftOut(f"{heard} of {now.cohort_size} clients answered, too few for the noise that was charged")
-        std = self.noise.server_std(heard)
+        num_replies, step = len(collected.clients), self._step(now.layout.size, now.cohort_size)
+        if self.noise.too_few(num_replies, now.cohort_size):
+            raise RoundLeftOut(f"{num_replies} of {now.cohort_size} clients answered, too few for the noise that was charged")
+        std = self.noise.server_std(num_replies)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
         kept = slice(None) if self.mask is None else self.mask.indices(now.layout.size)
         total = collected.total.copy()
@@ -315,7 +315,7 @@ class ClientLevelRules:
                 return together
             # Each row is as long as it can be, and then longer by its quantisation.
             each = clip_norm + share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
-            return count * each * compression.qsgd_stretch(num_kept, self.quantization_levels)
+            return count * each * compression.qsgd_norm_ratio(num_kept, self.quantization_levels)
 
         return Bounds(
             clip_norm=clip_norm if self.placement == "central" else None,

@@ -155,7 +155,7 @@ class DPFedPAQRules:
     def bounds(self, now: Round) -> Bounds:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
         size, factor = now.layout.size, -self.steps.update_factor(now.server_round)
-        ratio = 1.0 if self.quantization_levels is None else compression.qsgd_stretch(size, self.quantization_levels)
+        ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
 
         def row(name: str) -> float:
             noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)

@@ -9,8 +9,8 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 
-# Rounds to look ahead where nobody has said how many there will be.
-_FIRST_LOOK = 64
+# Rounds to compose ahead where nobody has said how many there will be.
+_FIRST_HORIZON = 64
 
 
 class PlannedCost:
@@ -36,9 +36,11 @@ class PlannedCost:
 
     def plan(self, num_rounds: int) -> None:
         """Compute the cost of every round, and how many the target allows."""
-        self._epsilons = accounting.curve(self._events, num_rounds=num_rounds, delta=self._delta, relation=self._relation)
+        self._epsilons = accounting.epsilon_by_round(
+            self._events, num_rounds=num_rounds, delta=self._delta, relation=self._relation
+        )
         if self._target is not None:
-            self._look_ahead(num_rounds, self._target)
+            self._count_affordable(num_rounds, self._target)
 
     def epsilon(self, num_rounds: int) -> float | None:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
@@ -58,7 +60,7 @@ class PlannedCost:
         if in_order:
             # Rounds in order, each charged at most as planned, cost at most what is planned.
             if server_round > self._affordable and self._all_affordable:
-                self._look_ahead(max(2 * self._affordable, _FIRST_LOOK), self._target)
+                self._count_affordable(max(2 * self._affordable, _FIRST_HORIZON), self._target)
             if server_round <= self._affordable:
                 return True
         # All others are composed anew: what was charged, and this round.
@@ -69,7 +71,7 @@ class PlannedCost:
             self._asked, self._pays = key, cost <= self._target
         return self._pays
 
-    def _look_ahead(self, num_rounds: int, target: float) -> None:
+    def _count_affordable(self, num_rounds: int, target: float) -> None:
         """Find out how many rounds in order the target allows, up to a number."""
         self._affordable = accounting.affordable(
             self._events, epsilon=target, delta=self._delta, relation=self._relation, limit=num_rounds

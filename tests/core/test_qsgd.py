@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from flower_dp.core.compression import Payload, decode, qsgd, qsgd_bytes, qsgd_stretch, qsgd_variance
+from flower_dp.core.compression import Payload, decode, qsgd, qsgd_bytes, qsgd_norm_ratio, qsgd_variance
 
 LEVELS = [1, 2, 3, 10, 127, 128, 1000, 32767]
 
@@ -184,12 +184,12 @@ def test_draws_follow_the_generator_and_nothing_else():
 def test_no_draw_is_longer_than_it_can_be(length, levels):
     for shape in (gaussian(length), np.ones(length), np.eye(1, length)[0]):
         norms = [np.linalg.norm(quantized(shape, levels, seed)) / np.linalg.norm(shape) for seed in range(200)]
-        assert max(norms) <= qsgd_stretch(length, levels)
+        assert max(norms) <= qsgd_norm_ratio(length, levels)
     # And it says something: a Gaussian vector's typical draw is at least a third as long.
     assert (
         np.mean([np.linalg.norm(quantized(gaussian(length), levels, seed)) for seed in range(20)])
         / np.linalg.norm(gaussian(length))
-        > qsgd_stretch(length, levels) / 6
+        > qsgd_norm_ratio(length, levels) / 6
     )
 
 

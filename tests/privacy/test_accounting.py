@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
 from flower_dp.privacy import accounting, pld
-from flower_dp.privacy.accounting import affordable, calibrate, curve, epsilon, rdp_epsilon, repeated
+from flower_dp.privacy.accounting import affordable, calibrate, epsilon, epsilon_by_round, rdp_epsilon, repeated
 from flower_dp.privacy.events import Relation, UnsupportedEventError
 
 ADD: Relation = "add-or-remove-one"
@@ -445,7 +445,7 @@ def test_affordable_is_exact_at_the_boundary() -> None:
 @pytest.mark.parametrize("points", [5, 50])
 def test_a_curve_is_an_upper_bound_that_never_falls(event: dp.DpEvent, relation: Relation, points: int) -> None:
     rounds = 12
-    values = curve(partial(Repeat, event), num_rounds=rounds, delta=1e-4, relation=relation, points=points)
+    values = epsilon_by_round(partial(Repeat, event), num_rounds=rounds, delta=1e-4, relation=relation, points=points)
     assert values.shape == (rounds + 1,)
     assert values[0] == 0
     assert (np.diff(values) >= 0).all()
@@ -456,7 +456,7 @@ def test_a_curve_is_an_upper_bound_that_never_falls(event: dp.DpEvent, relation:
 
 
 def test_a_curve_of_no_rounds() -> None:
-    assert curve(partial(Repeat, Gaussian(1.0)), num_rounds=0, delta=1e-5, relation=ADD).tolist() == [0]
+    assert epsilon_by_round(partial(Repeat, Gaussian(1.0)), num_rounds=0, delta=1e-5, relation=ADD).tolist() == [0]
 
 
 # What is refused

@@ -21,7 +21,7 @@ rand_k, random_mask = _rand_k.rand_k, _rand_k.random_mask
 top_k, top_k_bytes, top_k_indices = _top_k.top_k, _top_k.top_k_bytes, _top_k.top_k_indices
 qsgd = _qsgd.qsgd
 check_levels, qsgd_bytes, MOST_LEVELS = _qsgd.check_levels, _qsgd.qsgd_bytes, _qsgd.MOST_LEVELS
-qsgd_stretch, qsgd_variance = _qsgd.qsgd_stretch, _qsgd.qsgd_variance
+qsgd_norm_ratio, qsgd_variance = _qsgd.qsgd_norm_ratio, _qsgd.qsgd_variance
 num_kept, smallest = _top_k.num_kept, _top_k.smallest
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "num_kept",
     "qsgd",
     "qsgd_bytes",
-    "qsgd_stretch",
+    "qsgd_norm_ratio",
     "qsgd_variance",
     "rand_k",
     "random_mask",

@@ -26,7 +26,7 @@ _BLOCK = 2**16
 _BYTE = np.dtype(np.uint8)
 _SCALE = np.dtype("<f4")
 _CODINGS = ("packed", "deflate")
-# Natural logarithm of the probability that a quantised vector is longer than `qsgd_stretch` says.
+# Natural logarithm of the probability that a quantised vector is longer than `qsgd_norm_ratio` says.
 _LOG_NEVER = -50.0
 
 
@@ -83,7 +83,7 @@ def qsgd_variance(length: int, levels: int) -> float:
     return min(length / levels**2, math.sqrt(length) / levels)
 
 
-def qsgd_stretch(length: int, levels: int) -> float:
+def qsgd_norm_ratio(length: int, levels: int) -> float:
     """Return a bound on the ratio of the norms of a quantised vector and its vector, exceeded with a probability below 1e-21.
 
     The square of the ratio is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbours in 0 to s, and their
