@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from apps.device import own_settings
 from apps.methods import Run
 from apps.parts import training_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
@@ -154,7 +155,8 @@ def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, cont
         if key not in context.node_config:
             raise ValueError(f"{key}: is missing from the node-config; it says which clients this node hosts")
     part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    return _client(model_fn, data_fn, loss, tuple(sorted(context.run_config.items())), part, parts)
+    config = own_settings(whole(context.run_config), context.node_config)
+    return _client(model_fn, data_fn, loss, tuple(sorted(config.items())), part, parts)
 
 
 @lru_cache(maxsize=8)
@@ -175,6 +177,15 @@ def run_of(run_config: Mapping[str, Any]) -> Run:
     Raises:
         ValueError: as `Run.of`, and for settings of flower-dp's own models and data.
     """
+    return Run.of({key: value for key, value in whole(run_config).items() if key not in _FUNCTIONS})
+
+
+def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run-config with the defaults of what it leaves out.
+
+    Raises:
+        ValueError: for settings of flower-dp's own models and data.
+    """
     folder = Path(__file__).resolve().parent.parent
     own = read_app(folder)
     if own is None:
@@ -184,7 +195,7 @@ def run_of(run_config: Mapping[str, Any]) -> Run:
             raise ValueError(
                 f"{key}={run_config[key]!r}: an app with its own model and data does not use this setting; remove it"
             )
-    return Run.of({**own.defaults, **{key: value for key, value in run_config.items() if key not in _FUNCTIONS}})
+    return {**own.defaults, **run_config}
 
 
 class _Clients(Mapping[str, Records]):

@@ -90,6 +90,7 @@ class Method:
         delta: the delta of the statement.
         charges: everything that a round charges; the dearest of them is the epsilon of the statement.
         noise: std of each coordinate of the model's increment, where no update has any, by how many clients were heard.
+        reach: the largest norm of the increment of round 1 without any noise.
         message_noise: std of each coordinate of what one client sends, where its update is zero; 0: it adds no noise.
         laplace: whether the noise of a client is Laplace noise; else all noise is Gaussian.
         server_noise: std of each coordinate of the noise in the increment that the server itself has added, by how many were heard.
@@ -114,6 +115,7 @@ class Method:
     delta: Callable[[Words], float]
     charges: tuple[Charge, ...]
     noise: Callable[[Words, int], float]
+    reach: Callable[[Words], float]
     message_noise: Callable[[Words], float]
     laplace: bool = False
     server_noise: Callable[[Words, int], float]
@@ -228,6 +230,7 @@ CLIENT_LEVEL: dict[str, Any] = {
     "poisson": True,
     "target": True,
     "numbers": client_level_numbers,
+    "reach": lambda words: words.clip_norm,
     "sampling": lambda words: f"{words.num_clients} of {words.num_clients} clients expected a round",
 }
 CENTRAL: dict[str, Any] = CLIENT_LEVEL | {
@@ -313,6 +316,7 @@ def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
             ),
         ),
         "noise": lambda words, heard: STEP_SIZE * math.sqrt(heard) * message_noise(words),
+        "reach": lambda words: STEP_SIZE * words.clip_norm,
         "message_noise": message_noise,
         "laplace": mechanism == "laplace",
         "server_noise": lambda words, heard: 0.0,
@@ -432,6 +436,7 @@ def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
         "delta": lambda words: words.delta,
         "charges": (Charge(ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()), event=event),),
         "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
+        "reach": lambda words: num_local_steps * PASGD_STEP_SIZE * words.clip_norm,
         "message_noise": message_noise,
         "server_noise": lambda words, heard: 0.0,
         "exact": False,
@@ -513,6 +518,7 @@ def local_steps(
             ),
         ),
         "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
+        "reach": lambda words: num_steps * STEP_SIZE * words.clip_norm,
         "message_noise": message_noise,
         "server_noise": lambda words, heard: 0.0,
         "exact": False,
@@ -611,6 +617,7 @@ METHODS = (
         delta=lambda words: words.delta,
         charges=NBAFL_CHARGES,
         noise=lambda words, heard: nbafl_unit(words) * nbafl_rounds(words) / heard,
+        reach=lambda words: words.clip_norm,
         message_noise=lambda words: nbafl_unit(words) / words.num_clients,
         server_noise=lambda words, heard: nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - heard) / heard,
         replaces_model=True,

@@ -1,6 +1,7 @@
 """A Grid in this process: it calls a ClientApp with one Context a node, so that strategies can be tested without a simulation."""
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -52,7 +53,7 @@ class LocalGrid(Grid):
 
     @property
     def run(self) -> Any:
-        raise NotImplementedError
+        return SimpleNamespace(run_id=1)  # what Flower's old server API asks for
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError

@@ -7,6 +7,7 @@ server.
 
 import copy
 import json
+import logging
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -393,6 +394,19 @@ def test_the_noise_of_a_released_model_has_the_stated_scale(method):
     words = Words(num_rounds=4)
     run = run_of(method, words, STILL)
     assert_noise(increments(method, run), method.noise(words, 4), method.excess(4))
+
+
+@every_method
+def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mean(method, caplog):
+    words = Words(num_rounds=1)
+    with caplog.at_level(logging.INFO, "flwr"):
+        run = run_of(method, words, STILL)
+    heard = method.fewest if method.fewest > 1 else words.num_clients
+    dimension = run.models[0].size
+    norm, reach = run.strategy.rules.outlook(dimension)
+    assert (norm, reach) == pytest.approx((method.noise(words, heard) * math.sqrt(dimension), method.reach(words)), rel=1e-3)
+    assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in caplog.text
+    assert f"the noise on the mean is {norm / reach:.1f} times as long as any mean without it" in caplog.text
 
 
 @own_clients

@@ -24,7 +24,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = REPOSITORY / "examples" / "deployment"
 BIN = Path(sys.executable).parent
 DEVICES = ("device-1", "device-2", "device-3")
-HEARTBEAT_SECONDS = 10  # the least that Flower accepts
 GENERATED = ("certs", "devices", "operator", "proxy", "state", "*.fab", "*.csv")
 # Where the tests' user is root, no mode bits hold it back: these capabilities are what lets it pass.
 ACTIVE = "SuperNode ID: "
@@ -69,25 +68,20 @@ class Deployment:
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
         }
-        # Flower's default is 30 s, and a node is given up after twice that.
-        (folder / "site").mkdir()
-        (folder / "site" / "sitecustomize.py").write_text(
-            f"from flwr.common import constant\nconstant.HEARTBEAT_DEFAULT_INTERVAL = {HEARTBEAT_SECONDS}\n"
-        )
-        self.node_environment = self.environment | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), str(REPOSITORY)])}
 
-    def command(self, label, device=""):
-        """A step's commands, with free ports and this machine's name."""
+    def command(self, label, device="", **variables):
+        """A step's commands, with free ports and this machine's name; they may read these variables."""
         text = steps()[label].replace("127.0.0.1:8000", f"127.0.0.1:{self.link}").replace("--port 8000", f"--port {self.link}")
         text = text.replace("fleet.example.org:8443", f"localhost:{self.proxy if self.has_proxy else self.link}")
         port = self.runtime[DEVICES.index(device)] if device else ""
-        variables = f'set -eu\n{steps()["0"]}export DEVICE={device} RUNTIME_PORT={port} FLWR_HOME="$PWD/operator"\n'
-        return variables + text.replace("fleet.example.org", "localhost")
+        named = {"DEVICE": device, "RUNTIME_PORT": port, "FLWR_HOME": "$PWD/operator"} | variables
+        exported = "".join(f'export {name}="{value}"\n' for name, value in named.items())
+        return f"set -eu\n{steps()['0']}{exported}" + text.replace("fleet.example.org", "localhost")
 
-    def run(self, label, device=""):
+    def run(self, label, device="", **variables):
         """Run a step to its end; return what it said."""
         done = subprocess.run(
-            ["bash", "-c", self.command(label, device)],
+            ["bash", "-c", self.command(label, device, **variables)],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -104,7 +98,7 @@ class Deployment:
             process = subprocess.Popen(
                 [*UNPRIVILEGED, "bash", "-c", change(self.command(label, device))],
                 cwd=self.folder,
-                env=self.node_environment if device else self.environment,
+                env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -112,18 +106,15 @@ class Deployment:
         self.started.append(process)
         return process
 
-    def bring_back(self, device):
-        """Start a SuperNode again and again, as `Restart=always` does: its key is refused until its heartbeat has run out."""
-        before = self.log("5d", device).count(ACTIVE)
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            process = self.spawn("5d", device)
-            while self.log("5d", device).count(ACTIVE) == before and process.poll() is None and time.monotonic() < end:
-                time.sleep(0.05)
-            if process.poll() is None:
-                return
-            end_group(process, signal.SIGKILL)
-        raise TimeoutError(f"{device} does not come back: {self.log('5d', device)[-2000:]}")
+    def start_again(self, device):
+        """Start a SuperNode again, and wait until the SuperLink has it."""
+        before = len(self.node_ids(device))
+        self.spawn("5d", device)
+        wait_until(lambda: len(self.node_ids(device)) > before, f"{device} does not come back: {self.log('5d', device)[-2000:]}")
+
+    def node_ids(self, device):
+        """The ids under which a device's SuperNodes were there, one for each start."""
+        return re.findall(rf"{ACTIVE}(\d+)", self.log("5d", device))
 
     def log(self, label, device=""):
         return (self.folder / f"{label}{device}.log").read_text()
@@ -188,6 +179,34 @@ def hold_records(made, device, released):
         time.sleep(0.5)  # until the app has closed them
 
 
+def refuse_another_bundle(made, device):
+    """A bundle that is not the pinned one can't come in."""
+    changed = made.folder / "app" / "three_devices" / "task.py"
+    changed.write_text(changed.read_text() + "\n")
+    installed = subprocess.run(
+        [*UNPRIVILEGED, "bash", "-c", "mkdir changed && cd changed && flwr build --app ../app && flwr install *.fab"],
+        cwd=made.folder,
+        env=made.environment | {"FLWR_HOME": str(made.folder / "devices" / device / "flower")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert installed.returncode != 0
+    assert "PermissionError" in installed.stderr
+
+
+def come_back_with_a_new_key(made, device):
+    """A device comes back under a new id, with its name and its ledger; return the old id."""
+    (old,) = made.node_ids(device)
+    made.run("8a", device, NODE_ID=old)
+    made.run("8b", device)
+    made.run("5c", device)
+    made.start_again(device)
+    assert made.node_ids(device)[1] != old
+    return old
+
+
 @pytest.fixture
 def deployment(tmp_path):
     made = Deployment(tmp_path)
@@ -202,7 +221,7 @@ def deployment(tmp_path):
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None or shutil.which("openssl") is None, reason="needs openssl and ssh-keygen")
 @pytest.mark.skipif(bool(UNPRIVILEGED) and shutil.which("setpriv") is None, reason="root can write everything: needs setpriv")
 def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
-    """TLS, keys, a proxy, pinned bundles, ledgers: a node is killed -9 in round 1, is back under its key, and replies in round 2."""
+    """TLS, keys, a proxy, pinned bundles, ledgers: a node is killed -9 in round 1, is back under a new id, and replies in round 2."""
     made = deployment
     made.run("1")
     made.spawn("2")
@@ -215,6 +234,13 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     for device in DEVICES[:2]:
         made.run("5c", device)
     nodes = {device: made.spawn("5d", device) for device in DEVICES}
+
+    # A key keeps its id. A node that is stopped signs off, so that it need not wait for its heartbeat to run out.
+    wait_until(lambda: made.node_ids("device-1"), f"device-1 doesn't start: {made.log('5d', 'device-1')[-2000:]}")
+    end_group(nodes["device-1"], signal.SIGTERM)
+    nodes["device-1"].wait(30)
+    made.start_again("device-1")
+    assert len(set(made.node_ids("device-1"))) == 1
 
     # TLS is on, and only /v1/fleet is behind the proxy.
     trusting = ssl.create_default_context(cafile=made.folder / "certs" / "ca.crt")
@@ -239,25 +265,9 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     # Charged, and not yet sent: the node looks for replies to send every three seconds.
     wait_until(lambda: made.replies("device-2") == 1, f"round 1 doesn't begin: {made.log('6')[-3000:]}")
     end_group(nodes["device-2"], signal.SIGKILL)
-    killed = time.monotonic()
 
-    # A bundle that is not the pinned one can't come in meanwhile.
-    changed = made.folder / "app" / "three_devices" / "task.py"
-    changed.write_text(changed.read_text() + "\n")
-    installed = subprocess.run(
-        [*UNPRIVILEGED, "bash", "-c", "mkdir changed && cd changed && flwr build --app ../app && flwr install *.fab"],
-        cwd=made.folder,
-        env=made.environment | {"FLWR_HOME": str(made.folder / "devices" / "device-1" / "flower")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert installed.returncode != 0
-    assert "PermissionError" in installed.stderr
-
-    time.sleep(max(0.0, killed + 1.5 * HEARTBEAT_SECONDS - time.monotonic()))
-    made.bring_back("device-2")
+    refuse_another_bundle(made, "device-1")
+    old = come_back_with_a_new_key(made, "device-2")
     back.set()
     assert run.wait(300) == 0
     statement = json.loads((made.folder / "state" / "run" / "statement.json").read_text())
@@ -268,7 +278,9 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     assert [line for line in statement["incidents"] if line.startswith("1 replies that were asked for did not count")]
     assert [made.replies(device) for device in DEVICES] == [2, 2, 2], made.log("6")
     assert "device-2: 2 of 6 replies, epsilon 1.0000 at delta 0 (replace-one)" in made.run("7", "device-2")
-    assert len(set(re.findall(rf"{ACTIVE}(\d+)", made.log("5d", "device-2")))) == 1  # it has a key
+    # Round 1 misses the node that died, and round 2 nobody: the run knows the client by its name.
+    assert made.log("6").count("no reply: ") == 1
+    assert f"node {old}: no reply: " in made.log("6")
 
 
 # The compose file

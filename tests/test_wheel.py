@@ -99,6 +99,17 @@ def test_a_run(installed):
     assert "over 2 rounds" in done.stdout
 
 
+def test_an_app_of_ones_own(installed, tmp_path):
+    """`flower_dp.app` around a model and data, in a folder outside of the checkout."""
+    app, run = tmp_path / "mine", tmp_path / "run"
+    shutil.copytree(REPOSITORY / "tests" / "foreign" / "five-lines", app, ignore=shutil.ignore_patterns("__pycache__"))
+    done = installed("run", str(app), "--workers", "1", "--output-dir", str(run))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "over 2 rounds" in done.stdout
+    assert [json.loads(line)["round"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert json.loads((run / "statement.json").read_text())["private"]
+
+
 def test_a_plan_from_a_preset(installed):
     done = installed(
         *("plan", "fedsgd-dpc", "--estimate-from", "mnist-fedsgd-dpc-laplace", "--json"),

@@ -4,6 +4,7 @@ It holds clip norm, mechanism, sampler and neighbouring relation, and derives bo
 the noise does not give can't be configured.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +69,11 @@ class Release:
     def noise_scale(self) -> float:
         """Scale of the noise on the released sum: the standard deviation of Gaussian noise, the Laplace scale."""
         return self.mechanism.noise_multiplier * self.clip_norm
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released sum."""
+        return self.noise_scale * (math.sqrt(2) if self.mechanism.norm == "l1" else 1.0)
 
     def lattice_step(self, dimension: int) -> float:
         """Return the step of the lattice on which contributions [d] and the noise of their sum lie; 0 without noise."""

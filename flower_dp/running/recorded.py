@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -29,6 +30,7 @@ def record_run(
     name: str = "run",
     path: str | os.PathLike[str] | None = None,
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    not_covered: Sequence[str] = (),
     **words: Any,
 ) -> Result:
     """Run a strategy and write its run folder: configuration, one line of metrics per round, statement, model and plot.
@@ -44,6 +46,7 @@ def record_run(
         name: the name of the run, used in the name of a new folder.
         path: the folder; by default that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
         evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round.
+        not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         words: further arguments of `strategy.start`.
 
     Raises:
@@ -70,7 +73,8 @@ def record_run(
     try:
         result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=record, **words)
     finally:
-        statement = strategy.statement
+        stated = strategy.statement
+        statement = replace(stated, not_covered=(*stated.not_covered, *not_covered))
         folder.state(statement.to_dict(), str(statement))
     folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
     return result

@@ -183,6 +183,13 @@ class DPFedPAQRules:
             self.control.learn(collected, divisor=self._divisor(now.server_round), num_clients=self.num_clients)
         return np.asarray(now.vector + collected.total / len(collected.clients))
 
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norms of the noise on the mean of updates, and of the longest update; without what quantisation adds."""
+        factor = -self.steps.update_factor(1)
+        variances = [terms.release.noise_std**2 for terms in self.books.terms.values()]
+        noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
+        return factor * noise, factor * self.steps.longest_sum
+
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0

@@ -1,5 +1,6 @@
 """DP-PASGD (Hu et al.): noised local steps on every device, a plain mean of their models, two budgets."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Required, Unpack
 
@@ -157,6 +158,13 @@ class DPPASGDRules:
         """Return the plain mean of the models of the devices that have answered; without any, the last model."""
         replied = len(collected.clients)
         return np.asarray(now.vector + collected.total / replied) if replied else now.vector
+
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norms of the noise that all steps leave in the mean, and of the longest movement without it."""
+        rate, steps = self.steps.step_size(1), self.steps.num_local_steps
+        variances = [(terms.release.noise_std / terms.release.expected_cohort) ** 2 for terms in self.books.terms.values()]
+        noise = math.sqrt(steps * sum(variances) * dimension) / len(variances)
+        return rate * noise, rate * steps * self.clip_norm
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean size of a device's message; it reveals nothing, since messages are private."""

@@ -130,6 +130,17 @@ class FedSGDDPCRules:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
         return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
 
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norms of step 1 times the noise, and times the longest mean of gradients."""
+        # Every client is in this part of the rounds.
+        part = self.cohort_size / self.num_clients
+        stds = [
+            self._weight(name) * terms.release.noise_std / terms.release.expected_cohort
+            for name, terms in self.books.terms.items()
+        ]
+        noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
+        return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
+
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0

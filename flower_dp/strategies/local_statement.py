@@ -189,7 +189,7 @@ def _everyone(costs: dict[str, Cost], worst: str | None, facts: LocalFacts) -> t
             sees=sees,
             epsilon=costs[worst].epsilon,
             accountant=costs[worst].accountant,
-            noise_std=release.noise_scale * (math.sqrt(2) if release.mechanism.norm == "l1" else 1) / release.expected_cohort,
+            noise_std=release.noise_std / release.expected_cohort,
         )
         for name, sees in (
             ("the server", "every message of a client"),

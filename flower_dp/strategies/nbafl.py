@@ -150,6 +150,11 @@ class NbAFLRules:
         """Return a bound on the norm of an honest sum."""
         return self.books.bounds(now, self.books.share)
 
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""
+        parts = [1 / self.cohort_size] * self.cohort_size
+        return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
+
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0

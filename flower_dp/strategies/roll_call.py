@@ -6,6 +6,7 @@ can't, as with stock clients, every node is one client.
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ _Question = Callable[[int], Message]
 
 _ANSWER_SECONDS = 600.0
 _MOST_RECORDS, _MOST_CHARACTERS = 8, 2**27
+# Seconds until a node that could not answer is asked again: doubled each time, since every question starts a process.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
 # Flower's error texts for a ClientApp that does not know the question: one of the Message API, and one around a client_fn.
 _NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
 
@@ -51,17 +54,28 @@ class Hosted:
     methods: frozenset[str]
 
 
+class NoAnswerError(Exception):
+    """A node can't say now which clients it hosts, and is not known to be a stock client; the text says why."""
+
+
 class RollCall:
     """Asks nodes which clients they host, by the question that the run's ClientApp can answer.
+
+    An app counts as stock only if Flower itself reports that it can't answer. An app that fails in another way is not taken for a
+    stock app: its clients may have names, policies and budgets.
 
     Attributes:
         dialect: the record names that the nodes' app uses; None until a node has answered.
         hosting: whether nodes name the clients that they host; otherwise every node is one stock client.
+        failures: why nodes can't say now which clients they host.
     """
 
     def __init__(self) -> None:
         self.dialect: Dialect | None = None
+        self.failures: dict[int, str] = {}
         self._question: _Question | None = None
+        # Node id -> the pause after its last failure, and when that ends.
+        self._pauses: dict[int, tuple[float, float]] = {}
 
     @property
     def hosting(self) -> bool:
@@ -74,63 +88,87 @@ class RollCall:
         Raises:
             ValueError: if a node's answer is malformed.
         """
-        new = sorted(nodes)
+        new = sorted(node for node in nodes if self._pauses.get(node, (0.0, 0.0))[1] <= time.monotonic())
         if new and self.dialect is None:
-            log.info(
-                "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
-            )
-            self._question, self.dialect = _kind(grid, new)
+            self._find_out(grid, new)
+            new = [node for node in new if node not in self.failures]
         if not new or self.dialect is None:
             return {}
         if self._question is None:
+            self.failures.clear()  # all nodes run the same app
             return {node: Hosted(names=(f"node-{node}",), methods=frozenset()) for node in new}
-        return _ask(grid, new, self._question)
+        return self._ask(grid, new, self._question)
 
+    def _find_out(self, grid: Grid, nodes: list[int]) -> None:
+        """Find the question that the run's ClientApp answers, and its dialect, from the first node that can tell."""
+        if not self._pauses:
+            log.info(
+                "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
+            )
+        for node in nodes:
+            try:
+                self._question, self.dialect = _kind(grid, node)
+            except NoAnswerError as error:
+                self._failed(node, str(error))
+            else:
+                self.failures.pop(node, None)
+                return
 
-def _kind(grid: Grid, nodes: list[int]) -> tuple[_Question | None, Dialect | None]:
-    """Find the question that the run's ClientApp answers, and its dialect, from the first node that replies."""
-    for node in nodes:
-        message_api = False
-        for question, dialect in _QUESTIONS:
-            if message_api and dialect is NUMPY_CLIENT:
+    def _ask(self, grid: Grid, nodes: list[int], question: _Question) -> dict[int, Hosted]:
+        """Ask nodes which clients they host; a node that does not answer is asked again."""
+        hosted = {}
+        for reply in _send(grid, [question(node) for node in nodes]):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                self._failed(node, reply.error.reason or "an error without a reason")
                 continue
-            with HeldErrors() as held:
-                reply = next(iter(_send(grid, [question(node)])), None)
-                reason = reply.error.reason or "" if reply is not None and reply.has_error() else ""
-                if _NO_QUERIES in reason or _NO_SUCH_MESSAGE in reason or (reason and question is _QUESTIONS[-1][0]):
-                    held.drop()
-            if reply is None:
-                break
-            if not reply.has_error():
-                if _read_hosted(reply) is not None:
-                    return question, dialect
-                if dialect is NUMPY_CLIENT:
-                    return None, NUMPY_CLIENT
-                # A stock app may answer queries of its own; its train function may have a mod of ours.
-                message_api = True
-            elif reply.error.code not in APP_RAISED:
-                log.warning("node %s: %s", node, reason)
-                break
-            elif _NO_QUERIES in reason:
-                message_api = True
-        else:
-            return None, MESSAGE_API
-    return None, None
+            answer = _read_hosted(reply)
+            if answer is None:
+                raise ValueError(f"node {node} does not say which clients it hosts")
+            hosted[node] = answer
+            self.failures.pop(node, None)
+        return hosted
+
+    def _failed(self, node: int, reason: str) -> None:
+        """Record that a node can't answer now; it is asked again after a pause."""
+        log.warning("node %s can't say which clients it hosts: %s", node, reason)
+        pause = min(2 * self._pauses.get(node, (_FIRST_PAUSE_SECONDS / 2, 0.0))[0], _LONGEST_PAUSE_SECONDS)
+        self._pauses[node] = pause, time.monotonic() + pause
+        self.failures[node] = reason
 
 
-def _ask(grid: Grid, nodes: list[int], question: _Question) -> dict[int, Hosted]:
-    """Ask nodes which clients they host; a node that does not answer is asked again."""
-    hosted = {}
-    for reply in _send(grid, [question(node) for node in nodes]):
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            log.warning("node %s: %s", node, reply.error.reason)
+def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
+    """Find the question that a node's app answers, and its dialect; no question for a stock client.
+
+    Raises:
+        NoAnswerError: if the node does not answer, or its app fails in a way that a stock client does not.
+    """
+    message_api, reasons = False, []
+    for question, dialect in _QUESTIONS:
+        if message_api and dialect is NUMPY_CLIENT:
             continue
-        answer = _read_hosted(reply)
-        if answer is None:
-            raise ValueError(f"node {node} does not say which clients it hosts")
-        hosted[node] = answer
-    return hosted
+        with HeldErrors() as held:
+            reply = next(iter(_send(grid, [question(node)])), None)
+            if reply is None:
+                raise NoAnswerError("no answer")
+            reason = reply.error.reason or "" if reply.has_error() else ""
+            if any(words in reason for words in (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED)) or message_api:
+                held.drop()
+        if reply.has_error():
+            if reply.error.code not in APP_RAISED:
+                raise NoAnswerError(reason)
+            message_api |= _NO_QUERIES in reason
+            reasons.append(reason)
+        elif _read_hosted(reply) is not None:
+            return question, dialect
+        elif dialect is NUMPY_CLIENT:
+            return None, NUMPY_CLIENT
+        else:  # a stock app may answer queries of its own; its train function may have a mod of ours
+            message_api = True
+    if message_api:
+        return None, MESSAGE_API
+    telling = next((reason for reason in reasons if _NO_SUCH_MESSAGE not in reason), reasons[0])
+    raise NoAnswerError(f"its app fails, and it is not known to be a stock client: {telling}")
 
 
 def _send(grid: Grid, messages: list[Message]) -> list[Message]:

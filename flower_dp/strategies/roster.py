@@ -104,16 +104,26 @@ class Register:
                 seen, settled = count, time.monotonic()
                 log.info("%s of %s clients registered", count, self._num_clients)
             # In a simulation all nodes are there from the start, a moment after the server.
-            if _is_simulation(grid) and self._hosted and time.monotonic() > settled + _SETTLED_SECONDS:
+            failing = len(self._roll_call.failures)
+            complete = self._hosted or failing if _is_simulation(grid) else failing >= max(self._num_clients, len(self._there))
+            if complete and time.monotonic() > settled + _SETTLED_SECONDS:
+                where = "simulation has" if _is_simulation(grid) else "nodes have"
                 raise ValueError(
-                    f"num_clients={self._num_clients}: the simulation has {count} clients on {len(self._hosted)} nodes"
+                    f"num_clients={self._num_clients}: the {where} {count} clients on {len(self._hosted)} nodes{self._failures()}"
                 )
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"num_clients={self._num_clients}: only {count} clients on {len(self._hosted)} nodes after "
-                    f"{self._timeout:g} s"
+                    f"{self._timeout:g} s{self._failures()}"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _failures(self) -> str:
+        """Say why nodes can't say which clients they host, by the example of one."""
+        failures = self._roll_call.failures
+        return next(
+            (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items()), ""
+        )
 
     def _first(self, grid: Grid) -> Roster:
         names = sorted(name for node in self._there for name in self._names(node))

@@ -242,6 +242,20 @@ class Rules(Protocol):
 
 
 @runtime_checkable
+class HasOutlook(Protocol):
+    """Rules that know before round 1 how their noise compares with what it is added to."""
+
+    def outlook(self, dimension: int) -> tuple[float, float]:
+        """Return the norm that the noise in the model of round 1 has about, and the largest norm of the mean without it.
+
+        Asked after the roll call, for all replies of an average cohort.
+
+        Args:
+            dimension: of the model's vector.
+        """
+
+
+@runtime_checkable
 class CountsResources(Protocol):
     """Rules with a resource ledger."""
 

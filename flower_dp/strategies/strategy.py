@@ -28,7 +28,17 @@ from flower_dp.strategies.local_level import ClientBooks
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
-from flower_dp.strategies.rules import CountsResources, Options, Round, RoundLeftOut, RoundReport, Rules, RunFacts, SendsBeside
+from flower_dp.strategies.rules import (
+    CountsResources,
+    HasOutlook,
+    Options,
+    Round,
+    RoundLeftOut,
+    RoundReport,
+    Rules,
+    RunFacts,
+    SendsBeside,
+)
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -358,13 +368,13 @@ class DPStrategy(Strategy):
 
     def _log_outlook(self, dimension: int) -> None:
         """Log before the first round how the noise compares with the updates."""
-        if not isinstance(self.rules, ClientLevelRules):
+        if not isinstance(self.rules, HasOutlook):
             return
         noise, signal = self.rules.outlook(dimension)
-        log.info("norm of the noise on the mean %.3g, of the mean of updates at most %.3g (the clip norm)", noise, signal)
+        log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
         if noise > signal:
             log.warning(
-                "the noise on the mean is %.1f times as long as any mean of updates: one round teaches little; more clients a "
+                "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
                 "round, less noise or a smaller model help, and so do more rounds within the budget",
                 noise / signal,
             )

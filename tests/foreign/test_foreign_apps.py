@@ -3,8 +3,10 @@
 import difflib
 import importlib
 import logging
+import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ LEAVES = {
 def play(tmp_path, monkeypatch):
     """Run an app on a grid in this process, where `flower-dp run` would run it; return the grid."""
 
-    def run(shape, *, stock):
+    def run(shape, *, stock, tamper=None):
         folder, room = HERE / shape, tmp_path / ("stock" if stock else "private")
         room.mkdir()
         (room / "code").mkdir()
@@ -47,7 +49,7 @@ def play(tmp_path, monkeypatch):
         with app_files_linked(room / "run", folder):
             monkeypatch.chdir(room / "run")
             client, server = (importlib.import_module(name).app for name in ("client_app", "server_app"))
-            grid = LocalGrid(client, 4)
+            grid = LocalGrid(client, 4, tamper=tamper)
             server(grid, Context(1, 1, {}, RecordDict(), {"num-server-rounds": 2, "output-dir": "mine"}))
             monkeypatch.chdir(tmp_path)
         if LEAVES[shape]:
@@ -59,19 +61,45 @@ def play(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+def trained_by_all(grid):
+    """Whether every client has trained in every round."""
+    replies = Counter(message.metadata.src_node_id for message in grid.received if not message.has_error())
+    return len(grid.received) == replies.total() > 0 and len(replies) == 4 and len({*replies.values()}) == 1
+
+
 @pytest.mark.parametrize("shape", LEAVES)
 def test_an_app_runs_with_stock_flower_and_with_the_change(shape, play, caplog):
-    if shape != "server-fn":  # Flower's old loop waits for nodes in a thread of its own
-        play(shape, stock=True)
+    assert trained_by_all(play(shape, stock=True))
     caplog.clear()
     with caplog.at_level(logging.INFO):
         grid = play(shape, stock=False)
-    trained = [message for message in grid.received if not message.has_error()]
-    assert len(trained) == len(grid.received) >= 4
+    assert trained_by_all(grid)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     said = [record.getMessage() for record in caplog.records]
     if shape != "own-start":  # whose loop tells of its own results
         assert sum(line.startswith("Privacy statement: ") for line in said) == 1
+
+
+def test_the_statement_after_a_start_of_ones_own_counts_rounds_and_lost_replies(play, capsys):
+    """advanced-pytorch's shape: the loop is the app's, ledger and statement are the strategy's."""
+    rounds = Counter()
+
+    def lose_one(node, reply):
+        rounds[node] += 1
+        return [] if (node, rounds[node]) == (2, 2) else [reply]
+
+    grid = play("own-start", stock=False, tamper=lose_one)
+    assert len(grid.received) == 11
+    said = capsys.readouterr().out
+    assert said.startswith("Privacy statement: DP-FedAvg\n")
+    epsilon = float(
+        re.search(r"^\(([\d.]+), 0.001\)-differential privacy for each client .* over 3 rounds\.$", said, re.MULTILINE)[1]
+    )
+    # Three Gaussian mechanisms of multiplier 0.31 are one of 0.31 / sqrt(3); Balle and Wang 2018, theorem 8.
+    mu = math.sqrt(3) / 0.31
+    tails = [math.erfc(-x / math.sqrt(2)) / 2 for x in (mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu)]
+    assert tails[0] - math.exp(epsilon) * tails[1] == pytest.approx(1e-3, rel=1e-3)
+    assert "1 updates that were asked for did not count: 1 from nodes that did not reply" in said
 
 
 def test_a_model_with_batchnorm_is_refused_with_the_layer_and_what_to_do(play, monkeypatch):
@@ -96,6 +124,18 @@ def changed_lines(shape):
 def test_the_docs_tell_how_many_lines_change():
     rows = dict(re.findall(r"^\| `([a-z-]+)` \|.*\| (\d+) \|$", DOCS.read_text(), re.MULTILINE))
     assert rows == {shape: str(changed_lines(shape)) for shape in LEAVES}
+
+
+def test_the_migration_page_shows_the_lines_that_the_legacy_app_changes():
+    page = (DOCS.parent / "migration.md").read_text()
+    shown = page.split("## From `server_fn`")[1].split("# after\n")[1].split("```")[0].split("\n")
+    named = [line for line in shown if line.startswith(("app =", "@app", "def main"))]
+    stock, changed = (
+        set((HERE / "server-fn" / name).read_text().splitlines()) for name in ("stock_server_app.py", "server_app.py")
+    )
+    assert named == ["app = ServerApp()", "@app.main()", "def main(grid: Grid, context: Context) -> None:"]
+    assert {re.sub(r": \w+| -> None", "", line) if line.startswith("def") else line for line in named} <= changed - stock
+    assert [line for line in changed if line.strip().startswith("strategy.start(grid, ArrayRecord(")]
 
 
 def test_a_final_model_is_what_the_private_run_made(play, tmp_path):

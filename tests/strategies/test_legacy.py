@@ -1,7 +1,5 @@
 """Apps of Flower's old server API get an error that says what to write instead."""
 
-from types import SimpleNamespace
-
 import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
@@ -13,14 +11,6 @@ from flower_dp.strategies import DPFedAvg, FedSGDDPC
 from flower_dp.strategies.legacy import LegacyAppError
 from tests.grids import LocalGrid
 from tests.local_grids import linear
-
-
-class LegacyGrid(LocalGrid):
-    """What the old server API asks of a grid."""
-
-    @property
-    def run(self):
-        return SimpleNamespace(run_id=1)
 
 
 def dp_fedavg():
@@ -37,7 +27,7 @@ def fedsgd_dpc():
 def test_server_fn_is_told_what_to_write(make):
     strategy = make()
     app = ServerApp(server_fn=lambda context: ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2)))
-    grid = LegacyGrid(ClientApp(), 2)
+    grid = LocalGrid(ClientApp(), 2)
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises(LegacyAppError) as told:
         app(grid, context)

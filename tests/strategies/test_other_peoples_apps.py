@@ -266,6 +266,6 @@ def test_the_log_compares_noise_with_the_signal_before_round_1(noise_multiplier,
         DPFedAvg(**words).start(LocalGrid(app, 2), arrays(w=np.zeros(100, np.float32)), num_rounds=1)
     norm = noise_multiplier * 0.5 / 2 * 10  # std of the mean of 2, times sqrt(100)
     said = caplog.text
-    assert f"norm of the noise on the mean {norm:.3g}, of the mean of updates at most 0.5" in said
+    assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5" in said
     assert (f"the noise on the mean is {norm / 0.5:.1f} times as long" in said) == warns
     assert said.index("norm of the noise") < said.index("[ROUND 1/1]")

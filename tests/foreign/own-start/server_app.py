@@ -17,3 +17,4 @@ class CustomFedAvg(Logged, DPFedAvg):
 def main(grid, context):
     strategy = CustomFedAvg(clip_norm=1.0, noise_multiplier=0.31, sampling=FullSampling(), num_clients=4, delta=1e-3)
     strategy.start(grid, ArrayRecord({"weight": Array(np.zeros((2, 3), np.float32))}), num_rounds=3)
+    print(strategy.statement)

@@ -1,6 +1,6 @@
 import numpy as np
 from flwr.app import ArrayRecord
-from flwr.server import ServerApp
+from flwr.serverapp import ServerApp
 
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg

@@ -1,0 +1,150 @@
+"""A device's node-config wins over the server's run-config, for the package's own app and for one's own model."""
+
+from dataclasses import fields
+
+import pytest
+from flwr.app import Context, RecordDict
+
+import flower_dp
+from apps import client_app, own_model
+from apps.device import own_settings
+from apps.methods import METHODS, module_of
+from apps.server_app import app as server_app
+from apps.settings import key_of
+from tests.apps.test_methods import DEFAULTS
+from tests.apps.test_own_model import load_records, make_model
+from tests.grids import LocalGrid
+
+SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "engine": "one-by-one"}
+LAPLACE = {**SMALL, "method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4, "fedsgd-dpc.epsilon": 100.0}
+LAPLACE.pop("engine")
+FEDAVG = {**SMALL, "method": "dp-fedavg", "sampling": "full", "dp-fedavg.noise-multiplier": 0.9, "dp-fedavg.delta": 1e-3}
+
+
+def context_of(run_config, **own):
+    return Context(1, 1, {"partition-id": 0, "num-partitions": 4, **own}, RecordDict(), {**DEFAULTS, **run_config})
+
+
+def client_of(run_config, **own):
+    return client_app.client_fn(context_of(run_config, **own))
+
+
+def terms_of(client):
+    ((name, records),) = client.clients.items()
+    return client.recipe.terms(name, records)
+
+
+def test_a_budget_of_the_devices_own_wins():
+    # Laplace under replace-one: 2 R / epsilon, R = 2 replies.
+    assert terms_of(client_of(LAPLACE)).release.mechanism.noise_multiplier == pytest.approx(0.04)
+    mine = {"fedsgd-dpc.epsilon": 1, "fedsgd-dpc.num-replies": 3}
+    assert terms_of(client_of(LAPLACE, **mine)).release.mechanism.noise_multiplier == pytest.approx(6.0)
+    assert terms_of(client_of(LAPLACE, **mine)).num_replies == 3
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        {"fedsgd-dpc.client-epsilons": "100,100,100,100"},
+        {"fedsgd-dpc.relation": "add-or-remove-one"},
+        {"fedsgd-dpc.delta": 0.999},
+        {"fedsgd-dpc.record-sampling-rate": 0.01},
+    ],
+    ids=lambda trick: next(iter(trick)),
+)
+def test_no_other_setting_of_the_server_undoes_it(trick):
+    gaussian = {"fedsgd-dpc.mechanism": "gaussian", "fedsgd-dpc.epsilon": 1.0, "fedsgd-dpc.delta": 1e-5}
+    honest = client_of({**LAPLACE, **gaussian})
+    tricked = client_of({**LAPLACE, **gaussian, **trick}, **gaussian)
+    assert terms_of(tricked).text == terms_of(honest).text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_table_is_all_the_devices_or_all_the_servers(method):
+    table = {f"{method}.{key_of(field.name)}": field.default for field in fields(module_of(method).Own)}
+    servers = {key: f"the server's {key}" for key in table} | {"method": method, "report-client-metrics": True, "seed": 3}
+    assert own_settings(servers, {"partition-id": 0}) == servers
+    for key in table:
+        mine = {key: "mine", "report-client-metrics": False}
+        assert own_settings(servers, mine) == {**table, **mine, "method": method, "seed": 3}
+
+
+def test_a_method_for_which_the_device_has_set_nothing_is_refused():
+    with pytest.raises(
+        ValueError, match=r"method='dp-fedavg': this device's node-config has settings for fedsgd-dpc, nbafl, and"
+    ):
+        client_of(FEDAVG, **{"fedsgd-dpc.epsilon": 1.0, "nbafl.epsilon": 1.0})
+
+
+def test_nonsense_in_a_node_config_is_refused_naming_the_key():
+    with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown key"):
+        client_of(LAPLACE, **{"fedsgd-dpc.epsilom": 1.0})
+    with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilon='1': must be of type float"):
+        client_of(LAPLACE, **{"fedsgd-dpc.epsilon": "1"})
+
+
+def test_metrics_stay_where_the_device_says_so():
+    asked = {**FEDAVG, "report-client-metrics": True}
+    assert client_of(asked).policy.allow_metrics
+    assert not client_of(asked, **{"report-client-metrics": False}).policy.allow_metrics
+
+
+@pytest.mark.slow
+def test_devices_that_want_more_noise_than_the_server_states_send_nothing(tmp_path):
+    config = {**DEFAULTS, **FEDAVG, "dp-fedavg.target-epsilon": 0.0, "output-dir": str(tmp_path / "run")}
+    grid = LocalGrid(client_app.app, 4, **config)
+    for context in grid.contexts.values():
+        context.node_config.update({"dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3})
+    with pytest.raises(RuntimeError, match=r"noise_multiplier=0\.9: this client's policy asks for 2"):
+        server_app(grid, Context(1, 0, {}, RecordDict(), config))
+
+
+@pytest.mark.slow
+def test_a_smaller_budget_of_one_device_is_more_noise_of_its_own(tmp_path):
+    """The server charges by its own, which is the larger epsilon, and says so."""
+    config = {**DEFAULTS, **LAPLACE, "output-dir": str(tmp_path / "run")}
+    grid = LocalGrid(client_app.app, 4, **config)
+    grid.contexts[2].node_config.update({"fedsgd-dpc.epsilon": 1e-3, "fedsgd-dpc.num-replies": 2})
+    server_app(grid, Context(1, 0, {}, RecordDict(), config))
+    sent = {}
+    for reply in grid.received:
+        (record,) = reply.content.array_records.values()
+        sent.setdefault(reply.metadata.src_node_id, []).append(abs(next(iter(record.values())).numpy()).mean())
+    assert {node: len(sizes) for node, sizes in sent.items()} == dict.fromkeys(range(1, 5), 2)
+    assert min(sent[2]) > 1e4 * max(sent[1] + sent[3] + sent[4])
+
+
+def test_the_same_holds_for_a_model_of_ones_own():
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records)
+    assert app.client is not None
+    servers = {
+        "method": "nbafl",
+        "num-clients": 4,
+        "num-rounds": 2,
+        "sampling": "full",
+        "nbafl.epsilon": 50.0,
+        "nbafl.delta": 0.9,
+    }
+
+    def made(**own):
+        context = Context(1, 1, {"partition-id": 0, "num-partitions": 4, **own}, RecordDict(), servers)
+        return own_model.client_of(make_model, load_records, lambda outputs, targets: outputs.sum(), context)
+
+    assert (made().recipe.epsilon, made().recipe.delta) == (50.0, 0.9)
+    mine = made(**{"nbafl.epsilon": 2.0})
+    assert (mine.recipe.epsilon, mine.recipe.delta) == (2.0, 0.01)  # the app's default
+
+
+@pytest.mark.parametrize(
+    ("node", "epsilon", "every"),
+    [
+        ({}, 9.0, 2),
+        ({"nbafl.epsilon": 2.0}, 0.0, 0),
+        ({"evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
+        ({"nbafl.epsilon": 2.0, "evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
+    ],
+)
+def test_a_device_that_sets_anything_evaluates_by_its_own_settings_alone(node, epsilon, every):
+    run = {"method": "nbafl", "nbafl.epsilon": 50.0, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    own = own_settings(run, node)
+    assert (own["evaluation.epsilon"], own["evaluation.every"]) == (epsilon, every)
