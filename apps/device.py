@@ -16,8 +16,9 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) 
 
     A device that sets anything of a method sets its whole table: what it leaves out has the app's default, not the server's
     value, for one value can undo another (a delta near 1, budgets for single clients, a weaker neighbouring relation). It
-    then takes part in no method for which it has set nothing. The same holds for the table `evaluation`: a device that sets anything of
-    a method or of that table takes part in private evaluations by its own settings alone. `report-client-metrics` is the device's too, if it has that.
+    then takes part in no method for which it has set nothing. A device that sets anything of a method or of the table
+    `evaluation` takes part in private evaluations by its own settings alone. `report-client-metrics` is the device's too, if it
+    has that.
 
     Args:
         run_config: every setting of the app.

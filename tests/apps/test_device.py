@@ -8,6 +8,7 @@ from flwr.app import Context, RecordDict
 import flower_dp
 from apps import client_app, own_model
 from apps.device import own_settings
+from apps.evaluation import Evaluation
 from apps.methods import METHODS, module_of
 from apps.server_app import app as server_app
 from apps.settings import key_of
@@ -64,9 +65,10 @@ def test_a_table_is_all_the_devices_or_all_the_servers(method):
     table = {f"{method}.{key_of(field.name)}": field.default for field in fields(module_of(method).Own)}
     servers = {key: f"the server's {key}" for key in table} | {"method": method, "report-client-metrics": True, "seed": 3}
     assert own_settings(servers, {"partition-id": 0}) == servers
+    evaluation = {f"evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}
     for key in table:
         mine = {key: "mine", "report-client-metrics": False}
-        assert own_settings(servers, mine) == {**table, **mine, "method": method, "seed": 3}
+        assert own_settings(servers, mine) == {**table, **evaluation, **mine, "method": method, "seed": 3}
 
 
 def test_a_method_for_which_the_device_has_set_nothing_is_refused():
