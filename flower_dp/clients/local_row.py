@@ -5,9 +5,7 @@ import numpy as np
 from flower_dp.core import noise
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
-
-# Rounding toward zero is a bias; on a lattice that much finer it is nothing beside the noise.
-_FINER = 2.0**12
+from flower_dp.wire.evaluation import FINER_LATTICE
 
 
 def private_row(contributions: np.ndarray, release: Release, rng: Generator) -> np.ndarray:
@@ -39,7 +37,7 @@ def private_row(contributions: np.ndarray, release: Release, rng: Generator) -> 
     dimension = contributions.shape[1]
     if np.any(np.abs(contributions).sum(axis=1) > release.clip_norm * (1 + 1e-9)):
         raise ValueError("a contribution has an L1 norm above 1")
-    step = release.lattice_step(dimension) / _FINER
+    step = release.lattice_step(dimension) / FINER_LATTICE
     total = np.asarray(noise.toward_zero(contributions, step)).sum(axis=0)
     noised = total + release.mechanism.noise(total, release.noise_scale, step, rng)
     if not noise.exact(noised, step):

@@ -8,6 +8,7 @@ from flower_dp.core import noise
 from flower_dp.core.clipping import clip_l2
 from flower_dp.core.noise import Generator
 from flower_dp.wire import EvaluationOrder, Instruction
+from flower_dp.wire.evaluation import FINER_LATTICE
 
 
 def protected_vector(
@@ -44,8 +45,8 @@ def protected_vector(
     """
     vector = order.vector(metrics)
     scale = order.noise_std or instruction.noise_multiplier * instruction.clip_norm
-    step = noise.lattice_step(scale, clip_norm=instruction.clip_norm, dimension=order.dimension)
-    clipped = noise.toward_zero(clip_l2(vector, instruction.clip_norm), step)
+    step = noise.lattice_step(scale, clip_norm=instruction.clip_norm, dimension=order.dimension) / FINER_LATTICE
+    clipped = noise.toward_zero(np.asarray(clip_l2(vector, instruction.clip_norm), np.float64), step)
     if not order.noise_std:
         return np.asarray(clipped)
     return np.asarray(clipped + noise.gaussian(clipped, order.noise_std, step, secret()))

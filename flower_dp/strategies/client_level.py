@@ -23,6 +23,7 @@ from flower_dp.strategies.planned_cost import PlannedCost
 from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts
 from flower_dp.strategies.shared_noise import SharedNoise
+from flower_dp.wire.evaluation import FINER_LATTICE
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -91,6 +92,7 @@ class ClientLevelRules:
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
         mask: coordinates that all clients of a round share, which no data chose; None for all of them.
+        finer_lattice: a power of two by which the lattice of clipped vectors and noise is finer than usual.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -115,9 +117,11 @@ class ClientLevelRules:
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
         mask: SharedMask | None = None,
+        finer_lattice: float = 1.0,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
         self.mask = mask
+        self._finer_lattice = finer_lattice
         check_sampler(sampling)
         checks.number("delta", delta, above=0, below=1)
         self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
@@ -227,6 +231,7 @@ class ClientLevelRules:
             placement=self.placement,
             trusted_server=self.trusted_server,
             min_reply_ratio=None if self.trusted_server else self.min_reply_ratio,
+            finer_lattice=FINER_LATTICE,
         )
         self._evaluation = (rules, every)
         self.begin()
@@ -272,7 +277,8 @@ class ClientLevelRules:
     def _step(self, layout_size: int, cohort_size: int) -> float:
         """Return the step of the lattice on which the clients of a cohort, and the server, work."""
         scale = self.release.noise_scale if self.placement == "central" else self.noise.share(cohort_size)
-        return noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._num_kept(layout_size))
+        step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._num_kept(layout_size))
+        return step / self._finer_lattice
 
     def _num_kept(self, layout_size: int) -> int:
         """Return how many coordinates clients send this round."""

@@ -18,6 +18,8 @@ from flower_dp.wire.text import KEY, PROTOCOL, check_keys, load
 
 # The name under which instructions of private evaluation go, and which nodes name among their methods.
 EVALUATION = "private-evaluation"
+# Rounding toward zero is a bias. On a lattice that much finer than that of updates it is negligible beside the noise.
+FINER_LATTICE = 2.0**12
 _MOST_METRICS = 16
 
 

@@ -144,6 +144,18 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     assert abs(np.mean(draws)) < 5 * 0.5 / math.sqrt(6400)
 
 
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("stock Message API", "central"), ("stock Message API, mod", "distributed"), ("ours", "central"), ("ours", "distributed")],
+)
+def test_rounding_is_no_bias(name, placement, monkeypatch):
+    """On the lattice of large noise, with draws of zero in its place, the mean of 40 clients is the true one."""
+    monkeypatch.setattr("flower_dp.core.noise.gaussian", lambda like, *_: 0.0 * like)
+    app, nodes, metric = APPS[name]
+    _, _, result = run(app, nodes, metric, words={"placement": placement}, noise_multiplier=5.0, strategy_class=DPFedSAM)
+    assert result.evaluate_metrics_clientapp[1][metric] == pytest.approx(20.5 / 40, abs=1e-5)
+
+
 def test_no_value_before_the_noise_is_told_anywhere(caplog):
     with caplog.at_level("DEBUG", "flwr"):
         strategy, _, result = run(*APPS["ours"], noise_multiplier=0.5)
