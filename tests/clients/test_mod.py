@@ -229,7 +229,10 @@ def test_a_real_sklearn_app(placement: str) -> None:
     """The lines of docs/client-mod.md: four clients learn two clouds by logistic regression; arrays are float64, as sklearn's are."""
     pytest.importorskip("sklearn")
     page = (Path(__file__).resolve().parents[2] / "docs" / "client-mod.md").read_text(encoding="utf-8")
-    client, server, _, local = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ((client,), (server,), (local,)) = (
+        [code for code in blocks if words in code] for words in ("mods=[privacy_mod()]", "strategy.start(", "privacy_mod(terms=")
+    )
     rng = np.random.default_rng(5)
     labels = rng.integers(2, size=(5, 60))
     inputs = rng.standard_normal((5, 60, 3)) + 3.0 * (2 * labels[..., None] - 1)
