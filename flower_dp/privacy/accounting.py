@@ -68,11 +68,11 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
         return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
     if not leaves:
         return Cost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
-    bounds = {name: value for name, value in _bounds(leaves, delta, relation, grid) if not math.isnan(value)}
-    if not bounds:
+    least = _least(tuple(leaves), delta, relation, grid)
+    if least is None:
         raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r} at delta={delta:g}")
-    name = min(bounds, key=lambda key: bounds[key])
-    return Cost(epsilon=max(0.0, bounds[name]), delta=delta, relation=relation, accountant=name)
+    value, name = least
+    return Cost(epsilon=max(0.0, value), delta=delta, relation=relation, accountant=name)
 
 
 def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float | None:
@@ -169,6 +169,13 @@ def relation_of(relation: str) -> Relation:
 
 
 _epsilon = epsilon
+
+
+@lru_cache(maxsize=1024)  # a run asks again and again: for its log, its statement, its plan
+def _least(leaves: tuple[tuple[dp.DpEvent, int], ...], delta: float, relation: Relation, grid: float) -> tuple[float, str] | None:
+    """Return the least bound and its accountant, or None where no accountant has one."""
+    bounds = [(value, name) for name, value in _bounds(list(leaves), delta, relation, grid) if not math.isnan(value)]
+    return min(bounds, key=lambda bound: bound[0], default=None)
 
 
 def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:

@@ -541,6 +541,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(pld, "on_grid", counted)
     pld._leaf_pld.cache_clear()
+    accounting._least.cache_clear()
     tracemalloc.start()
     yield
     peak = tracemalloc.get_traced_memory()[1]
