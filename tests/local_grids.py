@@ -18,7 +18,7 @@ NAMES = [f"c{index}" for index in range(12)]
 
 def linear() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(nn.Linear(FEATURES, CLASSES, bias=False))
 
 

@@ -12,6 +12,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -27,7 +28,6 @@ from torch import nn
 import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
-from flower_dp.privacy import accounting
 from flower_dp.strategies import DPStrategy
 from tests.contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
@@ -49,22 +49,6 @@ def some_methods(condition: Callable[[Method], bool]) -> Any:
 # Where a client is missing, corrections of SCAFFOLD carry noise of earlier rounds into later ones: tests/strategies/test_scaffold.py.
 fresh_rounds = some_methods(lambda method: not method.carries_noise)
 own_clients = some_methods(lambda method: method.client is not None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def remembered_costs():
-    """Cost is a function of the events: every run here charges the same few, and need not compute it again."""
-    compute, known = accounting.epsilon, {}
-
-    def epsilon(event: Any, **words: Any) -> Any:
-        key = (repr(event), *sorted(words.items()))
-        if key not in known:
-            known[key] = compute(event, **words)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accounting, "epsilon", epsilon)
-        yield
 
 
 # Problems
@@ -291,13 +275,18 @@ def seeded(method: Method, tamper: Any = None) -> Run:
     return run_of(method, Words(noise_seed=SEED), tamper=tamper, noise_seed=SEED)
 
 
+@cache
+def bits_of(method: Method, *silent_nodes: int) -> list[bytes]:
+    """The models of a method's run with fixed noise, in which these nodes never reply."""
+    return seeded(method, silent(*silent_nodes)).bits
+
+
 def assert_counts_as_missing(method: Method, forge: Callable[[Message], Iterable[Message]]) -> None:
     """The run is the same, to the last bit, as if a node's forged replies had never come."""
     forged = seeded(method, lambda node, reply: forge(reply) if node == 1 else [reply])
-    missing = seeded(method, silent(1))
     assert [report.replies for report in forged.strategy.rounds] == [3, 3, 3]
-    assert forged.bits == missing.bits
-    assert forged.bits[1:] != seeded(method).bits[1:]  # the honest reply would have been seen
+    assert forged.bits == bits_of(method, 1)
+    assert forged.bits[1:] != bits_of(method)[1:]  # the honest reply would have been seen
     assert forged.strategy.statement.num_rounds == 3
     assert any(line.startswith("3 ") and "did not count" in line for line in forged.strategy.statement.incidents)
 
@@ -334,14 +323,14 @@ def another(reply: Message, node: int | None = None) -> Message:
 @every_method
 def test_only_the_first_reply_of_a_node_counts(method):
     twice = seeded(method, lambda node, reply: [reply, another(reply)])
-    assert twice.bits == seeded(method).bits
+    assert twice.bits == bits_of(method)
     assert [report.replies for report in twice.strategy.rounds] == [4, 4, 4]
 
 
 @every_method
 def test_a_node_that_was_not_asked_does_not_count(method):
     stranger = seeded(method, lambda node, reply: [another(reply, node=99), reply])
-    assert stranger.bits == seeded(method).bits
+    assert stranger.bits == bits_of(method)
     assert [report.replies for report in stranger.strategy.rounds] == [4, 4, 4]
 
 

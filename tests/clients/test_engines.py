@@ -40,22 +40,22 @@ def _images(num_records: int, seed: int) -> TensorRecords:
 
 
 def _net() -> nn.Module:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
 def _perceptron() -> nn.Module:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
 
 
 def _deep() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 33), nn.ReLU(), nn.Linear(33, 31), nn.ReLU(), nn.Linear(31, 10))
 
 
 def _convolutions() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1),
         nn.GroupNorm(2, 6),
@@ -74,7 +74,7 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.second.weight = self.first.weight
         self.last = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
@@ -90,7 +90,7 @@ class Chained(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.first, self.second = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(5, 3))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ def test_a_client_whose_step_fails_leaves_the_bits_of_the_others() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             self.table = nn.Parameter(torch.randn(5, 3))
 
         def forward(self, inputs: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.linear = nn.Linear(4, 3)
         self.register_buffer("seen", torch.zeros(4))
 
@@ -506,7 +506,7 @@ class Filling(Counting):
 
 
 def _dropping() -> nn.Module:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 3))
 
 
@@ -558,7 +558,7 @@ def test_records_of_another_shape_falls_back_for_this_client_alone(caplog: pytes
 
 def test_records_of_two_shapes_falls_back_for_this_client_alone() -> None:
     def make() -> nn.Module:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
 
     plain = _classes(700, 1)
@@ -571,7 +571,7 @@ def test_records_of_two_shapes_falls_back_for_this_client_alone() -> None:
 
 def test_a_product_whose_bits_depend_on_the_slot_is_taken_slot_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a matrix's last bits depend on where in memory it begins."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     ones, others = torch.randn(16, 33, 31).mT, torch.randn(16, 33, 8)
     torch.testing.assert_close(_sliced_product(ones, others), torch.bmm(ones, others), atol=1e-4, rtol=1e-4)
     same = _sliced_product(ones[:1].expand(16, -1, -1), others[:1].expand(16, -1, -1))

@@ -48,7 +48,7 @@ MODELS = {
 
 def case(name):
     build, shape, count = MODELS[name]
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return FlatModel(build()), torch.randn(count, *shape), torch.randint(10, (count,))
 
 
@@ -144,7 +144,7 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_that_expanded_weights_take(name, count):
     build, shape = STACKS[name]
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     flat, inputs, targets = FlatModel(build()), torch.randn(count, *shape), torch.randint(2, (count,))
     assert per_record.keeps_records_apart(flat.module)
     expected, _ = one_at_a_time(flat, inputs, targets)
@@ -232,7 +232,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_may_mix_records_or_is_unknown_goes_to_torch_func(name):
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     flat, inputs, targets = FlatModel(OTHERS[name]()), torch.randn(6, 4), torch.randint(2, (6,))
     assert not per_record.keeps_records_apart(flat.module)
     assert engine_of(flat) == VMAP

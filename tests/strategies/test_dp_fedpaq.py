@@ -185,7 +185,7 @@ def test_a_client_never_works_by_the_servers_noise():
 
 def logistic() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 

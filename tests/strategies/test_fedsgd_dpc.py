@@ -55,7 +55,7 @@ def reply(recipe, data, **words):
 
 
 def test_record_gradients_are_those_of_one_record_at_a_time():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
     flat, data = FlatModel(model), records("c0")
     rows, losses = record_gradients(flat, data.inputs, data.targets, loss=nn.functional.cross_entropy)
@@ -242,7 +242,7 @@ def test_targets_with_a_class_for_every_pixel_may_ignore_some():
 
 def dropping():
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
 
 

@@ -77,7 +77,7 @@ def test_a_node_that_does_not_answer_does_not_decide_what_the_app_is():
 
 
 def make_model():
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
