@@ -35,12 +35,13 @@ class PlannedCost:
         self._pays = False
 
     def plan(self, num_rounds: int) -> None:
-        """Compute the cost of every round, and how many the target allows."""
+        """Compute how many rounds the target allows, and the cost of each of them."""
+        if self._target is not None:
+            self._count_affordable(num_rounds, self._target)
+            num_rounds = self._affordable
         self._epsilons = accounting.epsilon_by_round(
             self._events, num_rounds=num_rounds, delta=self._delta, relation=self._relation
         )
-        if self._target is not None:
-            self._count_affordable(num_rounds, self._target)
 
     def epsilon(self, num_rounds: int) -> float | None:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
