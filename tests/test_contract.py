@@ -291,12 +291,14 @@ def assert_counts_as_missing(method: Method, forge: Callable[[Message], Iterable
     assert any(line.startswith("3 ") and "did not count" in line for line in forged.strategy.statement.incidents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @every_method
 def test_a_spoilt_reply_is_refused(method, fault):
     assert_counts_as_missing(method, FAULTS[fault])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FOREIGN)
 @own_clients
 def test_an_answer_of_a_foreign_method_is_refused(method, fault):
@@ -378,6 +380,7 @@ def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
 # Noise
 
 
+@pytest.mark.slow
 @every_method
 def test_the_noise_of_a_released_model_has_the_stated_scale(method):
     words = Words(num_rounds=4)
@@ -409,6 +412,7 @@ def test_the_noise_of_a_message_has_the_stated_scale(method):
         assert not messages_of(grid).any()
 
 
+@pytest.mark.slow
 @own_clients
 def test_each_of_the_clients_of_a_node_adds_its_own_noise(method):
     words = Words(num_rounds=4)
@@ -421,6 +425,7 @@ def test_each_of_the_clients_of_a_node_adds_its_own_noise(method):
 # Dropouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heard", [3, 1])
 @fresh_rounds
 def test_missing_replies_leave_no_less_noise_than_the_ledger_says(method, heard):
@@ -438,6 +443,7 @@ def test_missing_replies_leave_no_less_noise_than_the_ledger_says(method, heard)
     assert sum(line.startswith(f"{missing} ") and "did not count" in line for line in run.strategy.statement.incidents) == 1
 
 
+@pytest.mark.slow
 @every_method
 def test_a_run_in_which_every_reply_is_missing_fails_and_leaves_its_statement(method):
     words = Words(num_rounds=5)
@@ -502,6 +508,7 @@ def assert_charged(method: Method, strategy: DPStrategy, words: Words, num_round
                 assert expected.noise_multiplier * (1 - 1e-9) <= one.noise_multiplier <= expected.noise_multiplier * (1 + 2e-3)
 
 
+@pytest.mark.slow
 @every_method
 def test_the_ledger_is_charged_before_a_message_leaves(method):
     words = Words(num_rounds=4)
@@ -532,6 +539,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @every_method
 def test_the_statement_says_what_the_settings_say(method, settings):
@@ -573,6 +581,7 @@ def test_noise_from_a_seed_is_not_private(method, whose):
 # Hosting
 
 
+@pytest.mark.slow
 @own_clients
 def test_one_client_a_node_or_many_makes_no_difference(method):
     words = Words(noise_seed=SEED)
@@ -591,6 +600,7 @@ def test_one_client_a_node_or_many_makes_no_difference(method):
 # Again
 
 
+@pytest.mark.slow
 @fresh_rounds
 def test_a_second_run_starts_with_an_empty_ledger_and_fresh_noise(method):
     words = Words(num_rounds=2)
@@ -617,6 +627,7 @@ def copies(of: Any, how: str) -> list[Any]:
     return [copy.deepcopy(of) for _ in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 @every_method
 def test_copies_of_a_strategy_repeat_no_noise(method, how):
@@ -636,6 +647,7 @@ def test_copies_of_a_strategy_repeat_no_noise(method, how):
         assert len({row.tobytes() for row in released}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 @some_methods(lambda method: method.client is not None and method.message_noise(Words()) > 0)
 def test_copies_of_a_client_repeat_no_noise(method, how):
@@ -666,6 +678,7 @@ def limited(method: Method, num_rounds: int) -> tuple[Words, float]:
     return replace(words, target_epsilon=target), target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rounds", [2, 5])
 @every_method
 def test_the_target_is_never_passed(method, num_rounds):

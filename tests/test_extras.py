@@ -28,6 +28,7 @@ def without(packages, code, *arguments):
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_a_server_needs_neither_the_command_line_nor_pictures_nor_torch():
     code = (
         "import pkgutil, importlib, flower_dp\n"
@@ -41,6 +42,7 @@ def test_a_server_needs_neither_the_command_line_nor_pictures_nor_torch():
     assert (done.stdout, done.stderr) == ("[] True\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "arguments", "message"),
     [
@@ -54,6 +56,7 @@ def test_the_command_line_says_which_extra_it_needs(missing, arguments, message)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
 
 
+@pytest.mark.slow
 def test_a_package_that_is_in_no_extra_is_a_fault_and_keeps_its_traceback():
     done = without(
         ["numpy"], "from flower_dp.cli.entry import main; main()", "epsilon", "--noise-multiplier", "1", "--delta", "0.1"

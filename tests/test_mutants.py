@@ -43,6 +43,7 @@ def test_a_text_that_is_not_exactly_once_in_its_file_is_refused():
 TESTS = "def test_one():\n    from part import ONE\n    assert ONE == 1\n\ndef test_any():\n    import part\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

@@ -902,6 +902,7 @@ def test_weights_are_rounded_to_the_lattice_before_their_noise():
     assert np.array_equal(units, np.round(units))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.1, 0.3, 1.0, 7.7])
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
 def test_sums_of_laplace_shares_never_pass_the_budget(budget, relation):

@@ -20,6 +20,7 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
+@pytest.mark.slow
 def test_the_split_is_stratified_and_fixed():
     task = load_task("breast-cancer")
     assert (task.train_inputs.shape, task.test_inputs.shape) == ((456, 30), (113, 30))

@@ -88,6 +88,7 @@ def test_every_method_evaluates_on_its_clients(method, tmp_path):
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_one_that_was_given(tmp_path):
     seen = []
 
@@ -117,6 +118,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, monkeypatch):
         play(app, tmp_path / "missing", **PRIVATE, **{"model-fn": "my_functions:make_model"})
 
 
+@pytest.mark.slow
 def test_only_hosted_clients_data_is_read(tmp_path):
     read = []
 

@@ -236,6 +236,7 @@ def test_records_that_are_changed_at_random_are_the_same_for_both_engines() -> N
         assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_unknown_labels_are_left_out_by_both_engines() -> None:
     """One step over four records, one of them without a class: the step over the other three."""
     training = LocalTraining(learning_rate=0.1, batch_size=4)
@@ -606,6 +607,7 @@ def test_the_size_of_a_group_follows_from_the_model(floats: int, slots: int) -> 
 # What is drawn by torch's own generators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [PLAIN, RECIPE], ids=["plain", "SAM"])
 def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: LocalTraining) -> None:
     def after(first: TensorRecords) -> Tensor:

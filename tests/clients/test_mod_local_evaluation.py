@@ -61,6 +61,7 @@ def mod(budget: EvaluationBudget | None = BUDGET, **words: Any) -> Any:
     return privacy_mod(name="a", terms=TERMS, evaluation=budget, **words)
 
 
+@pytest.mark.slow
 def test_the_row_is_the_clipped_metric_with_full_laplace_noise() -> None:
     """4,000 rows: the relative error of their std is sqrt(5 / 4 / 4000) = 1.8 %, of fixed seeds; 9 % off is rejected."""
     rows = [ask(app_of(mod(noise_seed=seed), {"acc": 7.0}), instruction_of()).total[0] for seed in range(4000)]

@@ -28,6 +28,7 @@ def _exact_l1_within(vector: Any, clip_norm: float) -> bool:
 WITHIN: dict[str, Callable[[Any, float], bool]] = {"l2": _exact_l2_within, "l1": _exact_l1_within}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", CLIPS)
 @given(
     seed=st.integers(0, 2**32 - 1),

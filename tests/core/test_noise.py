@@ -432,6 +432,7 @@ def test_the_noise_does_not_depend_on_what_it_is_for(name: str, source: str, sca
     np.testing.assert_array_equal(released[2], released[0])
 
 
+@pytest.mark.slow
 @each_kind
 def test_sums_of_lattice_values_are_the_same_in_any_order(name: str, source: str) -> None:
     like, rng = SOURCES[source]((200,), 56)

@@ -128,6 +128,7 @@ class TestBound:
         assert (np.diff(problem.bound(10, np.arange(1, 101), 3)) < 0).all()
         assert (np.diff(problem.bound(10, 10, np.arange(1, 1000))) < 0).all()
 
+    @pytest.mark.slow
     def test_the_budget_is_kept_to_the_last_bit(self):
         """A budget of exactly M messages pays for M; the next float64 below it does not."""
         rng = np.random.default_rng(0)

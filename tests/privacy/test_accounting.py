@@ -346,6 +346,7 @@ def test_epsilon_is_monotone(case: Any, multiplier: float, rate: float, rounds: 
         assert here <= unsampled + slack
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     multiplier=st.floats(1.5, 6),

@@ -145,6 +145,7 @@ def test_the_bound_without_replacement_has_sensitivity_two_clip_norms(multiplier
     assert accounting.epsilon(wrong, delta=1e-5, relation="replace-one").epsilon < 0.5 * wang
 
 
+@pytest.mark.slow
 def test_terms_take_the_whole_choice_of_records():
     terms = update_terms(steps=steps_of(), epsilon=2.0, delta=1e-5, num_replies=3, num_records=8)
     multiplier = terms.release.mechanism.noise_multiplier
@@ -158,6 +159,7 @@ def test_terms_take_the_whole_choice_of_records():
     assert golden.release.mechanism.noise_multiplier == pytest.approx(1.0, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_a_client_whose_data_size_is_not_the_public_one_does_not_reply():
     strategy, recipe = pair(server={"num_records": 9})
     with pytest.raises(RuntimeError, match="are not this client's own"):
@@ -173,6 +175,7 @@ def test_a_client_with_other_steps_does_not_reply(words):
         start(strategy, grid_of(recipe, FOUR), 1)
 
 
+@pytest.mark.slow
 def test_a_client_never_works_by_the_servers_noise():
     strategy, _ = pair(epsilon=0.5)
     _, recipe = pair(epsilon=2.0)
@@ -313,6 +316,7 @@ def test_replies_that_a_budget_pays_for():
     assert expected_replies(0, 10, 100, at_random=True) == 1
 
 
+@pytest.mark.slow
 def test_a_client_whose_budget_is_spent_is_not_asked_and_the_mean_is_over_who_came():
     strategy, recipe = pair(num_replies=1, server={"sampling": FixedSizeSampling(cohort_size=3)})
     start(strategy, grid_of(recipe, FOUR), 4)

@@ -177,6 +177,7 @@ def test_a_batch_of_fixed_size_holds_no_record_twice_and_is_drawn_anew_in_every_
     assert np.abs(counts - 2000 / 30).max() < 6 * math.sqrt(2000 / 30)
 
 
+@pytest.mark.slow
 def test_poisson_batches_hold_every_record_by_itself(monkeypatch):
     recipe = DPPASGDRecipe(**WORDS | {"batch_size": 6, "num_steps": 40, "num_local_steps": 20, "batch_sampling": "poisson"})
     batches = batches_of(monkeypatch, recipe, records("c0", 30), replies=20)
@@ -426,6 +427,7 @@ def test_nonsense_is_refused_before_any_client_is_asked(words, message):
         DPPASGD(**WORDS | words, num_clients=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie",
     [

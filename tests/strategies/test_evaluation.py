@@ -96,6 +96,7 @@ def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, words=(), 
     return strategy, grid, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "placement"),
     [*((name, "central") for name in APPS), *((name, "distributed") for name in APPS if "ours" in name or "mod" in name)],
@@ -118,6 +119,7 @@ def test_values_are_those_of_the_clients(name, placement):
     assert told[f"{metric}-standard-error"] == pytest.approx(math.sqrt(0.5125 * 0.4875 / 40), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "mod"), [("central", False), ("distributed", False), ("distributed", True)])
 def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod):
     """6,400 entries of noised vectors: their std is 2.5 % off with probability 0.005; seeds are fixed."""
@@ -214,6 +216,7 @@ def test_it_is_charged_before_a_message_leaves_and_to_both_ledgers():
     assert [charges for kinds, *charges in seen if kinds == {"evaluate"}] == [[2, 2], [4, 4]]
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_training_and_evaluations_together():
     poisson = PoissonSampling(sampling_rate=0.5)
     strategy, _, _ = run(

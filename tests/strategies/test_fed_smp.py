@@ -66,6 +66,7 @@ def test_only_kept_coordinates_leave_and_the_payload_is_their_values(placement: 
     assert answer.payload_bytes == 4 * KEPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise_std", [0.02, 3.0])
 @pytest.mark.parametrize("hosted", [1, 3])
 def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected(noise_std: float, hosted: int) -> None:
@@ -199,6 +200,7 @@ def still(num_clients):
     return client_app(client_fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 @pytest.mark.parametrize("drop", [0, 1])
 def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop):

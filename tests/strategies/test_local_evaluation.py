@@ -139,6 +139,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 # Values
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("nodes", [CLIENTS, 2])
 def test_values_are_those_of_the_clients_records(method, nodes):
@@ -453,6 +454,7 @@ def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
 # The server
 
 
+@pytest.mark.slow
 @every_method
 def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(method):
     make, recipe = METHODS[method]
@@ -498,6 +500,7 @@ def test_pure_epsilons_add_up():
     assert strategy.statement.epsilon == pytest.approx(2.0 + 0.5, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling_rate", [1.0, 0.5])
 def test_a_clients_total_keeps_the_sum_of_its_budgets(sampling_rate):
     """Also where no accountant composes the two: Poisson sampling under replace-one, and Laplace."""

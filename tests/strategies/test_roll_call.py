@@ -110,6 +110,7 @@ def hosting_apps():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 @pytest.mark.parametrize("kind", hosting_apps())
 def test_a_client_that_fails_at_first_is_not_taken_for_a_stock_one(kind, placement):
