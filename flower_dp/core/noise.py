@@ -78,8 +78,11 @@ def toward_zero(values: Array, step: float) -> Array:
     xp = array_namespace(values)
     if values.dtype == xp.float32 and not _FLOAT32_STEPS[0] < step < _FLOAT32_STEPS[1]:
         values = xp.astype(values, xp.float64)
+    rounded = xp.trunc(values * (1 / step))
+    rounded *= step
     # Adding 0 makes every zero positive: the sign of what was rounded away must not stay.
-    return xp.trunc(values * (1 / step)) * step + 0.0
+    rounded += 0.0
+    return rounded
 
 
 def nearest(values: Array, step: float) -> Array:
