@@ -23,6 +23,8 @@ def ledger(
 ) -> None:
     """Show what the clients of a device have spent of their budgets, or create their ledger.
 
+    A client that also takes part in private evaluations has an account of them, and both accounts together cost their sum.
+
     Exit status: 0, or 2 with a line that says why the file can't be used.
     """
     from flower_dp.core import checks
@@ -34,11 +36,14 @@ def ledger(
         accounts = {name: _account(entry, delta) for name, entry in found.read().items()}
     except ValueError as error:
         refuse(str(error))
+    totals = _totals(accounts)
     if as_json:
-        typer.echo(json.dumps({"clients": accounts}, allow_nan=False))
+        typer.echo(json.dumps({"clients": accounts, "totals": totals}, allow_nan=False))
         return
     for name, account in accounts.items():
         typer.echo(_line(name, account))
+    for name, total in totals.items():
+        typer.echo(f"{name}, in total: epsilon {_shown(total['epsilon'])} at delta {total['delta']:g} ({total['relation']})")
 
 
 def _account(entry: Any, delta: float) -> dict[str, Any]:
@@ -58,6 +63,30 @@ def _account(entry: Any, delta: float) -> dict[str, Any]:
     }
 
 
+def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what training and evaluations cost together, by client: the sum of their epsilons, for evaluations have delta 0."""
+    from flower_dp.privacy.ledger_file import evaluation_account
+
+    totals = {}
+    for name, training in accounts.items():
+        evaluation = accounts.get(evaluation_account(name))
+        if evaluation is None or None in (training["terms"], evaluation["terms"]):
+            continue
+        if training["relation"] != evaluation["relation"]:
+            continue
+        parts = [training["epsilon"], evaluation["epsilon"]]
+        totals[name] = {
+            "epsilon": None if None in parts else sum(parts),
+            "delta": training["delta"] + evaluation["delta"],
+            "relation": training["relation"],
+        }
+    return totals
+
+
+def _shown(epsilon: float | None) -> str:
+    return "infinite: not private" if epsilon is None else f"{epsilon:.4f}"
+
+
 def _pure(event: Any) -> bool:
     import dp_accounting
 
@@ -67,6 +96,6 @@ def _pure(event: Any) -> bool:
 def _line(name: str, account: dict[str, Any]) -> str:
     if account["terms"] is None:
         return f"{name}: no reply yet, no terms"
-    cost = "infinite: not private" if account["epsilon"] is None else f"{account['epsilon']:.4f}"
-    spent = f"{account['replies']} of {account['num_replies']} replies, epsilon {cost} at delta {account['delta']:g}"
+    cost = f"epsilon {_shown(account['epsilon'])} at delta {account['delta']:g}"
+    spent = f"{account['replies']} of {account['num_replies']} replies, {cost}"
     return f"{name}: {spent} ({account['relation']})\n  terms: {account['terms']}"

@@ -58,6 +58,25 @@ def test_what_was_spent_is_what_the_replies_cost(call, tmp_path):
     assert "open: 2 of 3 replies, epsilon infinite: not private at delta 0.001" in out
 
 
+def test_training_and_evaluations_add_up(call, tmp_path):
+    path = tmp_path / "ledger.json"
+    names = ["both", "both, evaluation", "other", "other, evaluation", "one", "one, evaluation"]
+    ledger = LedgerFile.create(path, names)
+    pure, gaussian = Laplace(noise_multiplier=4.0), Gaussian(noise_multiplier=2.0)
+    asked = {"both": gaussian, "both, evaluation": pure, "other": Gaussian(noise_multiplier=0.0), "other, evaluation": pure}
+    ledger.charge({name: terms(mechanism=mechanism) for name, mechanism in (asked | {"one": pure}).items()})
+    told = json.loads(call(path, "--json")[1], parse_constant=pytest.fail)
+    training, evaluation = (told["clients"][name]["epsilon"] for name in names[:2])
+    assert evaluation == pytest.approx(0.25)
+    # The delta is that of training: evaluations have none.
+    assert told["totals"]["both"] == {"epsilon": training + evaluation, "delta": 1e-5, "relation": "add-or-remove-one"}
+    assert told["totals"]["other"]["epsilon"] is None
+    assert set(told["totals"]) == {"both", "other"}
+    lines = call(path)[1].splitlines()
+    assert f"both, in total: epsilon {training + evaluation:.4f} at delta 1e-05 (add-or-remove-one)" in lines
+    assert "other, in total: epsilon infinite: not private at delta 1e-05 (add-or-remove-one)" in lines
+
+
 def test_a_file_that_is_no_ledger_and_a_bad_delta(call, tmp_path):
     path = tmp_path / "ledger.json"
     path.write_text("{}")
