@@ -395,7 +395,7 @@ def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mea
         run = run_of(method, words, STILL)
     heard = method.fewest if method.fewest > 1 else words.num_clients
     dimension = run.models[0].size
-    norm, reach = run.strategy.rules.outlook(dimension)
+    norm, reach = run.strategy.rules.noise_and_signal(dimension)
     assert (norm, reach) == pytest.approx((method.noise(words, heard) * math.sqrt(dimension), method.reach(words)), rel=1e-3)
     assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in caplog.text
     assert f"the noise on the mean is {norm / reach:.1f} times as long as any mean without it" in caplog.text

@@ -256,7 +256,7 @@ def test_clients_that_reach_rays_workers_as_copies_do_not_repeat_their_noise(mon
 def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
     words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 40, "delta": 1e-3}
     strategy = strategy_class(**words, sampling=PoissonSampling(sampling_rate=0.5))
-    roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), dialect=wire.MESSAGE_API, hosting=True)
+    roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True)
     chosen = [tuple(one._cohort(1, roster)) for one in (copy.deepcopy(strategy) for _ in range(6))]
     assert len(set(chosen)) == 6
     app = stock_app(shifted(lambda node: 0.0))

@@ -26,14 +26,14 @@ LEDGER_PATH = "ledger-path"
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
 
-class Payer(Protocol):
+class Account(Protocol):
     """An account that counts the replies of a node's clients."""
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
         """Charge one reply to each client whose budget covers it, for good; return why the others do not reply."""
 
 
-class Account:
+class StateAccount:
     """The account of every client that a node hosts, in the node's state: it lasts one run.
 
     Raises:
@@ -98,7 +98,7 @@ class FileAccount:
 
     def __init__(self, files: Mapping[str, LedgerFile], state: RecordDict | None) -> None:
         self._files = files
-        self._seen = Account(RecordDict() if state is None else state)
+        self._seen = StateAccount(RecordDict() if state is None else state)
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
         """Charge one reply to each client whose budget covers it, on the disk when this returns.
@@ -129,7 +129,7 @@ class FileAccount:
         return list(groups.values())
 
 
-def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -> Payer:
+def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -> Account:
     """Return the account of a node's clients: in files if there is a ledger, else in the node's state.
 
     Args:
@@ -144,7 +144,7 @@ def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -
         return FileAccount(ledger_files(ledger, names), state)
     if state is None:
         raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
-    return Account(state)
+    return StateAccount(state)
 
 
 def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:

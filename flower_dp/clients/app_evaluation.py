@@ -13,22 +13,22 @@ from flower_dp.clients.app_training import stock_message
 from flower_dp.clients.local_row import private_row
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Dialect, LocalEvaluationOrder
+from flower_dp.wire import LocalEvaluationOrder, RecordNames
 
 log = logging.getLogger("flwr")
 
 _STATUS = "evaluateres.status"
-_DIALECTS = tuple(
-    replace(dialect, arrays=dialect.evaluated_arrays, config=dialect.evaluated_config)
-    for dialect in (wire.MESSAGE_API, wire.NUMPY_CLIENT)
+_TO_EVALUATE = tuple(
+    replace(record_names, arrays=record_names.evaluated_arrays, config=record_names.evaluated_config)
+    for record_names in (wire.MESSAGE_API, wire.NUMPY_CLIENT)
 )
 
 
-def evaluating_dialect(content: RecordDict) -> Dialect | None:
-    """Return the dialect of a message with an instruction to evaluate, its names those to evaluate by; None for another one."""
-    for dialect in _DIALECTS:
-        if wire.KEY in content.config_records.get(dialect.config, {}):
-            return dialect
+def names_to_evaluate(content: RecordDict) -> RecordNames | None:
+    """Return the record names of a message with an instruction to evaluate; None for any other message."""
+    for record_names in _TO_EVALUATE:
+        if wire.KEY in content.config_records.get(record_names.config, {}):
+            return record_names
     return None
 
 
@@ -40,13 +40,13 @@ class AppMetrics:
         call: the app, or the next mod before it.
         message: the server's.
         context: of the node.
-        dialect: in which the message is, and the app reads it.
+        record_names: the record names that the message and the app use.
     """
 
     call: ClientAppCallable
     message: Message
     context: Context
-    dialect: Dialect
+    record_names: RecordNames
 
     def __call__(self) -> dict[str, float]:
         """Return the numbers that the app replies with, by name; it gets the model and the config that a stock server would send.
@@ -56,7 +56,7 @@ class AppMetrics:
             Exception: what the app raises.
         """
         with kept_account(self.context):
-            reply = self.call(stock_message(self.message, self.dialect), self.context)
+            reply = self.call(stock_message(self.message, self.record_names), self.context)
         if reply.has_error():
             raise RuntimeError(f"the app replied with error {reply.error.code}")
         status = reply.content.config_records.get(_STATUS)

@@ -15,7 +15,7 @@ from flower_dp import wire
 from flower_dp.clients.account import kept_account
 from flower_dp.clients.pipeline import Job, Train, Trained
 from flower_dp.core.vectors import Array
-from flower_dp.wire import Dialect, Model
+from flower_dp.wire import Model, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -33,7 +33,7 @@ class AppTraining:
         call: the app, or the next mod before it.
         message: the server's.
         context: of the node.
-        dialect: the record names that the message and the app use.
+        record_names: the record names that the message and the app use.
         model: the server's.
         metrics: the numbers in the app's last reply, example counts left out. They are not private.
     """
@@ -41,7 +41,7 @@ class AppTraining:
     call: ClientAppCallable
     message: Message
     context: Context
-    dialect: Dialect
+    record_names: RecordNames
     model: Model
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -57,7 +57,7 @@ class AppTraining:
 
     def _train(self) -> np.ndarray:
         with kept_account(self.context):
-            reply = self.call(stock_message(self.message, self.dialect), self.context)
+            reply = self.call(stock_message(self.message, self.record_names), self.context)
         if reply.has_error():
             raise RuntimeError(f"the app replied with error {reply.error.code}")
         status = reply.content.config_records.get(_STATUS)
@@ -90,22 +90,24 @@ class Updates:
                 yield weights - vector, loss
 
 
-def dialect_of(content: RecordDict) -> Dialect:
-    """Return the dialect of a train message.
+def record_names_of(content: RecordDict) -> RecordNames:
+    """Return the record names of a train message.
 
     Raises:
         ValueError: if its config is not exactly one record of a name that apps read.
     """
-    told = [dialect for dialect in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if dialect.config in content.config_records]
+    told = [
+        record_names for record_names in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if record_names.config in content.config_records
+    ]
     if len(told) != 1 or len(content.config_records) != 1:
         raise ValueError(f"message has config records {sorted(content.config_records)[:8]}: must be 'config' or 'fitins.config'")
     return told[0]
 
 
-def stock_message(message: Message, dialect: Dialect) -> Message:
+def stock_message(message: Message, record_names: RecordNames) -> Message:
     """Return the message as a stock server sends it: copies of model and config, without this package's instruction."""
     arrays = wire.arrays_of(message.content)
-    config = message.content.config_records[dialect.config]
+    config = message.content.config_records[record_names.config]
     copied = {
         name: FlowerArray(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=array.data)
         for name, array in arrays.items()
@@ -113,8 +115,8 @@ def stock_message(message: Message, dialect: Dialect) -> Message:
     stock = copy.copy(message)
     stock.content = RecordDict(
         {
-            dialect.arrays: ArrayRecord(copied),
-            dialect.config: ConfigRecord({name: value for name, value in config.items() if name != wire.KEY}),
+            record_names.arrays: ArrayRecord(copied),
+            record_names.config: ConfigRecord({name: value for name, value in config.items() if name != wire.KEY}),
         }
     )
     return stock

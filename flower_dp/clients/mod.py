@@ -11,18 +11,18 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
 from flower_dp.clients.app_client import AppClient, OwnTerms
-from flower_dp.clients.app_evaluation import AppMetrics, evaluating_dialect
-from flower_dp.clients.app_training import AppTraining, dialect_of
+from flower_dp.clients.app_evaluation import AppMetrics, names_to_evaluate
+from flower_dp.clients.app_training import AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.work import add_up
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.wire import (
     Answer,
-    Dialect,
     EvaluationAnswer,
     Instruction,
     Model,
+    RecordNames,
 )
 
 log = logging.getLogger("flwr")
@@ -44,9 +44,9 @@ def privacy_mod(
     `terms` every reply is private on its own instead, as `LocalDPClient`'s: noise follows from the client's own terms, and each
     reply is charged to an account in the node's state before the app is called.
 
-    Metrics and example counts of the app do not leave; metrics do if server and policy both say so. In a private evaluation
-    (`flower_dp.strategies.PrivateEvaluation`) the app's own evaluate function is called. What leaves is a vector of the metrics
-    that the server names, clipped to their public bounds, with the client's share of the noise. All other messages (a stock
+    The app's metrics and example counts are not sent; metrics are, if both server and policy allow it. In a private evaluation
+    (`flower_dp.strategies.PrivateEvaluation`) the app's own evaluate function is called. Only a vector of the metrics that the
+    server names is sent, clipped to their public bounds, with the client's share of the noise. All other messages (a stock
     server's `evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is private.
     Put the mod first in the list, so that no other mod changes what is noised.
 
@@ -56,7 +56,7 @@ def privacy_mod(
         policy: this client's own limits.
         terms: this client's own terms, or a function of the node's context that makes them; None: methods in which a single
             message is not private on its own, with the noise that the server asks for and the policy allows.
-        evaluation: with `terms`, what private evaluations may cost this client beside them; None: it takes part in none.
+        evaluation: with `terms`, this client's budget of private evaluations; None: it takes part in none.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
 
     Raises:
@@ -95,21 +95,21 @@ class _PrivacyMod:
     noise_seed: int | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer the roll call, or train or evaluate by the server's instruction; refuse everything else.
+        """Answer the roll call, or train or evaluate as the server instructs; refuse all other messages.
 
         Raises:
-            ValueError: if the message is no such thing, or against the policy.
+            ValueError: if the message is none of these, or the policy does not allow it.
             RuntimeError: if this client's name or terms can't be made.
         """
         kind = message.metadata.message_type
         train = kind.partition(".")[0] == "train"
-        # Not a query: the server takes who answers that for an app of the Message API, and this one may be a `NumPyClient`.
+        # Not a query: the server would take the app for one of the Message API, and it may be a `NumPyClient`.
         if kind == "get_properties" or (train and wire.is_roll_call(message)):
             return _config_reply(message, self._hosted(context))
         if train:
             return self._train(message, context, call_next)
-        if kind.partition(".")[0] == "evaluate" and (dialect := evaluating_dialect(message.content)):
-            return self._evaluate(message, context, call_next, dialect)
+        if kind.partition(".")[0] == "evaluate" and (record_names := names_to_evaluate(message.content)):
+            return self._evaluate(message, context, call_next, record_names)
         if not self.policy.allow_metrics:
             raise ValueError(
                 f"{wire.DECLINED}: message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False"
@@ -124,7 +124,7 @@ class _PrivacyMod:
         return json.dumps({"clients": [client.name], "methods": list(client.methods)})
 
     def _client(self, context: Context) -> "AppClient":
-        """Return who lives here; an error's text may hold a piece of the data, so that only its kind is told."""
+        """Return this node's client; of an error only the kind is told, because its text may contain data."""
         try:
             name = _checked_name(self.name(context) if callable(self.name) else self.name or _default_name(context))
             terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
@@ -138,11 +138,11 @@ class _PrivacyMod:
     def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         client = self._client(context)
         try:
-            dialect = dialect_of(message.content)
-            instruction = wire.instruction_of(message.content.config_records[dialect.config])
+            record_names = record_names_of(message.content)
+            instruction = wire.instruction_of(message.content.config_records[record_names.config])
             client.check(instruction)
             model = _model(wire.arrays_of(message.content), instruction)
-            train = AppTraining(call=call_next, message=message, context=context, dialect=dialect, model=model)
+            train = AppTraining(call=call_next, message=message, context=context, record_names=record_names, model=model)
             work = client.work(instruction, train, context)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
@@ -157,12 +157,12 @@ class _PrivacyMod:
         )
         return _config_reply(message, answer.to_json(instruction.clients), ArrayRecord(list(made.payload.arrays)))
 
-    def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, dialect: Dialect) -> Message:
+    def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, record_names: RecordNames) -> Message:
         client = self._client(context)
         try:
-            instruction = wire.instruction_of(message.content.config_records[dialect.config])
+            instruction = wire.instruction_of(message.content.config_records[record_names.config])
             client.check_evaluates(instruction)
-            app = AppMetrics(call=call_next, message=message, context=context, dialect=dialect)
+            app = AppMetrics(call=call_next, message=message, context=context, record_names=record_names)
             total, refused = client.evaluate(instruction, app)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
@@ -180,7 +180,7 @@ def _model(record: ArrayRecord, instruction: Instruction) -> Model:
 
 
 def _default_name(context: Context) -> str:
-    """Return a name that is stable where the node's config says which part of the data is here."""
+    """Return `client-<partition-id>` if the node has one, which is stable, else `node-<node id>`."""
     config = context.node_config
     part, parts = config.get("partition-id"), config.get("num-partitions")
     if not isinstance(part, int):

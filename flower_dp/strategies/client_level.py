@@ -67,10 +67,10 @@ class SharedMask(Protocol):
 class ClientLevelRules:
     """One release a round: the sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum.
 
-    The noise has std noise_multiplier x clip_norm; the global model moves by the noised sum over the *expected* cohort. Example
-    counts weigh nothing, missing and refused replies count as zeros, an empty cohort still pays. Sampling lowers the cost only
-    where nothing that leaves tells who takes part: not where shares of noise may be missing from the sum, and not where clients
-    choose the coordinates that they send.
+    The noise has std noise_multiplier x clip_norm; the global model moves by the noised sum over the *expected* cohort. There are
+    no weights by example counts. Missing and refused replies count as zeros, and a round with an empty cohort is charged too.
+    Sampling lowers the cost only if no message reveals who takes part: not if shares of noise may be missing from the sum, and
+    not if clients choose the coordinates that they send.
 
     Args:
         name: the method's name on the wire.
@@ -85,9 +85,9 @@ class ClientLevelRules:
         placement: `central`: the server adds the noise; `distributed`: every client adds its share to its own update.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
         quantization_levels: levels above 0 to which every client rounds its own noised update, without bias (QSGD); None for
-            none. Under distributed placement alone.
+            no quantisation. With distributed placement only.
         trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are sized for the fewest clients that may answer, and the ledger counts on no sampling.
+            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
@@ -250,8 +250,8 @@ class ClientLevelRules:
         rules, every = self._evaluation
         return ComposedDpEvent([events, *(rules.noise.charged.event(number) for number in range(every, num_rounds + 1, every))])
 
-    def outlook(self, dimension: int) -> tuple[float, float]:
-        """Return the norm that the noise on the mean has about, and the largest norm of the mean without noise.
+    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+        """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.
 
         Args:
             dimension: of the model's vector.
@@ -310,7 +310,7 @@ class ClientLevelRules:
     def open(self, names: tuple[str, ...]) -> None:
         """Nothing: one ledger serves all clients."""
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return all that were drawn."""
         return chosen
 
@@ -324,7 +324,7 @@ class ClientLevelRules:
             together = count * clip_norm + math.sqrt(count) * share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
             if self.quantization_levels is None:
                 return together
-            # Each row is as long as it can be, and then longer by its quantisation.
+            # Quantisation can lengthen a row; each row has the largest norm.
             each = clip_norm + share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
             return count * each * compression.qsgd_norm_ratio(num_kept, self.quantization_levels)
 
@@ -364,11 +364,11 @@ class ClientLevelRules:
     # Cost
 
     def plan(self, num_rounds: int) -> None:
-        """Compute the cost of every round, and how many the target pays for."""
+        """Compute how many rounds the target allows, and the cost of each."""
         self._planned.plan(num_rounds)
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that the target would be passed, or that a round is out of turn, if so."""
+        """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
         if isinstance(self.sampling, RoundRobinSampling) and server_round != self.num_rounds + 1:
             # Its charge follows from the round's number, as if every round before had been run once.
             return f"with round-robin sampling it must be round {self.num_rounds + 1}"
@@ -384,7 +384,7 @@ class ClientLevelRules:
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round to both ledgers, as this cohort's shares are sized; choose the mask of a method that has one."""
+        """Charge the round to both ledgers, as this cohort's shares are computed; choose the mask of a method that has one."""
         if self.mask is not None:
             self.mask.draw()
         charged = self.noise.charged_for(len(names))
@@ -433,7 +433,7 @@ class ClientLevelRules:
         )
 
     def _evaluated(self) -> EvaluationFacts:
-        """Return what the statement tells of private evaluations."""
+        """Return what the statement says about private evaluations."""
         if self._evaluation is None:
             raise RuntimeError("there is no evaluation")
         rules = self._evaluation[0]

@@ -132,9 +132,9 @@ class DPFedPAQRules:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the drawn clients whose budget covers one more reply."""
-        return self.books.able(chosen, names)
+        return self.books.with_budget(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge one reply to each client."""
@@ -183,7 +183,7 @@ class DPFedPAQRules:
             self.control.learn(collected, divisor=self._divisor(now.server_round), num_clients=self.num_clients)
         return np.asarray(now.vector + collected.total / len(collected.clients))
 
-    def outlook(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise on the mean of updates, and of the longest update; without what quantisation adds."""
         factor = -self.steps.update_factor(1)
         variances = [terms.release.noise_std**2 for terms in self.books.terms.values()]

@@ -120,9 +120,9 @@ class DPPASGDRules:
         privacy = self.books.why_stop() and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
         return " and ".join(reason for reason in (privacy, self.resources.why_stop()) if reason) or None
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the drawn clients whose budget covers one more reply: all, until the run ends."""
-        return self.books.able(chosen, names)
+        return self.books.with_budget(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge the steps of one reply, and their resources, to each client."""
@@ -159,7 +159,7 @@ class DPPASGDRules:
         replied = len(collected.clients)
         return np.asarray(now.vector + collected.total / replied) if replied else now.vector
 
-    def outlook(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise that all steps leave in the mean, and of the longest movement without it."""
         rate, steps = self.steps.step_size(1), self.steps.num_local_steps
         variances = [(terms.release.noise_std / terms.release.expected_cohort) ** 2 for terms in self.books.terms.values()]

@@ -74,7 +74,7 @@ class Evaluator:
         self._sent = [
             wire.evaluate_message(
                 node,
-                roster.dialect,
+                roster.record_names,
                 arrays,
                 config,
                 wire.Instruction(
@@ -91,7 +91,7 @@ class Evaluator:
         return self._sent
 
     def collect(self, replies: Iterable[Message]) -> Collected:
-        """Add up the vectors of a round's replies; one that makes no sense is left out, as if its clients had sent zeros."""
+        """Add up the vectors of a round's replies; an invalid reply is left out, as if its clients had sent zeros."""
         now = self._now
         if now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
@@ -110,11 +110,11 @@ class Evaluator:
     def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric, from the noised sum alone.
 
-        The standard error covers the noise and the choice of the cohort: of the values of the clients it assumes no more than
-        their bounds and the reported mean, so it is at least the true one.
+        The standard error covers the noise and the choice of the cohort. It is an upper bound: the variance of the clients'
+        values is the largest that their bounds and the reported mean allow.
 
         Raises:
-            RoundLeftOut: where the method releases nothing, or the noised count of clients is too small to divide by.
+            RoundLeftOut: if the method releases nothing, or the noised count of clients is too small to divide by.
         """
         now = self._now
         self._now, self._sent = None, []

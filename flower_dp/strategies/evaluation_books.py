@@ -1,4 +1,4 @@
-"""What private evaluations cost clients with ledgers of their own, beside what training costs them."""
+"""The cost of private evaluations for clients with ledgers of their own, in addition to the cost of training."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ class EvaluationBooks:
     """Terms and ledgers of evaluation of every client, for one run.
 
     Args:
-        budget: that was agreed with the clients.
+        budget: every client's budget of evaluations; server and clients have the same one.
         relation: neighbouring relation of the ledgers.
         delta: the delta at which epsilon is stated.
     """
@@ -32,12 +32,12 @@ class EvaluationBooks:
         self.num_charged = 0
 
     def open(self, training: Mapping[str, Terms]) -> None:
-        """Open a ledger for every client, beside its terms of training."""
+        """Open a ledger for every client, in addition to its terms of training."""
         self.terms = {name: self.budget.terms(name, terms) for name, terms in training.items()}
         self.ledgers = {name: Ledger(owner=f"{name}, evaluation", relation=self.relation) for name in training}
 
     def can_pay(self, name: str) -> bool:
-        """Tell whether a client's budget has one more evaluation in it."""
+        """Return whether a client's budget covers one more evaluation."""
         return self.ledgers[name].num_charges < self.terms[name].num_replies
 
     def charge(self, names: tuple[str, ...]) -> None:
@@ -58,8 +58,8 @@ class EvaluationBooks:
         Args:
             name: the client.
             training: the cost of its training.
-            event: of its training.
-            grid: of the accountant.
+            event: what its training has released.
+            grid: the accountant's grid.
         """
         ledger = self.ledgers[name]
         if not ledger.num_charges:

@@ -106,9 +106,9 @@ class FedSGDDPCRules:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the drawn clients whose budget covers one more reply."""
-        return self.books.able(chosen, names)
+        return self.books.with_budget(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge one reply to each client."""
@@ -130,7 +130,7 @@ class FedSGDDPCRules:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
         return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
 
-    def outlook(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of step 1 times the noise, and times the longest mean of gradients."""
         # Every client is in this part of the rounds.
         part = self.cohort_size / self.num_clients

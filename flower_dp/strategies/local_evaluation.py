@@ -1,4 +1,4 @@
-"""Private evaluation where every message is private on its own: the weighted mean of clients' noised metrics."""
+"""Private evaluation for methods whose single messages are private: the weighted mean of clients' noised metrics."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -40,8 +40,8 @@ class LocalEvaluator:
 
     def due(self, server_round: int) -> bool:
         """Return whether there is an evaluation in this round that was not asked for yet, and a client that can pay."""
-        able = any(self.evaluations.can_pay(name) for name in self.evaluations.ledgers)
-        return self.plan.due(server_round) and server_round > self._last and able
+        one_can_pay = any(self.evaluations.can_pay(name) for name in self.evaluations.ledgers)
+        return self.plan.due(server_round) and server_round > self._last and one_can_pay
 
     def asked(self, server_round: int) -> bool:
         """Return whether clients were asked in this round, and their replies were not used yet."""
@@ -63,7 +63,7 @@ class LocalEvaluator:
         """Return one message a node; the evaluation is charged already."""
         self._now = (server_round, asked)
         self._sent = [
-            wire.evaluate_message(node, roster.dialect, arrays, config, self._instruction(server_round, names))
+            wire.evaluate_message(node, roster.record_names, arrays, config, self._instruction(server_round, names))
             for node, names in asked.items()
         ]
         return self._sent
@@ -87,7 +87,7 @@ class LocalEvaluator:
         )
 
     def collect(self, replies: Iterable[Message]) -> Collected:
-        """Add up the rows of a round's replies; one that makes no sense is left out."""
+        """Add up the rows of a round's replies; an invalid reply is left out."""
         if self._now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
         collected = Collected(total=np.zeros(self.order.dimension))
@@ -116,10 +116,10 @@ class LocalEvaluator:
         return release.noise_scale / release.expected_cohort
 
     def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
-        """Return value and standard error of every metric: the mean of the rows that came, by their public weights.
+        """Return value and standard error of every metric: the mean of the received rows, by their public weights.
 
-        The standard error covers the noise, and the choice of the clients where not all of them are there: of their values it
-        assumes no more than their bounds and the reported mean.
+        The standard error covers the noise and, if not all clients have answered, the choice of clients. It is an upper bound:
+        the variance of the clients' values is the largest that their bounds and the reported mean allow.
 
         Raises:
             RoundLeftOut: if no client has answered.

@@ -125,11 +125,11 @@ class ClientBooks:
         """Return that every budget is spent, if so; else None."""
         return None if any(self.can_pay(name) for name in self.ledgers) else "every client's budget is spent"
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the indices of the drawn clients whose budget covers one more reply; count the others."""
-        able = np.asarray([index for index in chosen if self.can_pay(names[index])], dtype=chosen.dtype)
-        self.num_unasked += len(chosen) - len(able)
-        return able
+        paying = np.asarray([index for index in chosen if self.can_pay(names[index])], dtype=chosen.dtype)
+        self.num_unasked += len(chosen) - len(paying)
+        return paying
 
     def charge(self, names: tuple[str, ...]) -> None:
         """Charge one reply to each client."""

@@ -130,9 +130,9 @@ class NbAFLRules:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the drawn clients whose budget covers one more reply."""
-        return self.books.able(chosen, names)
+        return self.books.with_budget(chosen, names)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge one reply to each client."""
@@ -150,7 +150,7 @@ class NbAFLRules:
         """Return a bound on the norm of an honest sum."""
         return self.books.bounds(now, self.books.share)
 
-    def outlook(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm

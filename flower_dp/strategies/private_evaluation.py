@@ -66,16 +66,16 @@ class LocalEvaluation:
     """Evaluation of the global model on clients' own data, for methods in which every message is private on its own.
 
     In every `every`-th round clients send their metrics of the model with Laplace noise for a budget of their own
-    (`EvaluationBudget`), charged to their ledgers before any message leaves. The value of a metric is the mean of what came, by
-    the method's public weights. Where the method protects single records, so does this: a metric is the mean over a client's
-    records, and its noise falls with their number.
+    (`EvaluationBudget`), charged to their ledgers before any message is sent. The value of a metric is the mean over the clients
+    that replied, by the method's public weights. If the method protects single records, so does this: a metric is the mean over
+    a client's records, and the more records, the less noise.
 
     Attributes:
-        budget: of every client; clients have the same one (`LocalDPClient(evaluation=...)`).
-        metrics: the public upper bound of every metric, by the name under which clients have it; all are at least 0. `loss` and
-            `accuracy`, or what `record_metrics` of the clients names.
+        budget: every client's budget; give clients the same one (`LocalDPClient(evaluation=...)`).
+        metrics: the public upper bound of every metric, by its name on the clients: `loss` and `accuracy`, or those
+            that the clients' `record_metrics` returns. All metrics are at least 0.
         every: rounds from one evaluation to the next.
-        sampling: who evaluates, out of those whose budget is not spent.
+        sampling: who evaluates, among the clients whose budget is not spent.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

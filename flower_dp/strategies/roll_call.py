@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flower_dp import wire
 from flower_dp.strategies.held_errors import HeldErrors
 from flower_dp.strategies.replies import APP_RAISED
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Dialect
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -36,10 +36,11 @@ def _properties_query(node: int) -> Message:
     return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
 
 
-# The questions in the order in which they are asked, and the dialect of an app that answers. Only a `NumPyClient` has properties.
+# The questions in the order in which they are asked, and the record names of an app that answers. Only a `NumPyClient` has
+# properties.
 # An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train function
 # finds no model in that message and raises.
-_QUESTIONS: tuple[tuple[_Question, Dialect], ...] = (
+_QUESTIONS: tuple[tuple[_Question, RecordNames], ...] = (
     (partial(wire.roll_call, message_type="query"), MESSAGE_API),
     (_properties_query, NUMPY_CLIENT),
     (partial(wire.roll_call, message_type="train"), MESSAGE_API),
@@ -65,13 +66,13 @@ class RollCall:
     stock app: its clients may have names, policies and budgets.
 
     Attributes:
-        dialect: the record names that the nodes' app uses; None until a node has answered.
+        record_names: the record names that the nodes' app uses; None until a node has answered.
         hosting: whether nodes name the clients that they host; otherwise every node is one stock client.
         failures: why nodes can't say now which clients they host.
     """
 
     def __init__(self) -> None:
-        self.dialect: Dialect | None = None
+        self.record_names: RecordNames | None = None
         self.failures: dict[int, str] = {}
         self._question: _Question | None = None
         # Node id -> the pause after its last failure, and when that ends.
@@ -89,10 +90,10 @@ class RollCall:
             ValueError: if a node's answer is malformed.
         """
         new = sorted(node for node in nodes if self._pauses.get(node, (0.0, 0.0))[1] <= time.monotonic())
-        if new and self.dialect is None:
+        if new and self.record_names is None:
             self._find_out(grid, new)
             new = [node for node in new if node not in self.failures]
-        if not new or self.dialect is None:
+        if not new or self.record_names is None:
             return {}
         if self._question is None:
             self.failures.clear()  # all nodes run the same app
@@ -100,14 +101,14 @@ class RollCall:
         return self._ask(grid, new, self._question)
 
     def _find_out(self, grid: Grid, nodes: list[int]) -> None:
-        """Find the question that the run's ClientApp answers, and its dialect, from the first node that can tell."""
+        """Find the question that the run's ClientApp answers, and its record names, from the first node that can tell."""
         if not self._pauses:
             log.info(
                 "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
             )
         for node in nodes:
             try:
-                self._question, self.dialect = _kind(grid, node)
+                self._question, self.record_names = _kind(grid, node)
             except NoAnswerError as error:
                 self._failed(node, str(error))
             else:
@@ -137,15 +138,15 @@ class RollCall:
         self.failures[node] = reason
 
 
-def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
-    """Find the question that a node's app answers, and its dialect; no question for a stock client.
+def _kind(grid: Grid, node: int) -> tuple[_Question | None, RecordNames]:
+    """Find the question that a node's app answers, and its record names; no question for a stock client.
 
     Raises:
         NoAnswerError: if the node does not answer, or its app fails in a way that a stock client does not.
     """
     message_api, reasons = False, []
-    for question, dialect in _QUESTIONS:
-        if message_api and dialect is NUMPY_CLIENT:
+    for question, record_names in _QUESTIONS:
+        if message_api and record_names is NUMPY_CLIENT:
             continue
         with HeldErrors() as held:
             reply = next(iter(_send(grid, [question(node)])), None)
@@ -160,8 +161,8 @@ def _kind(grid: Grid, node: int) -> tuple[_Question | None, Dialect]:
             message_api |= _NO_QUERIES in reason
             reasons.append(reason)
         elif _read_hosted(reply) is not None:
-            return question, dialect
-        elif dialect is NUMPY_CLIENT:
+            return question, record_names
+        elif record_names is NUMPY_CLIENT:
             return None, NUMPY_CLIENT
         else:  # a stock app may answer queries of its own; its train function may have a mod of ours
             message_api = True

@@ -1,4 +1,4 @@
-"""The roster: which clients are known, and on which node each lives now.
+"""The roster: which clients are known, and which node hosts each now.
 
 A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names; node ids change with
 every run, and with every restart of a SuperNode without a registered key.
@@ -14,7 +14,7 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from flower_dp.strategies.roll_call import Hosted, RollCall
-from flower_dp.wire import MESSAGE_API, Dialect
+from flower_dp.wire import MESSAGE_API, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -28,21 +28,21 @@ class Roster:
     """All known clients, and the node that hosts each.
 
     Attributes:
-        names: of all clients that were ever there in this run.
-        nodes: the node of each client; None for one that is not there now.
-        dialect: what the nodes' app speaks.
+        names: of all clients that have registered in this run.
+        nodes: the node of each client; None for a client whose node is not connected now.
+        record_names: the record names that the nodes' app uses.
         hosting: whether nodes name the clients that they host; else every node is one stock client.
         methods: the methods that every node runs; empty for stock clients.
     """
 
     names: tuple[str, ...]
     nodes: tuple[int | None, ...]
-    dialect: Dialect
+    record_names: RecordNames
     hosting: bool
     methods: frozenset[str] = frozenset()
 
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
-        """Group the clients of a cohort by the nodes that host them; who is not there now is left out."""
+        """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
         groups: dict[int, list[str]] = {}
         for index in indices:
             if (node := self.nodes[index]) is not None:
@@ -53,13 +53,13 @@ class Roster:
 class Register:
     """Keeps the roster of a run, while nodes join, leave and come back under another id.
 
-    A client is known by its name. If its node is gone and another one hosts the name, the client lives there from now on; while
-    its node is there, nobody else can have the name, so that no client is asked twice in a round.
+    A client is known by its name. If its node has left and another node hosts the name, that node has the client from now on.
+    While its node is connected, no other node can take the name, so that no client is asked twice in a round.
 
     Args:
-        num_clients: how many clients must have registered before the first round; the number that cohorts and cost are made for.
+        num_clients: how many clients must have registered before the first round; cohorts and cost are computed for this number.
         timeout: seconds to wait for them.
-        newcomers: whether clients that come later take part. If not, there must be exactly `num_clients`.
+        newcomers: whether clients that register later take part. If not, there must be exactly `num_clients`.
         unfit: why a node that runs these methods can't take part, None if it can; of later nodes only.
     """
 
@@ -68,16 +68,16 @@ class Register:
     ) -> None:
         self._num_clients, self._timeout, self._newcomers, self._unfit = num_clients, timeout, newcomers, unfit
         self._roll_call = RollCall()
-        # What nodes said of themselves, in the order in which they came.
+        # The answers of nodes, in the order in which they registered.
         self._hosted: dict[int, Hosted] = {}
         self._there: set[int] = set()
         self._roster: Roster | None = None
 
     def roster(self, grid: Grid) -> Roster:
-        """Return the roster of now: at first wait for `num_clients`, later look which nodes have come and gone.
+        """Return the current roster: at first wait for `num_clients`, later check which nodes have joined and left.
 
         Raises:
-            TimeoutError: if too few clients have registered in time, or none is there any more.
+            TimeoutError: if too few clients have registered in time, or no client is connected any more.
             ValueError: if a node can't say whom it hosts, or two clients have the same name, or there are more clients than
                 `num_clients` and newcomers can't take part.
         """
@@ -91,7 +91,7 @@ class Register:
     def _wait(self, grid: Grid) -> None:
         """Wait until at least `num_clients` clients have registered.
 
-        Starting with fewer would make the true sampling rate, and so the cost, another than the accounted one.
+        With fewer clients the true sampling rate, and so the cost, would differ from what is accounted.
         """
         deadline, seen, settled = time.monotonic() + self._timeout, -1, 0.0
         while True:
@@ -119,7 +119,7 @@ class Register:
             time.sleep(_POLL_SECONDS)
 
     def _failures(self) -> str:
-        """Say why nodes can't say which clients they host, by the example of one."""
+        """Return how many nodes failed to name their clients, and the reason of one of them."""
         failures = self._roll_call.failures
         return next(
             (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items()), ""
@@ -143,7 +143,7 @@ class Register:
         deadline = time.monotonic() + self._timeout
         while not self._ask_new(grid, there):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no client is there any more, and none has come within {self._timeout:g} s")
+                raise TimeoutError(f"no client is connected any more, and none has registered within {self._timeout:g} s")
             time.sleep(_POLL_SECONDS)
             there = set(grid.get_node_ids())
         known = dict.fromkeys(before.names)
@@ -177,7 +177,7 @@ class Register:
         return any(self._names(node) for node in there)
 
     def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> Roster:
-        """Return the roster of these clients; a client stays where it was while that node is there."""
+        """Return the roster of these clients; a client stays on its node while that is connected."""
         home = {name: node for name, node in before.items() if node in self._there}
         known = set(names)
         for node, told in self._hosted.items():
@@ -188,7 +188,7 @@ class Register:
         return Roster(
             names=names,
             nodes=tuple(home.get(name) for name in names),
-            dialect=self._roll_call.dialect or MESSAGE_API,
+            record_names=self._roll_call.record_names or MESSAGE_API,
             hosting=self._roll_call.hosting,
             methods=frozenset.intersection(*hosts) if hosts else frozenset(),
         )

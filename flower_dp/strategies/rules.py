@@ -202,7 +202,7 @@ class Rules(Protocol):
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return why the budget does not cover this round, or None; called before (None) and after the cohort is drawn."""
 
-    def able(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the indices, among those drawn, of the clients whose budget covers one more reply."""
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
@@ -242,10 +242,10 @@ class Rules(Protocol):
 
 
 @runtime_checkable
-class HasOutlook(Protocol):
+class ComparesNoise(Protocol):
     """Rules that know before round 1 how their noise compares with what it is added to."""
 
-    def outlook(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norm that the noise in the model of round 1 has about, and the largest norm of the mean without it.
 
         Asked after the roll call, for all replies of an average cohort.

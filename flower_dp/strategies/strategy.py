@@ -29,8 +29,8 @@ from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEval
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
 from flower_dp.strategies.rules import (
+    ComparesNoise,
     CountsResources,
-    HasOutlook,
     Options,
     Round,
     RoundLeftOut,
@@ -206,7 +206,7 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
-        self._log_outlook(layout.size)
+        self._log_noise_and_signal(layout.size)
         self._evaluate(evaluate_fn, 0, result)
         try:
             configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
@@ -270,7 +270,11 @@ class DPStrategy(Strategy):
         self.rules.charge(server_round, cohort)
         messages = [
             wire.train_message(
-                node, roster.dialect, sent, config, self._instruction(server_round, names, len(cohort), model.frozen_positions)
+                node,
+                roster.record_names,
+                sent,
+                config,
+                self._instruction(server_round, names, len(cohort), model.frozen_positions),
             )
             for node, names in asked.items()
         ]
@@ -364,13 +368,13 @@ class DPStrategy(Strategy):
         """Raise `LegacyAppError`: Flower's old server API calls this first, and is not supported."""
         raise LegacyAppError(type(self).__name__)
 
-    # Small things
+    # Parts of a run
 
-    def _log_outlook(self, dimension: int) -> None:
+    def _log_noise_and_signal(self, dimension: int) -> None:
         """Log before the first round how the noise compares with the updates."""
-        if not isinstance(self.rules, HasOutlook):
+        if not isinstance(self.rules, ComparesNoise):
             return
-        noise, signal = self.rules.outlook(dimension)
+        noise, signal = self.rules.noise_and_signal(dimension)
         log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
         if noise > signal:
             log.warning(
@@ -496,7 +500,7 @@ class DPStrategy(Strategy):
     def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
         """Return the indices of the clients that are asked in a round."""
         rng = self._generator("cohort", server_round)
-        return self.rules.able(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
+        return self.rules.with_budget(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
 
     def _instruction(
         self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()

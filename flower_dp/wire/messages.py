@@ -15,7 +15,7 @@ _MOST_RECORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class RecordNames:
     """Names of the records in which a client looks for the model and the configuration, to train and to evaluate.
 
     Example:
@@ -31,8 +31,10 @@ class Dialect:
     evaluated_config: str
 
 
-MESSAGE_API = Dialect(name="message-api", arrays="arrays", config="config", evaluated_arrays="arrays", evaluated_config="config")
-NUMPY_CLIENT = Dialect(
+MESSAGE_API = RecordNames(
+    name="message-api", arrays="arrays", config="config", evaluated_arrays="arrays", evaluated_config="config"
+)
+NUMPY_CLIENT = RecordNames(
     name="numpy-client",
     arrays="fitins.parameters",
     config="fitins.config",
@@ -52,25 +54,25 @@ def is_roll_call(message: Message) -> bool:
 
 
 def train_message(
-    node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
+    node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
     """Return the message that asks one node to train in one round."""
-    return _message("train", node_id, dialect, arrays, config, instruction)
+    return _message("train", node_id, record_names, arrays, config, instruction)
 
 
 def evaluate_message(
-    node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
+    node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
     """Return the message that asks one node to evaluate the model in one round."""
-    evaluating = replace(dialect, arrays=dialect.evaluated_arrays, config=dialect.evaluated_config)
+    evaluating = replace(record_names, arrays=record_names.evaluated_arrays, config=record_names.evaluated_config)
     return _message("evaluate", node_id, evaluating, arrays, config, instruction)
 
 
 def _message(
-    kind: str, node_id: int, dialect: Dialect, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
+    kind: str, node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
     words = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
-    content = RecordDict({dialect.arrays: arrays, dialect.config: words})
+    content = RecordDict({record_names.arrays: arrays, record_names.config: words})
     return Message(content, node_id, kind, group_id=str(instruction.server_round))
 
 

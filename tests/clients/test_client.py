@@ -478,12 +478,12 @@ def _record(vector: np.ndarray, layout: Layout) -> ArrayRecord:
 
 
 def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None) -> tuple[list[np.ndarray], Answer]:
-    app, dialect = APPS[name]
+    app, record_names = APPS[name]
     layout = _client(DATA).model.layout
     record = _record(np.zeros(30, np.float32) if vector is None else vector, layout)
-    if dialect is NUMPY_CLIENT:
+    if record_names is NUMPY_CLIENT:
         record = ArrayRecord(record.to_numpy_ndarrays())
-    reply = app(wire.train_message(1, dialect, record, {}, instruction), _context())
+    reply = app(wire.train_message(1, record_names, record, {}, instruction), _context())
     assert not reply.has_error()
     answer = wire.answer_of(reply.content, instruction.clients)
     assert answer is not None
@@ -503,10 +503,10 @@ def test_both_ways_into_flower_give_the_same_payload(keep_ratio: float) -> None:
 
 @pytest.mark.parametrize("name", APPS)
 def test_replies_hold_nothing_else_about_the_data(name: str) -> None:
-    app, dialect = APPS[name]
+    app, record_names = APPS[name]
     instruction = _instruction(("a",), noise_std=0.3)
     record = _record(np.zeros(30, np.float32), _client(DATA).model.layout)
-    content = app(wire.train_message(1, dialect, record, {}, instruction), _context()).content
+    content = app(wire.train_message(1, record_names, record, {}, instruction), _context()).content
     metrics = {key: value for part in content.metric_records.values() for key, value in part.items()}
     assert metrics in ({}, {"num_examples": 1})
     texts = [value for part in content.config_records.values() for key, value in part.items() if key == wire.KEY]

@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, client_app, model_arrays
-from flower_dp.clients.account import LEDGER_PATH, Account
+from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
@@ -139,7 +139,7 @@ def test_a_copy_put_back_during_a_run_sends_nothing(path, tmp_path, caplog):
     assert ask(client(path, state))[0] == {}
     shutil.copy(path, tmp_path / "copy")
     assert ask(client(path, state))[0] == {}
-    assert Account(state).replies("c0") == 2
+    assert StateAccount(state).replies("c0") == 2
     shutil.copy(tmp_path / "copy", path)
     refused, row = ask(client(path, state))
     assert set(refused) == {"c0"}

@@ -32,7 +32,7 @@ from flower_dp.clients import (
     client_app,
     privacy_mod,
 )
-from flower_dp.clients.account import KEY, LEDGER_PATH, Account
+from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.core import compression
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
@@ -119,15 +119,20 @@ def local_instruction(own: NbAFLTerms = NBAFL, weight: float = 1.0, **changes: A
     return Instruction(**words | {"order": table} | changes)
 
 
-def message_of(instruction: Instruction, model: ArrayRecord, dialect: Any = MESSAGE_API, **config: Any) -> Message:
-    return wire.train_message(1, dialect, model, config, instruction)
+def message_of(instruction: Instruction, model: ArrayRecord, record_names: Any = MESSAGE_API, **config: Any) -> Message:
+    return wire.train_message(1, record_names, model, config, instruction)
 
 
 def ask(
-    app: ClientApp, instruction: Instruction, model: ArrayRecord, *, context: Context | None = None, dialect: Any = MESSAGE_API
+    app: ClientApp,
+    instruction: Instruction,
+    model: ArrayRecord,
+    *,
+    context: Context | None = None,
+    record_names: Any = MESSAGE_API,
 ):
     """Send one message; return the decoded row and the answer."""
-    reply = app(message_of(instruction, model, dialect), context or context_of())
+    reply = app(message_of(instruction, model, record_names), context or context_of())
     return read(reply, instruction, sum(array.numpy().size for array in model.values()))
 
 
@@ -325,21 +330,21 @@ def test_nonsense_is_refused_when_the_mod_is_made(words: Any, reason: str) -> No
 # What the app gets
 
 
-@pytest.mark.parametrize("dialect", [MESSAGE_API, NUMPY_CLIENT], ids=lambda dialect: dialect.name)
-def test_the_app_gets_what_a_stock_server_sends(dialect: Any) -> None:
+@pytest.mark.parametrize("record_names", [MESSAGE_API, NUMPY_CLIENT], ids=lambda record_names: record_names.name)
+def test_the_app_gets_what_a_stock_server_sends(record_names: Any) -> None:
     seen: list[RecordDict] = []
 
     def train(message: Message) -> Message:
         seen.append(message.content)
-        return Message(RecordDict({"x": ArrayRecord(dict(message.content[dialect.arrays]))}), reply_to=message)
+        return Message(RecordDict({"x": ArrayRecord(dict(message.content[record_names.arrays]))}), reply_to=message)
 
-    message = message_of(CENTRAL, arrays(w=np.arange(6, dtype=np.float64).reshape(2, 3)), dialect, **{"lr": 0.1})
+    message = message_of(CENTRAL, arrays(w=np.arange(6, dtype=np.float64).reshape(2, 3)), record_names, **{"lr": 0.1})
     replying(train)(privacy_mod(name="a"))(message, context_of())
     (content,) = seen
-    assert set(content) == {dialect.arrays, dialect.config}
-    assert dict(content[dialect.config]) == {"lr": 0.1, "server-round": 1}
-    np.testing.assert_array_equal(content[dialect.arrays]["w"].numpy(), np.arange(6.0).reshape(2, 3))
-    assert wire.KEY in message.content[dialect.config]  # the message itself is left alone
+    assert set(content) == {record_names.arrays, record_names.config}
+    assert dict(content[record_names.config]) == {"lr": 0.1, "server-round": 1}
+    np.testing.assert_array_equal(content[record_names.arrays]["w"].numpy(), np.arange(6.0).reshape(2, 3))
+    assert wire.KEY in message.content[record_names.config]  # the message itself is left alone
 
 
 def test_an_app_that_changes_what_it_was_given_does_not_change_its_update() -> None:
@@ -498,7 +503,7 @@ def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str
         assert not answer.seeded_noise
         rows.append(row.tobytes())
     assert len(set(rows)) == len(mods)
-    assert Account(context.state).replies("a") == (len(mods) if kind == "local" else 0)
+    assert StateAccount(context.state).replies("a") == (len(mods) if kind == "local" else 0)
 
 
 def test_seeded_noise_is_told_and_the_run_counts_as_not_private() -> None:
@@ -521,7 +526,7 @@ def test_nothing_else_of_the_reply_leaves() -> None:
     app = added(0.1)(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
     assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4))[1].metrics == {"train_loss": 0.25}
     app = numpy_app(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
-    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4), dialect=NUMPY_CLIENT)[1].metrics == {"loss": 1.0}
+    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4), record_names=NUMPY_CLIENT)[1].metrics == {"loss": 1.0}
     app = added(np.nan)(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
     assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4))[1].metrics == {}  # it is not in the sum
 
@@ -708,7 +713,7 @@ def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budge
     context, seen = context_of(), []
 
     def train(message: Message) -> Message:
-        seen.append(Account(context.state).replies("a"))
+        seen.append(StateAccount(context.state).replies("a"))
         return Message(RecordDict({"arrays": zeros(4)}), reply_to=message)
 
     for number in range(5):  # a new app and mod for every message; the state is the node's
@@ -736,7 +741,7 @@ def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None
 def test_an_app_that_fails_has_been_charged() -> None:
     context = context_of()
     ask(failing("raises")(privacy_mod(name="a", terms=NBAFL)), local_instruction(), zeros(4), context=context)
-    assert Account(context.state).replies("a") == 1
+    assert StateAccount(context.state).replies("a") == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -759,7 +764,7 @@ def test_an_app_that_overwrites_the_state_does_not_lose_the_account(way: str, fa
         app = replying(train)(privacy_mod(name="a", terms=NBAFL))
         _, answer = ask(app, local_instruction(server_round=number + 1), zeros(4), context=context)
     assert answer.refused["a"].startswith("its budget is spent")
-    assert Account(context.state).replies("a") == 3
+    assert StateAccount(context.state).replies("a") == 3
     assert "it was put back" in caplog.text
 
 
@@ -778,7 +783,7 @@ def test_a_client_whose_terms_the_server_misstates_does_not_reply_and_pays_nothi
     mod = privacy_mod(name="a", terms=lambda context: replace(NBAFL, **own))
     _, answer = ask(app(mod), local_instruction(replace(NBAFL, **server)), zeros(4), context=context)
     assert reason in answer.refused["a"]
-    assert Account(context.state).replies("a") == 0
+    assert StateAccount(context.state).replies("a") == 0
 
 
 def test_noise_of_a_client_with_more_than_the_server_states_is_its_own() -> None:

@@ -60,12 +60,12 @@ def context_of(**config: Any) -> Context:
     return Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
 
 
-def message_of(instruction: Instruction, dialect: Any = MESSAGE_API) -> Message:
-    return wire.evaluate_message(1, dialect, arrays(w=np.zeros(3, np.float32)), {"lr": 0.5}, instruction)
+def message_of(instruction: Instruction, record_names: Any = MESSAGE_API) -> Message:
+    return wire.evaluate_message(1, record_names, arrays(w=np.zeros(3, np.float32)), {"lr": 0.5}, instruction)
 
 
-def ask(app: ClientApp, instruction: Instruction, dialect: Any = MESSAGE_API, **config: Any) -> EvaluationAnswer:
-    reply = app(message_of(instruction, dialect), context_of(**config))
+def ask(app: ClientApp, instruction: Instruction, record_names: Any = MESSAGE_API, **config: Any) -> EvaluationAnswer:
+    reply = app(message_of(instruction, record_names), context_of(**config))
     # Nothing but the answer: no metric, no example count, no record of the app's.
     assert set(reply.content) == {wire.KEY}
     assert set(reply.content[wire.KEY]) == {wire.KEY}
@@ -74,9 +74,9 @@ def ask(app: ClientApp, instruction: Instruction, dialect: Any = MESSAGE_API, **
     return EvaluationAnswer.from_json(text, instruction.clients, len(BOUNDS) + 1)
 
 
-@pytest.mark.parametrize(("make", "dialect"), [(app_of, MESSAGE_API), (numpy_app, NUMPY_CLIENT)])
-def test_what_leaves_is_the_clipped_vector_of_the_metrics_that_are_named(make: Any, dialect: Any) -> None:
-    answer = ask(make(privacy_mod(name="a")), order(), dialect)
+@pytest.mark.parametrize(("make", "record_names"), [(app_of, MESSAGE_API), (numpy_app, NUMPY_CLIENT)])
+def test_what_leaves_is_the_clipped_vector_of_the_metrics_that_are_named(make: Any, record_names: Any) -> None:
+    answer = ask(make(privacy_mod(name="a")), order(), record_names)
     assert answer.total == pytest.approx(CLIPPED, abs=0.01)  # on the lattice of the noise, toward zero
     assert np.linalg.norm(answer.total) <= 1
     assert (answer.refused, answer.seeded_noise) == ({}, False)

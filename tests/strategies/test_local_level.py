@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
-from flower_dp.clients.account import KEY, Account
+from flower_dp.clients.account import KEY, StateAccount
 from flower_dp.clients.fedsgd_dpc import ClippedGradients
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.nbafl import weights_terms
@@ -276,14 +276,14 @@ def test_a_client_refuses_what_it_cannot_pay_whatever_the_server_says():
         assert clients == ()
         assert not row.any()
         assert f"the server's terms ({lie} replies, Laplace" in refused["c0"]
-    assert Account(state).replies("c0") == 2
+    assert StateAccount(state).replies("c0") == 2
 
 
 def test_a_lie_about_replies_or_clip_is_refused_and_costs_nothing():
     state = RecordDict()
     assert "terms (100 replies, " in ask(state, num_replies=(100,))[1]["c0"]
     assert "clip_norm=500: this client's own is 0.5" in ask(state, clip_norm=500.0)[1]["c0"]
-    assert Account(state).replies("c0") == 0
+    assert StateAccount(state).replies("c0") == 0
 
 
 GAUSSIAN = {"mechanism": "gaussian", "delta": 1e-5, "sampling_rate": 0.5}
@@ -309,7 +309,7 @@ def test_a_client_with_less_noise_or_other_terms_than_the_server_states_does_not
     assert clients == ()
     assert why in refused["c0"]
     assert not row.any()
-    assert Account(state).replies("c0") == 0
+    assert StateAccount(state).replies("c0") == 0
 
 
 def test_a_client_with_more_noise_than_the_server_states_replies():
@@ -322,7 +322,7 @@ def test_a_server_that_names_no_terms_gets_no_reply():
         state = RecordDict()
         with pytest.raises(ValueError, match=f"{field}: must have one value for each of 1 clients"):
             ask(state, order={field: ()})
-        assert Account(state).replies("c0") == 0
+        assert StateAccount(state).replies("c0") == 0
 
 
 @pytest.mark.parametrize("method", ["nbafl", "dp-fedsam"])
@@ -330,7 +330,7 @@ def test_a_server_of_another_method_gets_no_reply(method):
     state = RecordDict()
     with pytest.raises(ValueError, match=f"method='{method}': this client runs fedsgd-dpc"):
         ask(state, method=method)
-    assert Account(state).replies("c0") == 0
+    assert StateAccount(state).replies("c0") == 0
 
 
 def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
@@ -340,7 +340,7 @@ def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
         ask(state, order={"noise_std": 1e-9})
     with pytest.raises(ValueError, match=r"min_noise_std=0\.1: this client's noise follows from its own budget alone"):
         ask(state, policy=ClientPolicy(min_noise_std=0.1))
-    assert Account(state).replies("c0") == 0
+    assert StateAccount(state).replies("c0") == 0
 
 
 def test_a_node_says_which_method_it_runs():
@@ -432,7 +432,7 @@ def test_the_charge_is_on_the_state_before_records_are_touched():
             return 8
 
         def batch(self, positions, device):
-            seen.append(Account(state).replies("c0"))
+            seen.append(StateAccount(state).replies("c0"))
             raise RuntimeError("disk gone")
 
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
@@ -440,7 +440,7 @@ def test_the_charge_is_on_the_state_before_records_are_touched():
     broken = LocalDPClient(model=linear(), clients={"c0": Broken()}, recipe=recipe, state=state, device="cpu")
     arrays, _, config = broken.fit(parameters, {wire.KEY: instruction().to_json()})
     assert set(seen) == {1}
-    assert Account(state).replies("c0") == 1
+    assert StateAccount(state).replies("c0") == 1
     # No record can make the client fall silent, not even all of them: the reply is noise.
     answer = wire.Answer.from_json(config[wire.KEY], ("c0",))
     assert answer.refused == {}
@@ -484,13 +484,13 @@ def test_a_policy_is_asked_first():
     state = RecordDict()
     with pytest.raises(ValueError, match=r"policy allows at most 0\.1"):
         ask(state, policy=ClientPolicy(max_clip_norm=0.1))
-    assert Account(state).replies("c0") == 0
+    assert StateAccount(state).replies("c0") == 0
 
 
 def test_the_account_lives_in_each_nodes_context_through_a_run():
     grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=2), FOUR, num_nodes=2)
     start(server(), grid, 4)
-    found = [Account(context.state) for context in grid.contexts.values()]
+    found = [StateAccount(context.state) for context in grid.contexts.values()]
     assert [account.replies(name) for account in found for name in FOUR if account.replies(name)] == [2] * 4
     # A second run on the same nodes' state is refused, whatever a new server believes: three rounds without a reply end it.
     with pytest.raises(RuntimeError, match="budget is spent"):
@@ -511,7 +511,7 @@ def test_numpy_client_through_flowers_own_client_app():
     strategy = server()
     start(strategy, grid, 4)
     assert all(report.replies == 2 for report in strategy.rounds)
-    assert [Account(grid.contexts[node].state).replies(f"c{node - 1}") for node in range(1, 5)] == [2] * 4
+    assert [StateAccount(grid.contexts[node].state).replies(f"c{node - 1}") for node in range(1, 5)] == [2] * 4
 
 
 def test_terms_tell_each_other_apart():

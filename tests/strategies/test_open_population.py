@@ -131,7 +131,7 @@ def test_a_newcomer_that_runs_another_method_or_no_client_is_not_asked(caplog):
 
 
 def test_a_run_that_everybody_left_waits_and_then_fails():
-    with pytest.raises(TimeoutError, match="no client is there any more"):
+    with pytest.raises(TimeoutError, match="no client is connected any more"):
         run(THREE, {2: dict.fromkeys(THREE)}, strategy=DPFedAvg(**WORDS, registration_timeout=0.3))
 
 

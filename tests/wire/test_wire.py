@@ -16,7 +16,7 @@ import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.core.compression import decode, dense, top_k
 from flower_dp.core.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, Dialect, Instruction, LocalOrder
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, Instruction, LocalOrder, RecordNames
 
 NAMES = ("a", "ü 7")
 CLIENT_LEVEL = ClientLevelOrder(placement="distributed", noise_std=0.033, keep_ratio=0.4)
@@ -74,15 +74,15 @@ def _record(data: bytes, stype: str = "numpy.ndarray") -> ArrayRecord:
 # Instructions and answers
 
 
-@pytest.mark.parametrize("dialect", [MESSAGE_API, NUMPY_CLIENT])
+@pytest.mark.parametrize("record_names", [MESSAGE_API, NUMPY_CLIENT])
 @pytest.mark.parametrize(("kind", "instruction", "order"), ORDERS)
-def test_an_instruction_survives_a_message(dialect: Dialect, kind: Any, instruction: Instruction, order: Any) -> None:
+def test_an_instruction_survives_a_message(record_names: RecordNames, kind: Any, instruction: Instruction, order: Any) -> None:
     arrays = MODEL.record(np.arange(5, dtype=np.float32))
-    message = wire.train_message(12, dialect, arrays, {"lr": 0.5, "server-round": 99}, instruction)
+    message = wire.train_message(12, record_names, arrays, {"lr": 0.5, "server-round": 99}, instruction)
     assert message.metadata.dst_node_id == 12
     assert message.metadata.message_type == "train"
-    assert list(message.content.array_records) == [dialect.arrays]
-    config = dict(message.content.config_records[dialect.config])
+    assert list(message.content.array_records) == [record_names.arrays]
+    config = dict(message.content.config_records[record_names.config])
     assert (config["lr"], config["server-round"]) == (0.5, 3)
     assert wire.instruction_of(config) == instruction
     assert kind.of(wire.instruction_of(config)) == order
