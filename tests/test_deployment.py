@@ -293,7 +293,7 @@ def compose():
 def words(command, device="", port=""):
     """A command's words, without the settings of the environment before it."""
     text = command if isinstance(command, str) else shlex.join(command)
-    for name, value in (("$PWD", "/work"), ("$DEVICE", device), ("$RUNTIME_PORT", port)):
+    for name, value in (("$PWD", "/deployment"), ("$DEVICE", device), ("$RUNTIME_PORT", port)):
         text = text.replace(name, value)
     listed = shlex.split(text.replace("\\\n", " "))
     return [" ".join(word.split()) for word in listed if not word.startswith("FLWR_HOME=")]
@@ -302,8 +302,8 @@ def words(command, device="", port=""):
 def test_the_commands_of_the_compose_file_are_the_guides():
     services = compose()
     assert words(services["superlink"]["command"]) == words(steps()["2"])
-    assert words(steps()["3"]) == ["nginx", "-p", "proxy", "-c", "/work/nginx.conf"]
-    assert "exec nginx -p /tmp -c /work/nginx.conf" in services["proxy"]["command"]
+    assert words(steps()["3"]) == ["nginx", "-p", "proxy", "-c", "/deployment/nginx.conf"]
+    assert "exec nginx -p /tmp -c /deployment/nginx.conf" in services["proxy"]["command"]
     for index, device in enumerate(DEVICES, 1):
         assert words(services[device]["command"]) == words(steps()["5d"], device, f"910{index}")
 
@@ -338,7 +338,7 @@ def test_the_containers_can_do_no_more_than_they_must():
     }
     for device in DEVICES:
         assert [volume for volume in services[device]["volumes"] if "devices/" in volume] == [
-            f"./devices/{device}:/work/devices/{device}"
+            f"./devices/{device}:/deployment/devices/{device}"
         ]
 
 

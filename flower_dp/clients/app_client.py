@@ -10,8 +10,8 @@ from flwr.app import Context
 from flower_dp import wire
 from flower_dp.clients.account import LEDGER_PATH, account_of
 from flower_dp.clients.agreement import why_not
-from flower_dp.clients.app_evaluation import AppMetrics, FullScale, local_row_of_app
-from flower_dp.clients.app_training import AppTraining, Updates
+from flower_dp.clients.app_evaluation import FullScale, local_row_of_app, metrics_of
+from flower_dp.clients.app_training import AppCall, AppTraining, Updates
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.metric_vector import protected_vector
 from flower_dp.clients.pipeline import Job, Pipeline, Train, failure
@@ -73,7 +73,7 @@ class AppClient:
             need = "evaluation=EvaluationBudget(...) beside its terms" if self.terms is not None else wire.EVALUATION
             raise ValueError(f"method={instruction.method!r}: to evaluate, this client needs {need}")
 
-    def evaluate(self, instruction: Instruction, app: AppMetrics) -> tuple[np.ndarray, dict[str, str]]:
+    def evaluate(self, instruction: Instruction, app: AppCall) -> tuple[np.ndarray, dict[str, str]]:
         """Return this client's row [dimension] of a private evaluation, or zeros and why not; the app is called last."""
         # A function, not a generator: every draw takes new entropy from the operating system.
         secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, f"evaluation of {self.name}")
@@ -85,11 +85,11 @@ class AppClient:
         if self.name not in instruction.clients:
             return np.zeros(order.dimension), {}
         try:
-            return protected_vector(app(), instruction=instruction, order=order, secret=secret), {}
+            return protected_vector(metrics_of(app), instruction=instruction, order=order, secret=secret), {}
         except Exception as error:
             return np.zeros(order.dimension), {self.name: failure(self.name, error).reason}
 
-    def _local_evaluation(self, instruction: Instruction, app: AppMetrics, rng: Generator) -> tuple[np.ndarray, dict[str, str]]:
+    def _local_evaluation(self, instruction: Instruction, app: AppCall, rng: Generator) -> tuple[np.ndarray, dict[str, str]]:
         order = LocalEvaluationOrder.of(instruction)
         zeros = np.zeros(order.dimension)
         if self.name not in instruction.clients or self.terms is None or self.evaluation is None:

@@ -22,7 +22,42 @@ log = logging.getLogger("flwr")
 # The most metrics of an app that are sent, if metrics are allowed, and the longest name.
 _MOST_METRICS, _MOST_NAME = 16, 64
 _EXAMPLE_COUNTS = ("num-examples", "num_examples")
-_STATUS = "fitres.status"
+TRAIN_STATUS = "fitres.status"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppCall:
+    """One message's call of the app's own function, which gets the model and the config that a stock server would send.
+
+    Attributes:
+        call: the app, or the next mod before it.
+        message: the server's.
+        context: of the node.
+        record_names: the record names that the message and the app use.
+        status: the config record in which a `NumPyClient` reports its status.
+    """
+
+    call: ClientAppCallable
+    message: Message
+    context: Context
+    record_names: RecordNames
+    status: str
+
+    def content(self) -> RecordDict:
+        """Return what the app replies; the client's account is kept, whatever the app does to the node's state.
+
+        Raises:
+            RuntimeError: if the app replies with an error.
+            Exception: what the app raises.
+        """
+        with kept_account(self.context):
+            reply = self.call(stock_message(self.message, self.record_names), self.context)
+        if reply.has_error():
+            raise RuntimeError(f"the app replied with error {reply.error.code}")
+        status = reply.content.config_records.get(self.status)
+        if status is not None and status.get("code") != 0:
+            raise RuntimeError(f"the app replied with status {status.get('code')!r}")
+        return reply.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +65,12 @@ class AppTraining:
     """The app's own train function; a row is the model that it replies with, and nothing else of its reply is used.
 
     Attributes:
-        call: the app, or the next mod before it.
-        message: the server's.
-        context: of the node.
-        record_names: the record names that the message and the app use.
+        app: the call of the app.
         model: the server's.
         metrics: the numbers in the app's last reply, example counts left out. They are not private.
     """
 
-    call: ClientAppCallable
-    message: Message
-    context: Context
-    record_names: RecordNames
+    app: AppCall
     model: Model
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -56,16 +85,10 @@ class AppTraining:
             yield trained
 
     def _train(self) -> np.ndarray:
-        with kept_account(self.context):
-            reply = self.call(stock_message(self.message, self.record_names), self.context)
-        if reply.has_error():
-            raise RuntimeError(f"the app replied with error {reply.error.code}")
-        status = reply.content.config_records.get(_STATUS)
-        if status is not None and status.get("code") != 0:
-            raise RuntimeError(f"the app replied with status {status.get('code')!r}")
-        trained = self.model.read(wire.arrays_of(reply.content))
+        content = self.app.content()
+        trained = self.model.read(wire.arrays_of(content))
         self.metrics.clear()
-        self.metrics.update(_numbers(reply.content))
+        self.metrics.update(_numbers(content))
         return trained
 
 

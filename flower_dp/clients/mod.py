@@ -11,8 +11,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
 from flower_dp.clients.app_client import AppClient, OwnTerms
-from flower_dp.clients.app_evaluation import AppMetrics, names_to_evaluate
-from flower_dp.clients.app_training import AppTraining, record_names_of
+from flower_dp.clients.app_evaluation import EVALUATE_STATUS, names_to_evaluate
+from flower_dp.clients.app_training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.work import add_up
 from flower_dp.core import checks
@@ -142,7 +142,8 @@ class _PrivacyMod:
             instruction = wire.instruction_of(message.content.config_records[record_names.config])
             client.check(instruction)
             model = _model(wire.arrays_of(message.content), instruction)
-            train = AppTraining(call=call_next, message=message, context=context, record_names=record_names, model=model)
+            app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=TRAIN_STATUS)
+            train = AppTraining(app=app, model=model)
             work = client.work(instruction, train, context)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
@@ -162,7 +163,7 @@ class _PrivacyMod:
         try:
             instruction = wire.instruction_of(message.content.config_records[record_names.config])
             client.check_evaluates(instruction)
-            app = AppMetrics(call=call_next, message=message, context=context, record_names=record_names)
+            app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=EVALUATE_STATUS)
             total, refused = client.evaluate(instruction, app)
         except ValueError as error:
             raise ValueError(f"{wire.DECLINED}: {error}") from error
