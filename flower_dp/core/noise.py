@@ -15,7 +15,7 @@ import secrets
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_numpy_array
+from array_api_compat import array_namespace, device, is_numpy_array, is_torch_array
 
 from flower_dp.core import checks
 from flower_dp.core.vectors import Array
@@ -78,7 +78,8 @@ def toward_zero(values: Array, step: float) -> Array:
     xp = array_namespace(values)
     if values.dtype == xp.float32 and not _FLOAT32_STEPS[0] < step < _FLOAT32_STEPS[1]:
         values = xp.astype(values, xp.float64)
-    rounded = xp.trunc(values * (1 / step))
+    # torch.trunc is more than ten times slower than its division with the same rounding; dividing by a power of two is exact.
+    rounded = values.div(step, rounding_mode="trunc") if is_torch_array(values) else xp.trunc(values / step)
     rounded *= step
     # Adding 0 makes every zero positive: the sign of what was rounded away must not stay.
     rounded += 0.0

@@ -57,6 +57,7 @@ class Program:
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
         self._num_classes: int | None = None
+        self._sizes: list[int] = []
         self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
         self._traced = self._trace(model)
         if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in self._traced.graph.nodes):
@@ -154,12 +155,15 @@ class Program:
         """Stack the batches, each filled up with its own last record; slots without a batch get any batch."""
         some = next(iter(batches.values()))
         inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
-        sizes = torch.tensor([batch.shape[0] for batch in targets])[:, None]
-        place = torch.arange(self._training.batch_size)
-        rows = (torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes).flatten().to(self._inputs.device)
-        for staged, parts in ((self._inputs, inputs), (self._targets, targets)):
-            torch.index_select(torch.cat(parts), 0, rows, out=staged.flatten(0, 1))
-        present = (place < sizes).to(self._inputs.device)
+        sizes = [batch.shape[0] for batch in targets]
+        if sizes != self._sizes:
+            self._sizes, self._rows, self._present = sizes, *self._places(torch.tensor(sizes)[:, None])
+        for staged, parts in ((self._inputs.flatten(0, 1), inputs), (self._targets.flatten(0, 1), targets)):
+            if self._rows is None:
+                torch.cat(parts, out=staged)
+            else:
+                torch.index_select(torch.cat(parts), 0, self._rows, out=staged)
+        present = self._present
         if self._num_classes is None:
             torch.div(present, present.sum(1, keepdim=True), out=self._shares)
             return
@@ -168,6 +172,16 @@ class Program:
         self._targets.masked_fill_(~known, 0)
         # Without any class all shares are zero.
         torch.div(known, known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.ndim - 1)), out=self._shares)
+
+    def _places(self, sizes: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return which rows of the joined batches of these sizes [slots, 1] are staged, and which places hold a record.
+
+        All rows (None) are staged in order if every batch is full.
+        """
+        place = torch.arange(self._training.batch_size)
+        rows = torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes
+        present = place < sizes
+        return None if present.all() else rows.flatten().to(self._inputs.device), present.to(self._inputs.device)
 
     def _parts(self, vectors: Tensor) -> list[Tensor]:
         """Return the parts of vectors [slots, d] in the shapes of the weights [slots, ...]."""
