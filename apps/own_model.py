@@ -16,6 +16,7 @@ from torch import nn
 from apps.device import own_settings
 from apps.methods import Run
 from apps.parts import training_of
+from apps.records import Config, config_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.evaluation import loss_and_accuracy
@@ -154,17 +155,16 @@ def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, cont
     for key in ("partition-id", "num-partitions"):
         if key not in context.node_config:
             raise ValueError(f"{key}: is missing from the node-config; it says which clients this node hosts")
-    part, parts = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    config = own_settings(whole(context.run_config), context.node_config)
-    return _client(model_fn, data_fn, loss, tuple(sorted(config.items())), part, parts)
+    return _client(model_fn, data_fn, loss, config_of(context.run_config), config_of(context.node_config))
 
 
 @lru_cache(maxsize=8)
-def _client(
-    model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, config: tuple[tuple[str, Any], ...], part: int, parts: int
-) -> NodeClient:
-    run = run_of(dict(config))
-    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(dict(config))
+def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_config: Config, node_config: Config) -> NodeClient:
+    node = dict(node_config)
+    part, parts = (int(node[key]) for key in ("partition-id", "num-partitions"))
+    config = own_settings(whole(dict(run_config)), node)
+    run = run_of(config)
+    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(config)
     names = run.settings.client_names()
     clients = _Clients(functions.data, names, names[part::parts])
     everyone = _Clients(functions.data, names, names)
