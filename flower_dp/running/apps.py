@@ -141,16 +141,21 @@ class OwnFunction:
 def unpacked(app: App) -> Iterator[Path]:
     """Yield the folder from which `flwr run` can bundle an app.
 
-    The app inside an installed package has no copy of the library, which its bundle must contain. So app and library are copied
-    to a temporary folder.
+    The files of flower-dp's own app are copied to a temporary folder, with the library: an installed package holds the two in
+    different places, and in a checkout `flwr run` would examine every file, those of a virtual environment among them.
     """
-    if app.folder != _INSTALLED:
+    if not app.own:
         yield app.folder
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary) / "flower-dp"  # Flower takes no folder with an underscore in its name
-        shutil.copytree(_INSTALLED, folder, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
+        folder = Path(temporary) / "flower-dp"
+        bundled = _read_toml(app.folder / "pyproject.toml")["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
+        for file in (file for pattern in ["pyproject.toml", *bundled] for file in app.folder.glob(pattern) if file.is_file()):
+            copy = folder / file.relative_to(app.folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        if not (folder / _PACKAGE.name).exists():
+            shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
         yield folder
 
 
