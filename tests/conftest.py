@@ -16,15 +16,25 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, databas
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items):
-    # First: with --dist worksteal one process then gets them all, and others take what it has last.
+def pytest_collection_modifyitems(config, items):
+    """Order the tests so that those that start Flower begin first: the deployment in one process, all others in another.
+
+    With --dist worksteal the first of n processes begins with the first of n equal parts of this list, the second with the second.
+    When a process has nothing left, it takes tests from the end of another's part.
+    """
     items.sort(key=lambda item: item.get_closest_marker("flwr_run") is None)
+    num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if num_processes > 1:
+        deployments = [item for item in items if item.get_closest_marker("deployment")]
+        others = [item for item in items if item not in deployments]
+        second = len(items) // num_processes
+        items[:] = others[:second] + deployments + others[second:]
 
 
 @pytest.fixture(autouse=True)
 def one_flwr_run_at_a_time(request, tmp_path_factory):
-    """Hold a lock that the processes of pytest-xdist share while Flower or Ray runs."""
-    if request.node.get_closest_marker("flwr_run") is None:
+    """Hold a lock that the processes of pytest-xdist share while a simulation of Flower or Ray runs."""
+    if request.node.get_closest_marker("flwr_run") is None or request.node.get_closest_marker("deployment"):
         yield
         return
     with (tmp_path_factory.getbasetemp().parent / "flwr.lock").open("w") as lock:

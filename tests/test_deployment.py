@@ -217,6 +217,7 @@ def deployment(tmp_path):
 
 
 @pytest.mark.flwr_run
+@pytest.mark.deployment
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None or shutil.which("openssl") is None, reason="needs openssl and ssh-keygen")
 @pytest.mark.skipif(bool(UNPRIVILEGED) and shutil.which("setpriv") is None, reason="root can write everything: needs setpriv")
