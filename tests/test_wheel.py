@@ -105,16 +105,19 @@ def test_a_run(installed):
 
 def test_an_app_of_ones_own(installed, tmp_path):
     """`flower_dp.app` around a model and data, in a folder outside of the checkout: results, and what is shown."""
-    app, run = tmp_path / "mine", tmp_path / "run"
+    app = tmp_path / "mine"
     shutil.copytree(REPOSITORY / "tests" / "foreign" / "five-lines", app, ignore=shutil.ignore_patterns("__pycache__"))
-    done = installed("run", str(app), "--workers", "2", "--output-dir", str(run))
+    done = installed("run", str(app), "--workers", "2")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("results: ")
+    run = Path(lines[-1].removeprefix("results: "))
+    assert run.parts[-3:-1] == (".flower-dp", "runs")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2]
     assert all({"accuracy", "perplexity", "epsilon"} <= set(row) for row in rows)
     assert json.loads((run / "statement.json").read_text())["private"]
     assert {path.name for path in run.iterdir()} == RESULTS
-    lines = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("round ")] == [f"round {at}/2" for at in range(3)]
     assert sum("Privacy statement: DP-FedAvg" in line for line in lines) == 1
     assert "over 2 rounds" in done.stdout

@@ -17,8 +17,6 @@ client = ClientApp()
 def serve(grid: Grid, context: Context) -> None:
     config = dict(context.run_config)
     folder = RunFolder.create(str(config["output-dir"]) or None, config, "tiny")
-    if config["fail"]:
-        raise RuntimeError("the tiny app was told to fail")
     num_rounds = int(config["num-rounds"])
     start = time.perf_counter()
     for server_round in range(1, num_rounds + 1):
@@ -40,6 +38,8 @@ def serve(grid: Grid, context: Context) -> None:
             }
         )
     folder.state({"epsilon": 0.1 * num_rounds}, "Nothing private happened here.")
+    if config["fail"]:
+        raise RuntimeError("the tiny app was told to fail")
     folder.finish({"w": np.zeros(3, np.float32)})
 
 
