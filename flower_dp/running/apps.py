@@ -148,7 +148,7 @@ def unpacked(app: App) -> Iterator[Path]:
         yield app.folder
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary) / "flower-dp"
+        folder = Path(temporary) / "flower-dp"  # Flower takes no folder with an underscore in its name
         bundled = _read_toml(app.folder / "pyproject.toml")["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
         for file in (file for pattern in ["pyproject.toml", *bundled] for file in app.folder.glob(pattern) if file.is_file()):
             copy = folder / file.relative_to(app.folder)

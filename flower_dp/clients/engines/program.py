@@ -57,7 +57,10 @@ class Program:
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
         self._num_classes: int | None = None
+        # The sizes of the last step's batches, and what follows from them.
         self._sizes: list[int] = []
+        self._rows: Tensor | None = None
+        self._present = torch.zeros(batch, dtype=torch.bool)
         self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
         self._traced = self._trace(model)
         if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in self._traced.graph.nodes):
