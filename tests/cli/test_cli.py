@@ -686,7 +686,7 @@ def test_an_interrupted_run_leaves_nothing_running(tmp_path):
     import signal
 
     slow = ("--set", "num-rounds=1000", "--set", "pause=0.2")
-    status, _, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGINT))
-    assert status == 130
+    status, out, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGINT))
+    assert status == 130, out + err
     assert "interrupted by SIGINT; nothing is left running" in err
     _assert_nothing_left(seen)

@@ -18,6 +18,8 @@ def serve(grid: Grid, context: Context) -> None:
     config = dict(context.run_config)
     folder = RunFolder.create(str(config["output-dir"]) or None, config, "tiny")
     num_rounds = int(config["num-rounds"])
+    while len(list(grid.get_node_ids())) < 2:  # Flower starts the server before the nodes
+        time.sleep(0.1)
     start = time.perf_counter()
     for server_round in range(1, num_rounds + 1):
         question = RecordDict({"config": ConfigRecord({"greeting": str(config["greeting"])})})
