@@ -37,8 +37,7 @@ sys.path.insert(0, str(REPOSITORY))
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from apps.tasks.partitions import partition  # noqa: E402
-from flower_dp.running.apps import own_app as flower_dps_app  # noqa: E402
-from flower_dp.running.apps import unpacked  # noqa: E402
+from flower_dp.running.apps import read_app, unpacked  # noqa: E402
 from flower_dp.running.launch import default_workers, launch  # noqa: E402
 
 WARM_UP = 3
@@ -224,7 +223,7 @@ def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
     with ExitStack() as stack:
         folder, app = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
         outcome = launch(
-            own_app(job, data_dir, Path(app)) if job.own_app else stack.enter_context(unpacked(flower_dps_app())),
+            own_app(job, data_dir, Path(app)) if job.own_app else stack.enter_context(unpacked(read_app(REPOSITORY))),
             overrides=job.overrides(num_rounds, data_dir) | {"output-dir": folder},
             output_dir=Path(folder),
             num_workers=default_workers(),

@@ -1,7 +1,7 @@
 """Evaluation by an app that is not ours: its metrics of the global model, which stay on the device. NumPy only."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import RecordDict
@@ -16,15 +16,11 @@ from flower_dp.wire import LocalEvaluationOrder, RecordNames
 log = logging.getLogger("flwr")
 
 EVALUATE_STATUS = "evaluateres.status"
-_TO_EVALUATE = tuple(
-    replace(record_names, arrays=record_names.evaluated_arrays, config=record_names.evaluated_config)
-    for record_names in (wire.MESSAGE_API, wire.NUMPY_CLIENT)
-)
 
 
 def names_to_evaluate(content: RecordDict) -> RecordNames | None:
     """Return the record names of a message with an instruction to evaluate; None for any other message."""
-    for record_names in _TO_EVALUATE:
+    for record_names in (wire.MESSAGE_API.to_evaluate, wire.NUMPY_CLIENT.to_evaluate):
         if wire.KEY in content.config_records.get(record_names.config, {}):
             return record_names
     return None

@@ -37,9 +37,8 @@ def _properties_query(node: int) -> Message:
 
 
 # The questions in the order in which they are asked, and the record names of an app that answers. Only a `NumPyClient` has
-# properties.
-# An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train function
-# finds no model in that message and raises.
+# properties. An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train
+# function finds no model in that message and raises.
 _QUESTIONS: tuple[tuple[_Question, RecordNames], ...] = (
     (partial(wire.roll_call, message_type="query"), MESSAGE_API),
     (_properties_query, NUMPY_CLIENT),

@@ -30,6 +30,11 @@ class RecordNames:
     evaluated_arrays: str
     evaluated_config: str
 
+    @property
+    def to_evaluate(self) -> "RecordNames":
+        """These record names, with those of an evaluation as `arrays` and `config`."""
+        return replace(self, arrays=self.evaluated_arrays, config=self.evaluated_config)
+
 
 MESSAGE_API = RecordNames(
     name="message-api", arrays="arrays", config="config", evaluated_arrays="arrays", evaluated_config="config"
@@ -64,8 +69,7 @@ def evaluate_message(
     node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
     """Return the message that asks one node to evaluate the model in one round."""
-    evaluating = replace(record_names, arrays=record_names.evaluated_arrays, config=record_names.evaluated_config)
-    return _message("evaluate", node_id, evaluating, arrays, config, instruction)
+    return _message("evaluate", node_id, record_names.to_evaluate, arrays, config, instruction)
 
 
 def _message(

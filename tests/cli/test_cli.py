@@ -654,30 +654,38 @@ def _assert_nothing_left(seen):
 
 
 @pytest.mark.flwr_run
-def test_a_run_that_fails_says_so_and_keeps_what_it_has_written(tmp_path):
-    app, results = tmp_path / "app", tmp_path / "results"
-    shutil.copytree(TINY, app)
-    connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
-    before = (app / "pyproject.toml").read_text() + connections
-    (app / "pyproject.toml").write_text(before)
+def test_a_run(tmp_path):
     greeting = """a 'b' "c" = d"""
-    settings = ("--set", "fail=true", "--set", f"greeting={greeting}", "--set", "num-rounds=3")
-    status, out, err, seen = _flower_dp_run(tmp_path, *settings, "--output-dir", "results", app=app)
-    # Flower's migration would take the connections into a home that is gone by now.
-    assert (app / "pyproject.toml").read_text() == before
-    log = (results / "flower.log").read_text()
-    assert "igration completed" in log
-    assert "Traceback" in log
-    assert "\x1b" not in log
-    assert status == 1
-    assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
-    assert f"What it released before is in {results / 'statement.txt'}" in err
+    status, out, err, seen = _flower_dp_run(tmp_path, "--set", f"greeting={greeting}", "--set", "num-rounds=3")
+    assert (status, err) == (0, "")
+    (folder,) = (tmp_path / "home" / ".flower-dp" / "runs").iterdir()
     lines = out.splitlines()
     rounds = [at for at, line in enumerate(lines) if line.startswith("round ")]
     assert [lines[at].split("  ")[0] for at in rounds] == ["round 1/3", "round 2/3", "round 3/3"]
     assert rounds[2] - rounds[0] == 2  # Flower's log before them, nothing between
-    rows = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
+    assert "Nothing private happened here." in lines
+    assert lines[-1] == f"results: {folder}"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
+    assert "\x1b" not in (folder / "flower.log").read_text()
+    _assert_nothing_left(seen)
+
+
+@pytest.mark.flwr_run
+def test_a_run_that_fails_says_so_and_keeps_what_it_has_written(tmp_path):
+    app = tmp_path / "app"
+    shutil.copytree(TINY, app)
+    connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
+    before = (app / "pyproject.toml").read_text() + connections
+    (app / "pyproject.toml").write_text(before)
+    status, _, err, seen = _flower_dp_run(tmp_path, "--set", "fail=true", "--output-dir", "results", app=app)
+    # Flower's migration would take the connections into a home that is gone by now.
+    assert (app / "pyproject.toml").read_text() == before
+    assert "igration completed" in (tmp_path / "results" / "flower.log").read_text()
+    assert status == 1
+    assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
+    assert f"What it released before is in {tmp_path / 'results' / 'statement.txt'}" in err
+    assert "Traceback" in (tmp_path / "results" / "flower.log").read_text()
     _assert_nothing_left(seen)
 
 
