@@ -86,20 +86,20 @@ class LocalEvaluator:
             order=asdict(order),
         )
 
-    def collect(self, replies: Iterable[Message]) -> Collected:
+    def collect(self, replies: Iterable[Message], *, seeded: bool = False) -> Collected:
         """Add up the rows of a round's replies; an invalid reply is left out."""
         if self._now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.order.dimension))
+        collected = Collected(total=np.zeros(self.order.dimension), seeded=seeded)
         bounds = Bounds(clip_norm=None, step=0.0, honest_norm=self._longest)
         for node, names, reply in answering_nodes(collected, replies, self._now[1], self._sent):
             try:
                 answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
+                collected.check_seed(answer.seeded_noise)
                 clients = tuple(name for name in names if name not in answer.refused)
                 if clients:
                     collected.total += accepted(answer.total, clients, bounds)
                     collected.clients.extend(clients)
-                collected.seeded_noise |= answer.seeded_noise
                 collected.add_refused(answer.refused)
             except Exception as error:  # whatever a forged reply may raise, it must not end the run
                 collected.leave_out(node, names, str(error), Missing(rejected=len(names)))

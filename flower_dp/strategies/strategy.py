@@ -47,6 +47,7 @@ log = logging.getLogger("flwr")
 _PULL_SECONDS = 0.002
 # Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
 _LOG_SECONDS = 1.0
+_SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
 
 
@@ -90,6 +91,8 @@ class DPStrategy(Strategy):
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
         self.noise_seed = options.get("noise_seed")
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
+        self.most_clients_per_node = _optional("most_clients_per_node", options.get("most_clients_per_node"), at_least=1)
+        self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         plan = options.get("evaluation")
@@ -144,6 +147,12 @@ class DPStrategy(Strategy):
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
         return math.inf if self.seeded_noise else self.rules.epsilon
+
+    @property
+    def secret_cohort(self) -> bool:
+        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
+        evaluating = self._evaluator.rules if isinstance(self._evaluator, Evaluator) else self.rules
+        return self.rules.secret_cohort or evaluating.secret_cohort
 
     @property
     def facts(self) -> RunFacts:
@@ -307,8 +316,9 @@ class DPStrategy(Strategy):
             model=now.model,
             bounds=self.rules.bounds(now),
             stock=now.stock,
+            seeded=self.seeded_noise,
         )
-        self.seeded_noise |= collected.seeded_noise
+        self._note_seeds(collected)
         self._warn_of_constants(now, collected)
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
@@ -340,8 +350,8 @@ class DPStrategy(Strategy):
         evaluator = self._evaluator
         if evaluator is None or not evaluator.asked(server_round):
             return None
-        collected = evaluator.collect(replies)
-        self.seeded_noise |= collected.seeded_noise
+        collected = evaluator.collect(replies, seeded=self.seeded_noise)
+        self._note_seeds(collected)
         try:
             told = evaluator.result(collected, self._generator("evaluation", server_round))
         except RoundLeftOut as why:
@@ -407,6 +417,8 @@ class DPStrategy(Strategy):
                 timeout=self.registration_timeout,
                 newcomers=rules.open_population,
                 unfit=self._unfit,
+                most_clients_per_node=self.most_clients_per_node,
+                most_newcomers=self.most_newcomers,
             )
         roster = self._register.roster(grid)
         if first:
@@ -432,6 +444,11 @@ class DPStrategy(Strategy):
         )
         self.rounds.append(report)
         return report
+
+    def _note_seeds(self, collected: Collected) -> None:
+        """Record, once, that replies with noise from a fixed seed were refused; not where that tells who was in a cohort."""
+        if collected.seeded_clients and _SEEDED not in self.incidents and not self.secret_cohort:
+            self.incidents.append(_SEEDED)
 
     def _stop(self, server_round: int, reason: str) -> list[Message]:
         """Record, once, that this round and all later ones are not run; return no messages.
@@ -536,3 +553,7 @@ class DPStrategy(Strategy):
         if metrics is not None:
             log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
             result.evaluate_metrics_serverapp[server_round] = metrics
+
+
+def _optional(name: str, value: int | None, *, at_least: int) -> int | None:
+    return None if value is None else checks.integer(name, value, at_least=at_least)
