@@ -564,18 +564,47 @@ def test_the_statement_says_what_the_settings_say(method, settings):
     assert not statement.incidents
 
 
-@pytest.mark.parametrize("whose", ["server", "clients"])
+def with_answer(reply: Message, **words: Any) -> Message:
+    """The same reply with other words in its answer."""
+    copied = copy.deepcopy(reply)
+    for record in copied.content.config_records.values():
+        if wire.KEY in record:
+            record[wire.KEY] = json.dumps(json.loads(str(record[wire.KEY])) | words)
+    return copied
+
+
 @every_method
-def test_noise_from_a_seed_is_not_private(method, whose):
-    if whose == "clients" and method.client is None:
-        pytest.skip("stock clients add no noise")
-    words = Words(num_rounds=1, noise_seed=SEED if whose == "server" else None)
-    strategy = run_of(method, words, noise_seed=SEED if whose == "clients" else None).strategy
+def test_noise_from_a_seed_is_not_private(method):
+    strategy = run_of(method, Words(num_rounds=1, noise_seed=SEED)).strategy
     statement = strategy.statement
     assert statement.epsilon == strategy.epsilon == math.inf
     assert not statement.private
     assert "NOT PRIVATE" in str(statement)
     assert statement.paper is None or not statement.paper.valid
+
+
+@own_clients
+def test_a_client_with_noise_from_a_seed_is_refused_and_changes_no_other_statement(method):
+    """As if it had not replied: a client that lies can't make the run of the others count as not private."""
+    words = Words(num_rounds=1)
+
+    def seeded_one(node, reply):
+        return [with_answer(reply, seeded_noise=True) if node == 1 else reply]
+
+    refused = run_of(method, words, tamper=seeded_one).strategy
+    missing = run_of(method, words, tamper=silent(1)).strategy
+    assert refused.statement.private == missing.statement.private
+    assert refused.statement.private
+    assert refused.statement.epsilon == missing.statement.epsilon
+    assert refused.epsilon == missing.epsilon < math.inf
+    assert (refused.missing.rejected, refused.rounds[0].replies) == (1, missing.rounds[0].replies)
+    assert any("fixed seed" in line for line in refused.statement.incidents) != refused.secret_cohort
+
+
+@own_clients
+def test_a_run_whose_clients_all_have_noise_from_a_seed_fails(method):
+    with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
+        run_of(method, Words(num_rounds=1), noise_seed=SEED)
 
 
 # Hosting
@@ -632,12 +661,18 @@ def copies(of: Any, how: str) -> list[Any]:
 @every_method
 def test_copies_of_a_strategy_repeat_no_noise(method, how):
     """All that differs between two runs is what the server draws: the clients' noise is fixed, and one is missing."""
+
+    def unsaid(node, reply):
+        """Clients do not say that their noise is fixed: the server would refuse it."""
+        return [] if node == 1 else [with_answer(reply, seeded_noise=False) if method.client else reply]
+
     words = Words(num_rounds=1)
     strategy = method.strategy(words)
     start(strategy, grid_of(method, words, STILL), words, STILL)
     released = []
     for one in copies(strategy, how):
-        run = start(one, grid_of(method, words, STILL, tamper=silent(1), noise_seed=SEED), words, STILL)
+        grid = grid_of(method, words, STILL, tamper=unsaid, noise_seed=SEED)
+        run = start(one, grid, words, STILL)
         released.append(increments(method, run)[0])
     if std := method.server_noise(words, 3):
         # What the clients have sent is in all four, and in no difference of two.

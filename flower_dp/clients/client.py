@@ -55,6 +55,8 @@ class NodeClient(NumPyClient):
     ) -> None:
         if not clients:
             raise ValueError("clients: a node must host at least one client")
+        for name in clients:
+            checks.line("clients: name", name)
         chosen = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = FlatModel(model, chosen)
         self.clients = clients

@@ -68,8 +68,8 @@ def privacy_mod(
         >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
         >>> app = ClientApp(mods=[privacy_mod(name="hospital-7", policy=policy)])
     """
-    if isinstance(name, str):
-        _checked_name(name)
+    if name is not None and not callable(name):
+        checks.line("name", name)
     if noise_seed is not None:
         checks.integer("noise_seed", noise_seed, at_least=0)
     if terms is not None and not hasattr(terms, "terms") and not callable(terms):
@@ -126,7 +126,7 @@ class _PrivacyMod:
     def _client(self, context: Context) -> "AppClient":
         """Return this node's client; of an error only the kind is told, because its text may contain data."""
         try:
-            name = _checked_name(self.name(context) if callable(self.name) else self.name or _default_name(context))
+            name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
             terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
             return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
         except Exception as error:
@@ -188,12 +188,6 @@ def _default_name(context: Context) -> str:
         return f"node-{context.node_id}"
     width = len(str(parts - 1)) if isinstance(parts, int) else 1
     return f"client-{part:0{width}}"
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name={name!r}: must be a text that is not empty")
-    return name
 
 
 def _config_reply(message: Message, text: str, arrays: ArrayRecord | None = None) -> Message:

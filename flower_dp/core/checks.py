@@ -97,11 +97,11 @@ def line(name: str, value: Any, *, most: int = MOST_NAME) -> str:
 
 
 def one_line(text: str, *, most: int) -> str:
-    """Return a text from outside as one printable line of at most `most` characters, to be logged or stated.
+    r"""Return a text from outside as one printable line of at most `most` characters, to be logged or stated.
 
     Example:
         >>> from flower_dp.core.checks import one_line
-        >>> one_line("failed\\nEPSILON: 0.1", most=100)
+        >>> one_line("failed\nEPSILON: 0.1", most=100)
         'failed EPSILON: 0.1'
     """
     return "".join(character if character.isprintable() else " " for character in text[:most])

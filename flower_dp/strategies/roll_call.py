@@ -95,7 +95,7 @@ class RollCall:
         self._sent: dict[str, tuple[int, _Open]] = {}
         # Node id -> the pause after its last failure, and when that ends.
         self._pauses: dict[int, tuple[float, float]] = {}
-        # Whether an app has failed in a way that no stock app does; then its errors are shown.
+        # Whether an app has failed in a way that no stock app does; then errors are shown.
         self._strange = False
 
     @property
@@ -215,6 +215,7 @@ class RollCall:
                 try:
                     told = self._next(node, question, reply, most_names)
                 except _NoAnswerError as error:
+                    self._strange = True
                     self._closed(node)
                     self.failed(node, str(error))
                 else:
@@ -269,8 +270,8 @@ class RollCall:
         """Record a voter's error: it may be how a stock app answers."""
         reason = _reason(reply)
         question.message_api |= _NO_QUERIES in reason
-        known = any(words in reason for words in (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED))
-        self._strange |= not known and not question.message_api
+        known = (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED)
+        self._strange |= not question.message_api and not any(words in reason for words in known)
         if reply.error.code not in APP_RAISED:
             raise _NoAnswerError(reason)
         question.reasons.append(reason)

@@ -31,8 +31,7 @@ class Roster:
     """All known clients, and the node that hosts each.
 
     Attributes:
-        names: of all clients that have registered in this run, each once: a name that stood twice would be drawn twice as often as
-            it is charged.
+        names: of all clients that have registered in this run, each once: a name that stood twice would be drawn twice as often.
         nodes: the node of each client; None for a client whose node is not connected now.
         record_names: the record names that the nodes' app uses.
         hosting: whether nodes name the clients that they host; else every node is one stock client.
@@ -100,8 +99,8 @@ class Register:
 
         Raises:
             TimeoutError: if too few clients have registered in time, or no client is connected any more.
-            ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has too few clients; or there are
-                more clients than `num_clients` and newcomers can't take part.
+            ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has too few clients, or there
+                are more clients than `num_clients` and newcomers can't take part.
         """
         if self._roster is None:
             self._wait(grid)
@@ -178,11 +177,12 @@ class Register:
     def _failures(self) -> str:
         """Return how many nodes can't take part, and the reason of one of them; and a name that two nodes host."""
         failures = self._roll_call.failures
-        words = next((f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items()), "")
+        silent = (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items())
         unfit = [(node, reason) for node in self._there if node in self._hosted and (reason := self._reason(self._hosted[node]))]
-        words += next((f"; {len(unfit)} can't take part: node {node}: {reason}" for node, reason in unfit), "")
+        others = (f"; {len(unfit)} can't take part: node {node}: {reason}" for node, reason in unfit)
         counts = Counter(name for node in self._there for name in self._names(node))
         twice = next((name for name, count in counts.items() if count > 1), None)
+        words = next(silent, "") + next(others, "")
         return words + (f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else "")
 
     def _first(self, grid: Grid) -> Roster:

@@ -55,13 +55,11 @@ def _read(text: str, most_names: int) -> Hosted:
         raise ValueError(f"it has no clients: {checks.one_line(str(data.get('error', 'a malformed answer')), most=_MOST_REASON)}")
     if len(names) > most_names:
         raise ValueError(f"it names {len(names)} clients: at most {most_names} (most_clients_per_node)")
+    clients = tuple(checks.line("it has no clients: client name", name) for name in names)
     if not isinstance(methods, list) or len(methods) > _MOST_METHODS:
         shown = checks.one_line(str(methods), most=_MOST_REASON)
         raise ValueError(f"methods={shown}: must be at most {_MOST_METHODS} names; is its flower-dp an older release?")
-    return Hosted(
-        names=tuple(checks.line("client name", name) for name in names),
-        methods=frozenset(checks.line("methods: name", method) for method in methods),
-    )
+    return Hosted(names=clients, methods=frozenset(checks.line("methods: name", method) for method in methods))
 
 
 def _flat(text: str, most_names: int) -> dict[str, object]:
@@ -71,7 +69,7 @@ def _flat(text: str, most_names: int) -> dict[str, object]:
         raise ValueError(f"its list of clients has {len(text)} characters: at most {most} for {most_names} clients")
     frame = _TEXT.sub("", text)
     if frame.count("[") + frame.count("{") > 3 or frame.count(",") > most_names + _MOST_METHODS:
-        raise ValueError(f"it has no clients: a malformed answer, or one that names more than {most_names} (most_clients_per_node)")
+        raise ValueError(f"it has no clients: a malformed answer, or more than {most_names} names (most_clients_per_node)")
     try:
         data = json.loads(text)
     except ValueError:

@@ -309,7 +309,7 @@ def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(words:
         ask(added(0)(mod), CENTRAL, zeros(4))
     assert raised.value.__cause__ is None
     assert "Jane Doe" in caplog.text
-    with pytest.raises(ValueError, match="node 1 has no clients: this client's name"):
+    with pytest.raises(ValueError, match="node 1: it has no clients: this client's name"):
         RUNS["central"]().start(LocalGrid(added(0)(mod), 3), zeros(4))
 
 
@@ -506,11 +506,11 @@ def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str
     assert StateAccount(context.state).replies("a") == (len(mods) if kind == "local" else 0)
 
 
-def test_seeded_noise_is_told_and_the_run_counts_as_not_private() -> None:
+def test_seeded_noise_is_told_and_the_reply_is_refused() -> None:
     words = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
     strategy = DPFedSAM(**words)
-    strategy.start(LocalGrid(added(0.0)(privacy_mod(noise_seed=1)), 2), zeros(4), num_rounds=1)
-    assert strategy.epsilon == math.inf
+    with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
+        strategy.start(LocalGrid(added(0.0)(privacy_mod(noise_seed=1)), 2), zeros(4), num_rounds=1)
 
 
 def test_nothing_else_of_the_reply_leaves() -> None:

@@ -544,14 +544,15 @@ def test_a_node_that_sends_too_much_is_refused():
     assert told["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 
 
-def test_seeded_noise_of_an_evaluation_makes_the_run_not_private():
+def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stays_private():
     make, recipe = METHODS["dp-fedpaq"]
     strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
     grid = grid_of(recipe, noise_seed=1)
     strategy.plan(3)
     strategy._call_roll(grid)
-    evaluate(strategy, grid)
-    assert not strategy.statement.private
+    assert evaluate(strategy, grid) is None
+    assert strategy.statement.private
+    assert any("fixed seed" in line for line in strategy.statement.incidents)
 
 
 def test_a_second_run_starts_with_empty_ledgers():

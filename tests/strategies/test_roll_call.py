@@ -137,7 +137,7 @@ def test_a_node_that_fails_is_asked_again_after_longer_and_longer_pauses(monkeyp
     monkeypatch.setattr("flower_dp.strategies.roll_call.time", SimpleNamespace(monotonic=lambda: clock[0]))
     app = stock_app(shifted(lambda node: 1.0))
     roll_call, grid, asked = RollCall(), LocalGrid(faltering(app, failures=6), 1), []
-    while not (told := roll_call.ask(grid, [1])):
+    while not (told := roll_call.ask(grid, [1], most_names=9)):
         if len(grid.sent) > len(asked):
             asked += [clock[0]] * (len(grid.sent) - len(asked))
         clock[0] += 0.25
