@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
         server_optimizer: a Flower strategy that moves the model by the noised mean, such as FedAdam: see `ServerOptimizer`.
         most_clients_per_node: how many clients one node may name; a node that names more is not asked. None: at the start as many
             as may take part in all, later as many as the largest node of the start. Set 1 where every node is a device.
-        most_newcomers: how many clients more than `num_clients` may take part, over the whole run, where a method takes newcomers.
+        most_newcomers: how many clients more than `num_clients` may take part in the whole run, where a method takes newcomers.
             None: `num_clients`. With Poisson or full sampling the mean can so be moved at most
             (num_clients + most_newcomers) / num_clients times as far as by `num_clients` clients.
     """
