@@ -371,7 +371,7 @@ def test_an_evaluation_with_noise_from_a_seed_is_refused():
         return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1), noise_seed=1)
 
     grid = Population({1: THREE}, client_app(client_fn))
-    strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(noise_multiplier=1e-3, metrics={"loss": 9.0}))
+    strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(sampling=FullSampling(), noise_multiplier=1e-3))
     strategy.plan(1)
     strategy._call_roll(grid)
     messages = strategy.configure_evaluate(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)
