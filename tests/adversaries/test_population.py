@@ -371,9 +371,9 @@ def test_an_evaluation_with_noise_from_a_seed_is_refused():
         return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1), noise_seed=1)
 
     grid = Population({1: THREE}, client_app(client_fn))
-    strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(sampling=FullSampling(), noise_multiplier=1e-3))
+    strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(sampling=FullSampling(), noise_multiplier=1e-3, every=1))
     strategy.plan(1)
-    strategy._call_roll(grid)
+    assert len(strategy.configure_train(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)) == 3
     messages = strategy.configure_evaluate(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)
     assert len(messages) == 3
     assert strategy.aggregate_evaluate(1, grid.send_and_receive(messages)) is None
