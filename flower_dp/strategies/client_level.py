@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, Protocol, Required
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent
+from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
 
 from flower_dp import wire
 from flower_dp.core import checks, compression, noise
@@ -455,7 +455,14 @@ class ClientLevelRules:
             noise_multiplier=rules.release.mechanism.noise_multiplier,
             sampling=str(rules.sampling),
             smallest_share=rules.noise.smallest_share,
+            hidden_cohort=_hidden(rules.noise.outside),
+            secret_cohort=rules.noise.secret_cohort,
             parts={
                 name: part.own_ledger.cost(self.delta).epsilon for name, part in (("training", self), ("evaluation", rules))
             },
         )
+
+
+def _hidden(release: Release) -> bool:
+    """Return whether the cost of a release counts on nobody knowing who takes part."""
+    return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())
