@@ -457,9 +457,7 @@ class ClientLevelRules:
             smallest_share=rules.noise.smallest_share,
             hidden_cohort=_hidden(rules.noise.outside),
             secret_cohort=rules.noise.secret_cohort,
-            parts={
-                name: part.own_ledger.cost(self.delta).epsilon for name, part in (("training", self), ("evaluation", rules))
-            },
+            parts={name: part.own_ledger.cost(self.delta).epsilon for name, part in (("training", self), ("evaluation", rules))},
         )
 
 

@@ -18,7 +18,11 @@ from tests.stock import arrays, shifted, stock_app
 
 CLIENTS, DELTA = 4, 1e-3
 TRAINING_NOISE, EVALUATION_NOISE = 20.0, 1.0
-SAMPLERS = {"full": FullSampling(), "one in turn": RoundRobinSampling(cohort_size=1), "three in turn": RoundRobinSampling(cohort_size=3)}
+SAMPLERS = {
+    "full": FullSampling(),
+    "one in turn": RoundRobinSampling(cohort_size=1),
+    "three in turn": RoundRobinSampling(cohort_size=3),
+}
 
 
 def evaluating_app():
@@ -43,7 +47,10 @@ def strategy_of(*, every, evaluating, training="full", cls=DPFedAvg, **words):
 
 def times_asked(messages):
     """How often each node was asked, by type of message."""
-    return {kind: Counter(one.metadata.dst_node_id for one in messages if one.metadata.message_type == kind) for kind in ("train", "evaluate")}
+    return {
+        kind: Counter(one.metadata.dst_node_id for one in messages if one.metadata.message_type == kind)
+        for kind in ("train", "evaluate")
+    }
 
 
 def true_epsilon(messages):
@@ -141,9 +148,15 @@ class Growing(LocalGrid):
         return replies
 
 
-@pytest.mark.parametrize(("training", "evaluating", "open_to_newcomers"), [
-    ("full", "full", True), ("full", "one in turn", False), ("one in turn", "full", False), ("three in turn", "three in turn", False),
-])
+@pytest.mark.parametrize(
+    ("training", "evaluating", "open_to_newcomers"),
+    [
+        ("full", "full", True),
+        ("full", "one in turn", False),
+        ("one in turn", "full", False),
+        ("three in turn", "three in turn", False),
+    ],
+)
 def test_newcomers_take_part_only_where_no_release_counts_on_whose_turn_it_is(training, evaluating, open_to_newcomers):
     strategy, grid = strategy_of(every=1, training=training, evaluating=evaluating), Growing(evaluating_app(), CLIENTS)
     strategy.start(grid, model(), num_rounds=8)
@@ -186,7 +199,10 @@ class ReadsOnly(DPFedAvg):
 @pytest.mark.parametrize(("cls", "missing"), [(AsksOnly, "aggregate_evaluate"), (ReadsOnly, "configure_evaluate")])
 def test_a_strategy_with_half_an_evaluation_of_its_own_asks_nobody(cls, missing):
     grid = LocalGrid(evaluating_app(), CLIENTS)
-    for begin in (lambda one: one.start(grid, model(), num_rounds=1), lambda one: one.configure_train(1, model(), ConfigRecord(), grid)):
+    for begin in (
+        lambda one: one.start(grid, model(), num_rounds=1),
+        lambda one: one.configure_train(1, model(), ConfigRecord(), grid),
+    ):
         strategy = strategy_of(every=1, evaluating="full", cls=cls)
         with pytest.raises(ValueError, match=f"overrides .*, but not {missing}"):
             begin(strategy)

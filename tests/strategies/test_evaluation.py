@@ -333,7 +333,9 @@ def test_a_stock_node_stands_for_one_client_and_its_reply_is_no_larger_than_it_n
         return metrics_of(node) if node > 2 else metrics_of(node) | {f"more {number}": 1.0 for number in range(5000)}
 
     _, _, result = run(stock(huge), 40, "acc", words={"noise_multiplier": 1e-9}, noise_multiplier=1e-6)
-    assert result.evaluate_metrics_clientapp[1]["acc"] == pytest.approx(np.mean([SHARES[node] for node in range(3, 41)]), abs=1e-4)
+    assert result.evaluate_metrics_clientapp[1]["acc"] == pytest.approx(
+        np.mean([SHARES[node] for node in range(3, 41)]), abs=1e-4
+    )
 
 
 def test_the_statement_says_that_evaluating_cohorts_are_secret():
