@@ -395,7 +395,7 @@ class ClientLevelRules:
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge the round to the ledgers, as this cohort's shares are computed; choose the mask of a method that has one.
 
-        What it costs follows from how often this release was charged, never from `server_round`, which a caller may repeat or skip.
+        What it costs follows from how often this release was charged, not from `server_round`, which a caller may repeat or skip.
         """
         if self.mask is not None:
             self.mask.draw()

@@ -158,7 +158,7 @@ class DPStrategy(Strategy):
 
     @property
     def _evaluates_itself(self) -> bool:
-        """Whether clients are asked to evaluate in another `configure_evaluate` than this one: of a subclass, or of one object."""
+        """Whether another `configure_evaluate` than this one asks clients to evaluate: that of a subclass, or of one object."""
         return self._overrides("configure_evaluate")
 
     def _overrides(self, name: str) -> bool:

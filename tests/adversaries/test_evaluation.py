@@ -1,7 +1,9 @@
 """Attacks on private evaluation: what a client was really asked against what its ledger was charged."""
 
 import math
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,8 +177,8 @@ class Backwards(PoissonSampling):
         return RoundRobinSampling(cohort_size=1).event(release, server_round, num_clients)
 
 
-def test_a_sampler_of_ones_own_is_taken_for_one_that_counts_on_the_order():
-    SAMPLERS["own"] = Backwards(sampling_rate=0.25)
+def test_a_sampler_of_ones_own_is_taken_for_one_that_counts_on_the_order(monkeypatch):
+    monkeypatch.setitem(SAMPLERS, "own", Backwards(sampling_rate=0.25))
     strategy, grid = strategy_of(every=3, training="own", evaluating="own"), Growing(evaluating_app(), CLIENTS)
     strategy.start(grid, model(), num_rounds=24)
     assert max(times_asked(grid.sent)["evaluate"]) <= CLIENTS
@@ -208,6 +210,18 @@ def test_a_strategy_with_half_an_evaluation_of_its_own_asks_nobody(cls, missing)
             begin(strategy)
         assert not grid.sent
         assert strategy.statement.epsilon == 0
+
+
+def test_the_evaluation_that_the_page_shows_runs_and_is_not_covered():
+    page = (Path(__file__).parents[2] / "docs" / "in-an-existing-app.md").read_text(encoding="utf-8")
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def configure_evaluate" in code]
+    known = {"DPFedAvg": DPFedAvg, "Message": Message, "MetricRecord": MetricRecord, "RecordDict": RecordDict}
+    exec(example, known)  # noqa: S102
+    words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": CLIENTS, "delta": DELTA}
+    strategy = known["Evaluating"](**words)
+    result = strategy.start(LocalGrid(evaluating_app(), CLIENTS), model(), num_rounds=2)
+    assert dict(result.evaluate_metrics_clientapp[2]) == {"accuracy": 0.5}
+    assert any("configure_evaluate" in line for line in strategy.statement.not_covered)
 
 
 def test_an_evaluation_that_is_put_on_one_object_counts_as_its_own():

@@ -243,11 +243,12 @@ def test_no_two_runs_tell_the_same_and_no_round_repeats_another():
     assert not np.isclose(first, second, rtol=1e-6).any()
 
 
+@pytest.mark.slow
 def test_no_two_runs_ask_the_same_cohorts():
     """2 cohorts of 40 clients, each with probability 1/2: two draws are the same with probability 2^-80."""
 
     def cohorts():
-        strategy, grid, bounds = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5))
+        strategy, grid, _ = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5))
         strategy.start(grid, flat(), num_rounds=2)
         return [
             (json.loads(one.content.config_records["config"][wire.KEY])["server_round"], one.metadata.dst_node_id)
