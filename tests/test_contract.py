@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import DpEvent, SelfComposedDpEvent
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from scipy import stats
 from torch import nn
@@ -28,8 +29,8 @@ from torch import nn
 import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
-from flower_dp.strategies import DPStrategy
-from tests.contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
+from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
+from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
@@ -755,6 +756,87 @@ def test_a_client_whose_account_is_spent_sends_nothing(method):
         values = list(next(iter(reply.content.array_records.values())).values())[-1].numpy()
         assert not values.any()
     assert [report.replies for report in strategy.rounds] == [0, 0, 0]
+
+
+# Private evaluations: every sampler of training, every sampler of evaluation, every interval, with newcomers and without
+
+
+class JoinedGrid(LocalGrid):
+    """Two more nodes join after the second round of training."""
+
+    late = 2
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        replies = super().send_and_receive(messages, timeout=timeout)
+        self.late -= any(asks_to_train(message) for message in messages)
+        if not self.late:
+            for node in (5, 6):
+                config = {"partition-id": node - 1}
+                self.contexts[node] = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+        return replies
+
+
+def evaluating_stock_app() -> ClientApp:
+    app = stock_app(shifted(lambda node: 0.0))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message)
+
+    return app
+
+
+def evaluating_own_app() -> ClientApp:
+    def client_fn(context: Context) -> Any:
+        name = f"c{int(context.node_config['partition-id'])}"
+        return dp_client(Words(), model=linear(), clients={name: records(name, NUM_RECORDS)})
+
+    return client_app(client_fn)
+
+
+WITH_EVALUATION = {
+    "central": (DPFedAvg, {}, evaluating_stock_app, list(SAMPLERS)),
+    "distributed": (DPFedSAM, {"placement": "distributed"}, evaluating_own_app, ["full", "poisson", "in turn"]),
+    "untrusted": (DPFedSAM, {"placement": "distributed", "trusted_server": False}, evaluating_own_app, ["poisson", "in turn"]),
+}
+CASES = [
+    (kind, training, evaluation)
+    for kind, (*_, samplers) in WITH_EVALUATION.items()
+    for training in samplers
+    for evaluation in samplers
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("newcomers", [False, True], ids=["the same clients", "newcomers"])
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize(("kind", "training", "evaluation"), CASES)
+def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers):
+    cls, own, app, _ = WITH_EVALUATION[kind]
+    case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
+    strategy, num_rounds = case.strategy(), 10
+    grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
+    strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
+    asked = Counter((one.metadata.message_type, one.metadata.dst_node_id) for one in grid.sent)
+    nodes = {node for kind, node in asked if kind in ("train", "evaluate")}
+    evaluations = [asked["evaluate", node] for node in range(1, case.NUM_CLIENTS + 1)]
+    if evaluation == "full":
+        assert set(evaluations) == {num_rounds // every}
+    if evaluation == "in turn":
+        assert sum(evaluations) == num_rounds // every
+        assert max(evaluations) - min(evaluations) <= 1
+    if case.in_turn:
+        assert max(nodes) <= case.NUM_CLIENTS
+    elif newcomers and "full" in (training, evaluation):
+        assert max(nodes) > case.NUM_CLIENTS
+    statement = strategy.statement
+    assert statement.private
+    spent = [case.cost(asked["train", node], asked["evaluate", node], num_rounds) for node in nodes]
+    assert max(spent) <= statement.epsilon * (1 + 1e-6)
+    for part in statement.parts.values():
+        assert part <= statement.epsilon * (1 + 1e-6)
+    assert statement.epsilon <= strategy.epsilon * (1 + 1e-6)
 
 
 def test_the_closed_forms_are_those_of_the_literature():

@@ -25,6 +25,8 @@ class EvaluationFacts:
         sampling: who evaluated.
         smallest_share: std of the least noise that a client adds to its own vector; 0 where the server adds it.
         parts: what training alone, and evaluation alone, would have cost at most.
+        hidden_cohort: whether the cost counts on nobody knowing who evaluates.
+        secret_cohort: whether it counts on nobody knowing how many do.
     """
 
     num_evaluations: int
@@ -32,6 +34,8 @@ class EvaluationFacts:
     sampling: str
     smallest_share: float
     parts: Mapping[str, float]
+    hidden_cohort: bool
+    secret_cohort: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,8 @@ def _adversaries(facts: ClientLevelFacts) -> tuple[Adversary, ...]:
     inside, outside = facts.costs
     release = facts.outside
     secret = ", not how many clients took part" if facts.secret_cohort else ", and who took part"
+    if facts.evaluation is not None and facts.evaluation.hidden_cohort:
+        secret += " in training; not who evaluated"
     knows = "" if facts.placement == "central" else ", each its own share of the noise"
     if facts.placement == "central":
         server, accountant, std, sees = math.inf, "none", 0.0, "every client's update without noise"
@@ -200,6 +206,9 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
     elif 0 < release.expected_cohort < release.num_clients:
         size = ", nor its size: not from logs or timing either" if facts.secret_cohort else ""
         lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
+    if facts.evaluation is not None and facts.evaluation.hidden_cohort:
+        size = ", nor how many do: not from logs or timing either" if facts.evaluation.secret_cohort else ""
+        lines.append(f"who evaluates is known to nobody who is protected against{size}")
     if facts.delta * release.num_clients >= 1:
         lines.append(
             f"DELTA IS NO GUARANTEE: {delta_in_words(facts.delta)} is at least 1 / {release.num_clients} clients, and a "

@@ -46,9 +46,12 @@ class Evaluator:
         """Forget the last run."""
         self._now, self._sent = None, []
 
-    def cohort(self, server_round: int, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that evaluate."""
-        return self.plan.sampling.choose(server_round, len(names), rng)
+    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
+        """Return the indices of the clients that take part in the next evaluation.
+
+        Whose turn it is follows from the number of evaluations, as their charge does, and not from the number of the round.
+        """
+        return self.plan.sampling.choose(self.num_charged + 1, len(names), rng)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge an evaluation to the method's ledgers."""

@@ -47,9 +47,12 @@ class LocalEvaluator:
         """Return whether clients were asked in this round, and their replies were not used yet."""
         return self._now is not None and self._now[0] == server_round
 
-    def cohort(self, server_round: int, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that evaluate: those drawn who can pay."""
-        chosen = self.plan.sampling.choose(server_round, len(names), rng)
+    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
+        """Return the indices of the clients that take part in the next evaluation: those drawn who can pay.
+
+        Whose turn it is follows from the number of evaluations: by that of the round some clients might never have one.
+        """
+        chosen = self.plan.sampling.choose(self.num_charged + 1, len(names), rng)
         return np.asarray([index for index in chosen if self.evaluations.can_pay(names[index])], dtype=chosen.dtype)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:

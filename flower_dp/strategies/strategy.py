@@ -167,8 +167,11 @@ class DPStrategy(Strategy):
 
     @property
     def _evaluates_itself(self) -> bool:
-        """Whether a subclass asks clients to evaluate, in its own `configure_evaluate`."""
-        return type(self).configure_evaluate is not DPStrategy.configure_evaluate
+        """Whether another `configure_evaluate` than this one asks clients to evaluate: that of a subclass, or of one object."""
+        return self._overrides("configure_evaluate")
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(getattr(self, name), "__func__", None) is not getattr(DPStrategy, name)
 
     @property
     def statement(self) -> PrivacyStatement:
@@ -332,14 +335,15 @@ class DPStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
 
-        A subclass may override this and `aggregate_evaluate`; the statement then says that such metrics are not covered.
+        A subclass may override this and `aggregate_evaluate`, both or neither; the statement then says that such metrics are not
+        covered.
         """
         evaluator = self._evaluator
         if evaluator is None or server_round in self._unpaid or not evaluator.due(server_round):
             return []
         roster = self._call_roll(grid)
         rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.cohort(server_round, roster.names, rng))
+        asked = roster.by_node(evaluator.cohort(roster.names, rng))
         evaluator.charge(server_round, tuple(name for names in asked.values() for name in names))
         if self.rounds:
             self.rounds[-1] = replace(self.rounds[-1], epsilon=self.epsilon)
@@ -411,6 +415,7 @@ class DPStrategy(Strategy):
         """Return the current roster: nodes may have joined, left or rejoined since the last round."""
         first = self._register is None
         if self._register is None:
+            self._check_evaluation_is_whole()
             rules = self.rules
             self._register = Register(
                 rules.num_clients,
@@ -427,6 +432,17 @@ class DPStrategy(Strategy):
                 raise ValueError(reason)
             self.rules.open(roster.names)
         return roster
+
+    def _check_evaluation_is_whole(self) -> None:
+        """Refuse a strategy that asks clients to evaluate and does not read what they reply, or the other way round."""
+        names = ("configure_evaluate", "aggregate_evaluate")
+        own = [name for name in names if self._overrides(name)]
+        if len(own) == 1:
+            (other,) = set(names) - set(own)
+            raise ValueError(
+                f"{type(self).__name__} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
+                "asked and what their replies are read for go together"
+            )
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
         self.missing += collected.missing

@@ -2,11 +2,12 @@
 
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, LaplaceDpEvent
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent
 from flwr.app import Context, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +33,8 @@ from flower_dp.clients import (
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.local_evaluation import evaluated_row, record_loss_and_accuracy
 from flower_dp.clients.local_row import private_row
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.ledger_file import LedgerFile
@@ -46,6 +48,7 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     Scaffold,
 )
+from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
 from tests.stock import arrays
 
@@ -614,6 +617,78 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
     charges = [ledger.num_charges for ledger in strategy._evaluator.evaluations.ledgers.values()]
     assert sum(charges) == asked
+
+
+def test_every_metric_has_noise_of_its_own():
+    """Laplace draws on a lattice far finer than their scale: two are the same with a probability below 1e-9."""
+    release = BUDGET.terms("c0", gradient_terms(**GAUSSIAN, num_replies=3, num_records=SIZE, relation="replace-one")).release
+    row = private_row(np.zeros((SIZE, 16)), release, np.random.default_rng(1))
+    assert len(set(row.tolist())) == 16
+
+
+def asked_by_name(messages):
+    """How often each client was asked to evaluate."""
+    texts = [next(record[wire.KEY] for record in one.content.config_records.values() if wire.KEY in record) for one in messages]
+    return Counter(name for text in texts for name in json.loads(text)["clients"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("method", ["fedsgd-dpc laplace", "dp-fedpaq", "dp-pasgd", "nbafl"])
+def test_a_client_is_charged_for_every_evaluation_that_it_was_asked_for(method, sampler, every):
+    budget = EvaluationBudget(epsilon=0.9, num_evaluations=3)
+    grid = grid_of(METHODS[method][1], budget)
+    strategy = opened(method, grid, budget, sampling=SAMPLERS[sampler], every=every)
+    sent = []
+    for server_round in range(1, 21):
+        messages = list(strategy.configure_evaluate(server_round, flat(), {}, grid))
+        assert not messages or server_round % every == 0
+        sent += messages
+    asked = asked_by_name(sent)
+    statement = strategy.statement
+    assert statement.clients.evaluation == pytest.approx({name: 0.3 * asked[name] for name in NAMES}, rel=1e-9)
+    assert max(asked.values()) <= 3
+    # At delta = 0 evaluations cost what they cost alone; at the statement's delta, where it has one, a little less.
+    alone = [LaplaceDpEvent(2 * 3 / 0.9)] * max(asked.values())
+    cost = accounting.epsilon(ComposedDpEvent(alone), delta=statement.delta, relation="replace-one").epsilon
+    assert cost * (1 - 1e-6) <= statement.epsilon
+    assert statement.parts["training"] <= statement.epsilon
+    if sampler == "full":
+        assert set(asked.values()) == {3}
+    if sampler == "in turn":  # by the number of the round some clients would never have had a turn
+        turns = [asked[name] for name in NAMES]
+        assert sum(turns) == min(20 // every, 12)
+        assert max(turns) - min(turns) <= 1
+
+
+def test_a_client_whose_evaluations_are_spent_is_not_asked_though_others_are():
+    grid = grid_of(METHODS["dp-fedpaq"][1])
+    strategy = opened("dp-fedpaq", grid, sampling=RoundRobinSampling(cohort_size=3))
+    cohorts = [sorted(asked_by_name(strategy.configure_evaluate(number, flat(), {}, grid))) for number in (1, 2, 3, 4)]
+    assert cohorts == [["c0", "c1", "c2"], ["c0", "c1", "c3"], ["c2", "c3"], []]
+
+
+def test_a_statement_is_made_anew_after_an_evaluation():
+    grid = grid_of(METHODS["dp-fedpaq"][1])
+    strategy = opened("dp-fedpaq", grid)
+    assert strategy.statement.epsilon == 0
+    strategy.configure_evaluate(1, flat(), {}, grid)
+    assert 0.24 < strategy.statement.epsilon <= 0.25
+    strategy.configure_evaluate(2, flat(), {}, grid)
+    assert 0.48 < strategy.statement.epsilon <= 0.5
+
+
+def test_clients_of_one_node_are_promised_the_least_noise_of_them():
+    budget = EvaluationBudget(epsilon={"c0": 0.5, "c1": 1.0, "c2": 2.0, "c3": 4.0}, num_evaluations=2)
+    grid = grid_of(METHODS["fedsgd-dpc laplace"][1], budget, nodes=1)
+    strategy = opened("fedsgd-dpc laplace", grid, budget)
+    (message,) = strategy.configure_evaluate(1, flat(), {}, grid)
+    (text,) = (record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record)
+    told = json.loads(text)
+    assert told["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
+    assert told[wire.EVALUATION]["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
+    assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
 
 
 def test_noise_of_training_is_what_it_was():

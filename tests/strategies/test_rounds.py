@@ -482,6 +482,19 @@ def test_reports_count_bytes_as_they_were_sent():
     assert strategy.rounds[0].bytes_per_client == 53 * 4
 
 
+def test_metrics_that_nobody_has_asked_for_are_not_told():
+    """A client may send what it likes: its training loss is no part of the result unless the server has asked for it."""
+
+    def talkative(node, reply):
+        record = next(record for record in reply.content.config_records.values() if wire.KEY in record)
+        record[wire.KEY] = json.dumps(json.loads(record[wire.KEY]) | {"metrics": {"loss": 0.125}})
+        return [reply]
+
+    result = start(fedavg(4), LocalGrid(client_app(hosted(4)), 2, tamper=talkative), model_arrays(make_model()))
+    assert result.train_metrics_clientapp[1]["replies"] == 4
+    assert not any(name.startswith("client-") for name in result.train_metrics_clientapp[1])
+
+
 def test_client_metrics_are_sent_only_when_server_and_client_agree_and_the_statement_says_so():
     for asks, allows in ((False, True), (True, False), (True, True)):
         app = client_app(hosted(4, policy=ClientPolicy(allow_metrics=allows)))
