@@ -125,7 +125,7 @@ class NodeClient(NumPyClient):
         Raises:
             Declined, RuntimeError: as `fit`.
         """
-        with in_own_words(wire.FAILED):
+        with in_own_words("training"):
             return self._answer(trained, config, beside)
 
     def _answer(
@@ -181,7 +181,7 @@ class NodeClient(NumPyClient):
         self, parameters: list[np.ndarray], config: Mapping[str, Any]
     ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
         """Return the arrays that are trained, by name, and the vector that was sent beside them, None for none."""
-        with in_own_words(wire.FAILED):
+        with in_own_words("training"):
             with reading():
                 frozen = wire.instruction_of(config).frozen
             trained = [array for position, array in enumerate(parameters) if position not in frozen]

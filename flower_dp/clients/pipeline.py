@@ -24,7 +24,7 @@ from flower_dp.clients.parts import (
     ServerNoise,
     StepNoise,
 )
-from flower_dp.clients.reasons import SEE_LOG, Declined
+from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
 from flower_dp.clients.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
 from flower_dp.core.clipping import NOT_FINITE
 from flower_dp.core.compression import Payload
@@ -253,7 +253,9 @@ def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
         what: has failed, in fixed words.
     """
     log.warning("client %s: %s: %s", name, type(error).__name__, error)
-    return Refusal(reason=error.reason if type(error) is Declined else f"{what}; {SEE_LOG}")
+    if type(error) is Declined:
+        return Refusal(reason=error.reason)
+    return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")
 
 
 def _kind(part: object) -> str:

@@ -14,6 +14,7 @@ from flower_dp import wire
 
 log = logging.getLogger("flwr")
 
+UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
 
 
@@ -33,6 +34,10 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
     def __str__(self) -> str:
         """Return the text as the server gets it."""
         return f"{wire.DECLINED}: {self.reason}"
+
+
+class UnfitModelError(RuntimeError):
+    """The model or the loss can't be differentiated record by record, whatever the record holds; the text stays on the device."""
 
 
 @contextmanager

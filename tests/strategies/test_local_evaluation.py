@@ -321,7 +321,9 @@ def ask(client, instruction):
 
 def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
     context = context_of(state, **{"partition-id": 0})
-    return client_of(context, METHODS[method][1], budget, context=context, **words)
+    made = client_of(context, METHODS[method][1], budget, **words)
+    made.attach(context)
+    return made
 
 
 def test_a_client_refuses_more_evaluations_than_it_agreed_to_whatever_the_server_says():

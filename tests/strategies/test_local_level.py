@@ -411,8 +411,11 @@ def test_a_damaged_account_pays_nothing():
 
 
 def test_a_client_without_an_account_does_not_reply():
+    recipe = FedSGDDPCRecipe(**WORDS, num_replies=2)
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=recipe, device="cpu")
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
     with pytest.raises(ValueError, match="this client has no account"):
-        ask(None)
+        made.fit(parameters, {wire.KEY: instruction().to_json()})
 
 
 def test_hosted_clients_have_accounts_of_their_own():
