@@ -17,10 +17,12 @@ from flower_dp.clients import (
     NbAFLTerms,
     client_app,
     model_arrays,
+    parts,
     privacy_mod,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.reasons import Declined
+from flower_dp.core.clipping import NOT_FINITE
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import LedgerFile
@@ -506,4 +508,33 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     answer = wire.EvaluationAnswer.from_json(str(reply.content[wire.KEY][wire.KEY]), ("c0",), 1)
     assert "an app's metrics are means over records" in answer.refused["c0"]
     assert seen == []
+    assert KEY not in context.state.config_records
+
+
+def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: Any) -> None:
+    """But for the one that a model with NaN weights makes, whose text is this package's own."""
+    made = device(None)
+    for raised, told in (
+        (jane(), "training failed; the node's own log says why"),
+        (ValueError(NOT_FINITE), f"training failed: {NOT_FINITE}"),
+    ):
+
+        def clip(*arguments: Any, error: Exception = raised) -> Any:
+            raise error
+
+        monkeypatch.setattr(parts, "clip_l2", clip)
+        _, answer = made.answer(model(), config_of(training()))
+        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": told}
+
+
+def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
+    """Not with the noise multiplier that the server names."""
+    own = OWN.terms().release.mechanism.noise_multiplier
+    policy = ClientPolicy(min_noise_multiplier=1.5 * own)
+    app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=policy)])
+    app.train()(lambda message, context: pytest.fail("the app was called"))
+    context, message = context_of(), nbafl()
+    asked = replaced(Instruction.from_json(str(message.content["config"][wire.KEY])), noise_multiplier=1e9)
+    text = app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context).content[wire.KEY][wire.KEY]
+    assert "this client's own terms have less noise" in str(text)
     assert KEY not in context.state.config_records
