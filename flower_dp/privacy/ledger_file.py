@@ -55,13 +55,11 @@ class LedgerFile:
 
         Raises:
             LedgerError: if the file exists, or can't be written.
-            ValueError: if there is no name, an empty one, one twice, or one that is the name of an account of evaluations.
+            ValueError: if there is no name, an empty one, or one twice.
         """
         listed = list(names)
         if not listed or not all(isinstance(name, str) and name.strip() for name in listed) or len(set(listed)) != len(listed):
             raise ValueError(f"names={listed}: must be names of clients, at least one, none of them empty or twice")
-        if taken := [name for name in listed if owner_of(name) != name]:
-            raise ValueError(f"names={taken}: end like the name of an account of evaluations; choose others")
         ledger = cls(path)
         with ledger._naming_file():
             if not ledger.path.parent.is_dir():

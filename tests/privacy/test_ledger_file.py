@@ -387,12 +387,6 @@ def test_a_folder_of_another_user_pays_nothing(path, monkeypatch):
     assert replies(path) == 0
 
 
-def test_a_name_is_not_that_of_an_account_of_evaluations(tmp_path):
-    """It would be charged to another client."""
-    with pytest.raises(ValueError, match="end like the name of an account of evaluations"):
-        LedgerFile.create(tmp_path / "ledger.json", ["a", "a, evaluation"])
-
-
 # A file of an earlier release, and terms that another library computes
 
 
