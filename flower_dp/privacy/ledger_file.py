@@ -140,7 +140,6 @@ class LedgerFile:
             # Follow links: otherwise a rename would replace a link, and its target would keep the old count.
             path = self.path.resolve(strict=True)
             with os.fdopen(_open(path, os.O_RDWR | os.O_NOFOLLOW), "rb+") as file:
-                _check_owner(os.fstat(file.fileno()))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
