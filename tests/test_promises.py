@@ -45,7 +45,7 @@ from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.roster import Roster
 from flower_dp.wire import ClientLevelOrder, Instruction
 from tests.grids import LocalGrid
-from tests.local_grids import FEATURES, grid_of, linear, records
+from tests.local_grids import FEATURES, context_of, grid_of, linear, records
 from tests.stock import arrays, shifted, stock_app
 
 NAMES = ("c0", "c1", "c2", "c3")
@@ -185,7 +185,7 @@ def reply_of(client):
     if isinstance(client, DPClient):
         method, table = "dp-fedsam", order()
     else:
-        client.attach(RecordDict())
+        client.attach(context_of())
         terms = client.recipe.terms("c0", client.clients["c0"])
         method = "fedsgd-dpc"
         table = {"weights": [1.0], "terms": [terms.kind], "noise_multipliers": [terms.release.mechanism.noise_multiplier]}
@@ -719,7 +719,7 @@ def test_a_model_that_cannot_train_is_no_records_fault():
 
     data = {name: records(name) for name in NAMES}
     strategy = STRATEGIES["nbafl"]()
-    with pytest.raises(RuntimeError, match="UnfitModelError"):
+    with pytest.raises(RuntimeError, match="the model can't be trained, whatever a record holds"):
         strategy.start(grid_of(RECIPES["nbafl"], data, model=Broken), model_arrays(Broken()), num_rounds=1)
 
 

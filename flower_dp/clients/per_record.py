@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.losses import record_cross_entropy
+from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
 from flower_dp.clients.records import Inputs, each, outputs_of, split
 from flower_dp.clients.training import FlatModel
 from flower_dp.core import checks
@@ -50,10 +51,6 @@ _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNo
 # What expanded weights are faster for. For linear layers alone both engines take the same time, and opacus takes time to import.
 _FASTER = (nn.Conv1d, nn.Conv2d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class UnfitModelError(RuntimeError):
-    """The model or the loss can't be differentiated record by record, whatever the record holds."""
 
 
 def record_gradients(

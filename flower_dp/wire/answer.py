@@ -30,7 +30,7 @@ class Answer:
     Example:
         >>> from flower_dp.wire import Answer
         >>> header = {"codec": "dense", "length": 10}
-        >>> answer = Answer(refused={"b": "training failed: ValueError"}, payload=header, seeded_noise=False, metrics={})
+        >>> answer = Answer(refused={"b": "training failed"}, payload=header, seeded_noise=False, metrics={})
         >>> Answer.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
         True
     """

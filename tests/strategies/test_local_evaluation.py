@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent
-from flwr.app import Context, RecordDict
+from flwr.app import RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -50,6 +50,7 @@ from flower_dp.strategies import (
 )
 from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
+from tests.local_grids import context_of
 from tests.stock import arrays
 
 CLIENTS, SIZE = 4, 40
@@ -322,9 +323,10 @@ def ask(client, instruction):
 
 
 def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
-    state = RecordDict() if state is None else state  # an empty one is false
-    context = Context(run_id=1, node_id=1, node_config={"partition-id": 0}, state=state, run_config={})
-    return client_of(context, METHODS[method][1], budget, state=context.state, **words)
+    context = context_of(state, **{"partition-id": 0})
+    made = client_of(context, METHODS[method][1], budget, **words)
+    made.attach(context)
+    return made
 
 
 def test_a_client_refuses_more_evaluations_than_it_agreed_to_whatever_the_server_says():
@@ -362,9 +364,9 @@ def test_a_charge_stands_before_a_record_is_touched():
     ("budget", "changes", "match"),
     [
         (None, {}, "evaluation=None: this client has no budget"),
-        (EvaluationBudget(epsilon=0.25, num_evaluations=2), {}, "by this client's own budget it is 16"),
+        (EvaluationBudget(epsilon=0.25, num_evaluations=2), {}, "by this client's own budget it is less"),
         (EvaluationBudget(epsilon=0.5, num_evaluations=1), {}, "are not this client's own"),
-        (BUDGET, {"noise_multipliers": (8.1,)}, "noise_multiplier=8.1: by this client's own budget it is 8"),
+        (BUDGET, {"noise_multipliers": (8.1,)}, "noise_multiplier=8.1: by this client's own budget it is less"),
         (BUDGET, {"terms": ("2 replies, Laplace",)}, "are not this client's own"),
     ],
 )
@@ -376,15 +378,18 @@ def test_a_client_works_by_its_own_budget_alone(budget, changes, match):
         return
     reason = ask(client, instruction).refused["c0"]
     assert match in reason
-    assert not client.state["flower-dp.account"]["clients"]
+    assert not client.context.state["flower-dp.account"]["clients"]
 
 
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
         (ClientPolicy(allow_evaluation=False), "allow_evaluation=False"),
-        (ClientPolicy(min_evaluation_noise_std=9.0), "noise_std=8 of an evaluation"),
-        (ClientPolicy(min_evaluation_noise_multiplier=9.0), "noise_multiplier=8 of an evaluation"),
+        (ClientPolicy(min_evaluation_noise_std=9.0), "min_evaluation_noise_std=9: this client's own terms have less noise"),
+        (
+            ClientPolicy(min_evaluation_noise_multiplier=9.0),
+            "min_evaluation_noise_multiplier=9: this client's own terms have less noise",
+        ),
     ],
 )
 def test_a_policy_is_asked_as_well(policy, match):
@@ -405,7 +410,7 @@ def test_orders_that_make_no_sense_are_declined_before_anything_is_charged(chang
     client = device()
     with pytest.raises(ValueError, match=f"^{wire.DECLINED}: .*{match}"):
         ask(client, instruction_of(BUDGET, **changes))
-    assert "flower-dp.account" not in client.state.config_records
+    assert "flower-dp.account" not in client.context.state.config_records
 
 
 def test_an_order_with_another_clip_is_declined():
