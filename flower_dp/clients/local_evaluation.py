@@ -82,11 +82,13 @@ def evaluated_row(
     if release.unit == "record" and release.relation == "replace-one" and len(records) > release.num_clients:
         # Fewer are public, for example a batch. Under add-or-remove-one a record more could take another's place in the choice.
         positions = np.sort(rng.choice(len(records), release.num_clients, replace=False))
+    # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
+    together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
     was = model.module.training
     model.module.eval()
     rows, seed = np.zeros((len(positions), order.dimension)), int(rng.integers(2**63))
     try:
-        for index, record in _outputs(model, records, torch.from_numpy(positions), seed):
+        for index, record in _outputs(model, records, torch.from_numpy(positions), seed, together):
             rows[index] = _contribution(metrics, record, order)
     finally:
         model.module.train(was)
@@ -106,10 +108,11 @@ def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], order: 
         return np.zeros(order.dimension)
 
 
-def _outputs(model: FlatModel, records: Records, positions: Tensor, seed: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+def _outputs(
+    model: FlatModel, records: Records, positions: Tensor, seed: int, size: int
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield the index in `positions` of every record that can be read and run, and its outputs and target [1, ...]."""
     start, problems = model.vector.clone(), set[str]()
-    size = _CHUNK if keeps_records_apart(model.module) else 1
 
     def outputs(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         # Every forward pass begins with the same weights, buffers and draws, however many there were before it.

@@ -13,6 +13,7 @@ from flower_dp.clients.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.reading import apart
 from flower_dp.clients.records import Inputs, Records, canonical, each, made_up
 from flower_dp.clients.training import FlatModel
+from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
 
@@ -33,7 +34,14 @@ def secret_batch(num_records: int, sampling_rate: float, rng: np.random.Generato
 
 
 def clipped_sum(
-    model: FlatModel, records: Records, positions: Tensor, *, clip: RecordClip, loss: Loss, seed: int
+    model: FlatModel,
+    records: Records,
+    positions: Tensor,
+    *,
+    clip: RecordClip,
+    loss: Loss,
+    seed: int,
+    relation: Relation = "replace-one",
 ) -> tuple[Tensor, Tensor]:
     """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss.
 
@@ -47,6 +55,8 @@ def clipped_sum(
         clip: bounds every record's gradient, and rounds it to the lattice.
         loss: model outputs, targets -> loss, for batches of one record.
         seed: secret; determines the random numbers of the model and the data set.
+        relation: under add-or-remove-one a record more moves the others to other places, and the last bits of a product may
+            depend on the place: each record is computed alone, which is slower.
 
     Raises:
         UnfitModelError: if the model has no gradient even for a record of zeros.
@@ -55,7 +65,7 @@ def clipped_sum(
     total = torch.zeros_like(model.vector, dtype=torch.float64)
     losses = [torch.zeros(0, device=model.device)]
     problems: set[str] = set()
-    start, size = model.vector.clone(), _chunk(model)
+    start, size = model.vector.clone(), _chunk(model) if relation == "replace-one" else 1
 
     def gradients(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         # A forward pass may change buffers: those of one must not depend on how many there were, which one record could change.
@@ -91,17 +101,13 @@ def _check_model(model: FlatModel, records: Records, loss: Loss) -> None:
             return
         inputs, targets = each(made[0], canonical), canonical(made[1])
         kinds = {"": inputs} if isinstance(inputs, Tensor) else inputs
-        key = (
-            "fits",
-            loss,
-            tuple((name, tensor.shape, tensor.dtype) for name, tensor in kinds.items()),
-            targets.shape,
-            targets.dtype,
-        )
+        key = ("fits", loss, tuple((name, one.shape, one.dtype) for name, one in kinds.items()), targets.shape, targets.dtype)
         if key in model.programs:
             return
+        start = model.vector.clone()
         with OwnDraws(model.vector.device, 0):
             record_gradients(model, inputs, targets, loss=loss, chunk=_chunk(model))
+        model.vector.copy_(start)
     except Exception as error:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
     model.programs[key] = True

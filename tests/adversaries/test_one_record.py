@@ -466,11 +466,53 @@ def test_a_transform_sees_one_record_at_a_time(transform):
     assert contributions(torch.ones(FEATURES)).any()
 
 
+# One record more or less, which moves the others to other places
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear", "convolution", "spectral norm"])
+def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
+    """Under add-or-remove-one: each contribution has the same bits in every place, although a product's bits may depend on it."""
+    build, inputs = MODELS[name]
+    flat, values = made(build), torch.stack(inputs(SIZE))
+    labels = torch.arange(SIZE) % CLASSES
+    sums: list[Tensor] = []
+
+    def kept(*args: Any, **words: Any) -> Any:
+        made = clipped_sum(*args, **words | {"clip": RecordClip(clip_norm=0.5, step=STEP)})
+        sums.append(made[0])
+        return made
+
+    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc.clipped_sum", kept)
+    words = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 1.0, "delta": 1e-3, "num_replies": 1}
+    recipe = FedSGDDPCRecipe(**words, relation="add-or-remove-one", num_records=SIZE)
+    for start in range(SIZE):  # the same records, each time another one in front
+        order = [*range(start, SIZE), *range(start)]
+        assert isinstance(answer_of(recipe, flat, TensorRecords(inputs=values[order], targets=labels[order])), Reply)
+    for other in sums[1:]:
+        assert torch.equal(other, sums[0])
+
+
+def test_a_record_less_leaves_the_metrics_of_others_as_they_are():
+    flat, items = made(MODELS["mlp"][0]), honest()
+    told: list[list[float]] = []
+
+    def first(outputs: Tensor, target: Tensor) -> dict[str, float]:
+        told.append(outputs[0].tolist())
+        return {"first": 0.0}
+
+    metrics = RecordMetrics(names=("first",), of=first)
+    for skipped in range(3):
+        evaluated(flat, DatasetRecords(dataset=items[skipped:]), metrics, relation="add-or-remove-one")
+    assert told[1:SIZE] == told[SIZE : 2 * SIZE - 1]
+    assert told[2:SIZE] == told[2 * SIZE - 1 :]
+
+
 # Evaluation
 
 
-def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics) -> np.ndarray:
-    training = gradient_terms(mechanism="laplace", clip_norm=1.0, epsilon=1.0, delta=0.0, num_replies=3, num_records=len(records))
+def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics, relation: Any = "replace-one") -> np.ndarray:
+    words = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
+    training = gradient_terms(**words, num_records=len(records))
     release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
     order = wire.LocalEvaluationOrder(bounds={"first": 2.0}, weights=(), terms=(), noise_multipliers=())
     return evaluated_row(flat, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
