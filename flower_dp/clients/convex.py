@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.draws import OwnDraws, draws_seed
+from flower_dp.clients.draws import draws_seed
 from flower_dp.clients.losses import Loss
 from flower_dp.clients.per_record import UnfitModelError
-from flower_dp.clients.records import Records
+from flower_dp.clients.reading import apart
+from flower_dp.clients.records import Inputs, Records, made_up
 from flower_dp.clients.training import FlatModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
@@ -79,8 +80,7 @@ class ConvexModel:
 
         A record counts as zero if it can't be read, does not fit the model, is no class, or its loss or gradient is not finite.
         """
-        with OwnDraws(weights.device, draws_seed(seed)):
-            parts = self._read(records, positions)
+        parts = self._read(records, positions, draws_seed(seed))
         if not parts:
             return torch.zeros_like(weights), torch.zeros((), device=weights.device)
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -104,24 +104,25 @@ class ConvexModel:
             return 2 * (score - targets), (score - targets) ** 2
         return torch.sigmoid(score) - targets, nn.functional.softplus(score) - targets * score
 
-    def _read(self, records: Records, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return features [n, f] and targets [n] of the records that can be read, in float64."""
-        try:
-            inputs, targets = records.batch(positions, self.model.device)
+    def _read(self, records: Records, positions: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Return features [n, f] and targets [n] of the records that can be read and fit the model, in float64."""
+        made = made_up(records, self.model.device)
+        if made is not None and not isinstance(made[0], Tensor):
+            raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(made[0]).__name__}")
+        size, problems = max(1, len(positions)), set[str]()
+
+        def fitting(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
             if not isinstance(inputs, Tensor):
-                raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(inputs).__name__}")
-            inputs = inputs.to(torch.float64).reshape(len(positions), self.linear.in_features)
-            classes = targets.reshape(len(positions))
-            targets = classes.to(torch.float64)
+                raise TypeError("inputs: must be one tensor")
+            features = inputs.to(torch.float64).reshape(size, self.linear.in_features)
+            classes = targets.reshape(size)
+            labels = classes.to(torch.float64)
             if self.linear.out_features == 2:
-                targets = targets.where((classes == 0) | (classes == 1), torch.nan)
-            return [(inputs, targets)]
-        except UnfitModelError:
-            raise
-        except Exception:
-            if len(positions) == 1:
-                return []
-        return [part for position in torch.split(positions, 1) for part in self._read(records, position)]
+                labels = labels.where((classes == 0) | (classes == 1), torch.nan)
+            return features, labels
+
+        read = apart(records, positions, fitting, size=size, device=self.model.device, seed=seed, problems=problems)
+        return [(features[places], labels[places]) for _, places, (features, labels) in read]
 
     def _matrix(self, weights: Tensor) -> Tensor:
         """Return the weights [outputs, features], with a column for the bias."""

@@ -48,11 +48,14 @@ class Terms:
         release: one release.
         num_replies: the most replies that the client will ever send.
         num_releases: releases in one reply, for example one for each local step, each with its own noise.
+        num_records: the client's public data size, where a release draws from fewer records than it has, such as a batch of fixed
+            size; None: those that the release draws from.
     """
 
     release: Release
     num_replies: int
     num_releases: int = 1
+    num_records: int | None = None
 
     def __post_init__(self) -> None:
         checks.integer("num_replies", self.num_replies, at_least=1)

@@ -266,7 +266,7 @@ class DPPASGD(DPStrategy):
         batch_sampling: `fixed-size`, without amplification as in the paper, or `poisson`, with it.
         calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9 (not its eq. 23, which has a
             wrong sign).
-        num_records: public data sizes, needed for `poisson`: one number, a sequence or a mapping.
+        num_records: public data sizes, needed for `poisson` and for an `evaluation`: one number, a sequence or a mapping.
         cost_per_aggregation: of one round to a device (paper: c1).
         cost_per_step: of one local step to a device (paper: c2).
         max_cost: of a device in a run (paper: C_th); None: no limit.
@@ -303,6 +303,10 @@ class DPPASGD(DPStrategy):
 
     def __init__(self, **words: Unpack[DPPASGDArguments]) -> None:
         own, options = split(words, DPPASGDArguments)
+        if options.get("evaluation") is not None and own.get("num_records") is None:
+            raise ValueError(
+                "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
+            )
         super().__init__(DPPASGDRules(**own), **options)
 
     def start(

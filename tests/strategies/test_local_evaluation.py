@@ -95,7 +95,10 @@ METHODS = {
     "fedsgd-dpc add-or-remove": sgd(GAUSSIAN, relation="add-or-remove-one"),
     "dp-fedpaq": paq(DPFedPAQ, DPFedPAQRecipe),
     "scaffold": paq(Scaffold, ScaffoldRecipe),
-    "dp-pasgd": (lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, **options), DPPASGDRecipe(**PASGD)),
+    "dp-pasgd": (
+        lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, num_records=SIZE, **options),
+        DPPASGDRecipe(**PASGD),
+    ),
     "nbafl": (
         lambda **options: NbAFL(**NBAFL, num_clients=CLIENTS, num_records=SIZE, **options),
         NbAFLRecipe(**NBAFL, min_records=SIZE, training=LocalTraining(learning_rate=1e-6)),
@@ -149,9 +152,6 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def test_values_are_those_of_the_clients_records(method, nodes):
     grid = grid_of(METHODS[method][1], PLENTY, nodes=nodes)
     told = dict(evaluate(opened(method, grid, PLENTY), grid))
-    if method == "dp-pasgd":  # 16 of 40 records are public: a batch at random
-        assert told["accuracy"] == pytest.approx(0.625, abs=5 * math.sqrt(0.25 / 64))
-        return
     assert told["accuracy"] == pytest.approx(0.625, abs=1e-4)
     # Logits (2, 0): log(1 + e^-2) for class 0, that and 2 for class 1.
     assert told["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
@@ -229,7 +229,7 @@ def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
     assert isinstance(release.event(1), LaplaceDpEvent)
     relation = "add-or-remove-one" if "add" in method else "replace-one"
     assert (release.relation, release.unit) == (relation, "client" if method == "nbafl" else "record")
-    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1, "dp-pasgd": 16}.get(method, SIZE))
+    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1}.get(method, SIZE))
     one = release.sensitivity / release.noise_scale
     assert 2 * one <= 0.5
     assert 2 * one == pytest.approx(0.5, rel=1e-9)
@@ -297,6 +297,16 @@ def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog
     assert row_of(whole) == pytest.approx([0.0], abs=1e-5)
     assert row_of(broken) == pytest.approx([-1 / 40], abs=1e-5)
     assert "Jane" not in caplog.text
+
+
+def test_dp_pasgd_evaluates_all_records_of_a_client_and_not_a_batch_of_them():
+    """Noise of the sum is the same: over 40 records its std is 16 / 40 of what it would be over a batch of 16."""
+    terms = METHODS["dp-pasgd"][1].terms("c0", data("c0"))
+    assert (terms.release.num_clients, terms.num_records) == (16, SIZE)
+    release = BUDGET.terms("c0", terms).release
+    assert release.noise_scale / release.expected_cohort == pytest.approx(2 * 2 / 0.5 / SIZE)
+    with pytest.raises(ValueError, match="num_records=None: must be the public data sizes with an evaluation"):
+        DPPASGD(**PASGD, num_clients=CLIENTS, evaluation=LocalEvaluation(budget=BUDGET))
 
 
 def test_only_as_many_records_as_are_public_take_part():
