@@ -235,3 +235,71 @@ def test_the_bound_of_weights_by_hand():
     assert steps.longest_weights(0.5, columns=10) == pytest.approx((2**33 - 82 * 4 - 16 * 8 * 2) / (8 * 12 * 4 + 2 * 4 * 8))
     for nonsense in (0.0, math.inf, math.nan, 2.0**-300):
         assert steps.longest_weights(nonsense, columns=3) == 0
+
+
+# The client: it says why, and pays nothing
+
+DATA = {"a": TensorRecords(inputs=torch.ones(8, 3), targets=torch.zeros(8, 1))}
+WORDS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "num_replies": 3, "loss": BINARY}
+
+
+def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, beside: np.ndarray | None = None) -> str:
+    """Why a client refuses a server whose terms are right; empty if it replies."""
+    terms = client.recipe.terms("a", DATA["a"])
+    multiplier = terms.release.mechanism.noise_multiplier
+    instruction = Instruction(
+        server_round=server_round,
+        method=client.recipe.method,
+        clients=("a",),
+        clip_norm=terms.release.clip_norm,
+        noise_multiplier=multiplier,
+        order={"weights": [1.0], "terms": [terms.kind], "noise_multipliers": [multiplier]},
+    )
+    arrays = [weights] if beside is None else [weights, beside]
+    _, _, answer = client.fit(arrays, {KEY: instruction.to_json()})
+    return " ".join(json.loads(answer[KEY])["refused"])
+
+
+def accounts(client: LocalDPClient) -> list[Any]:
+    """The replies that the client has paid for."""
+    assert client.state is not None
+    return [count for record in client.state.config_records.values() for count in record["replies"]]  # type: ignore[union-attr]
+
+
+def client_of(recipe: Any) -> LocalDPClient:
+    state = RecordDict()
+    return LocalDPClient(model=nn.Linear(3, 1, bias=False), clients=DATA, recipe=recipe, state=state, device="cpu")
+
+
+def short(length: float) -> np.ndarray:
+    return np.array([[0.0, length, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize(("length", "number"), [(2.0**54, 1), (3e38, 1), (1.0, 10**17), (1.0, 10**400)], ids=["long", "longest", "late", "never"])
+def test_a_client_tells_why_and_pays_nothing(length, number):
+    client = client_of(DPFedPAQRecipe(steps=steps_of("convex-glm"), **WORDS))
+    told = asked(client, short(length), server_round=number)
+    assert "rounding ends the proof" in told
+    assert not accounts(client)
+    assert not asked(client, short(1.0))
+    assert accounts(client)
+
+
+@pytest.mark.parametrize("steps", [steps_of("per-step"), steps_of("clip-update")], ids=lambda steps: steps.sensitivity)
+def test_other_sensitivities_hold_whatever_the_server_sends(steps):
+    client = client_of(DPFedPAQRecipe(steps=steps, **WORDS))
+    assert not asked(client, short(2.0**54))
+
+
+def test_a_scaffold_client_counts_the_servers_vector_and_its_own():
+    client = client_of(ScaffoldRecipe(steps=steps_of("convex-glm"), **WORDS))
+    told = asked(client, short(1.0), beside=np.full(3, 1e30, np.float32))
+    assert "rounding ends the proof" in told
+    assert not accounts(client)
+    assert not asked(client, short(1.0), beside=np.zeros(3, np.float32))
+    assert client.state is not None
+    client.state[KEPT] = ArrayRecord({"a": Array(np.full(3, -1e30, np.float32))})
+    assert "rounding ends the proof" in asked(client, short(1.0), beside=np.zeros(3, np.float32))
+    # Both are long, what is added to a step is not.
+    client.state[KEPT] = ArrayRecord({"a": Array(np.full(3, 1e30, np.float32))})
+    assert not asked(client, short(1.0), beside=np.full(3, 1e30, np.float32))
