@@ -103,7 +103,7 @@ class DPFedPAQRecipe:
         )
 
     def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
-        """Return why a client must not reply to a model [d]: the proof of its sensitivity does not hold there; None if it does."""
+        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is."""
         if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
             return None
         convex = ConvexModel.of(model, self.loss, self.steps)

@@ -48,13 +48,12 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
 
 @pytest.mark.slow
 def test_a_liar_moves_the_model_little_further_than_without_control_variates():
-    """Unbounded, c grows by a tenth every round: after 40 the model has norm 11,745, where an honest run's is 3.3."""
+    """Unbounded, c grows by a tenth every round: after 40 the model has norm 11,745, and that of DP-FedPAQ, where the same liar sends what it can, 54."""
     model, strategy = run(Scaffold, ScaffoldRecipe, 40, lies=True)
     control = strategy.rules.control.vector(SIZE)
     assert np.linalg.norm(control) <= strategy.rules._honest(SIZE).mean * (1 + 1e-6)
     plain, _ = run(DPFedPAQ, DPFedPAQRecipe, 40, lies=True)
-    print(torch.linalg.vector_norm(model), torch.linalg.vector_norm(plain))
-    assert torch.linalg.vector_norm(model) < 8 * torch.linalg.vector_norm(plain)
+    assert torch.linalg.vector_norm(model) < 5 * torch.linalg.vector_norm(plain)
 
 
 @pytest.mark.slow

@@ -159,9 +159,7 @@ def adversarial(rng: torch.Generator, size: int) -> Tensor:
     return values.to(torch.float32)
 
 
-def neighbours(
-    rng: torch.Generator, size: int, features: int, weights: Tensor, loss: Any
-) -> tuple[TensorRecords, TensorRecords]:
+def neighbours(rng: torch.Generator, size: int, features: int, weights: Tensor, loss: Any) -> tuple[TensorRecords, TensorRecords]:
     """Record sets that differ in one record. Targets of squared errors lie at the scores of the server's model."""
     inputs = torch.randn(size, features, generator=rng, dtype=torch.float64)
     inputs = inputs * 10 ** (6 * torch.rand(size, 1, generator=rng, dtype=torch.float64) - 3)
@@ -206,9 +204,7 @@ def test_no_model_of_the_servers_moves_neighbours_further_apart(sensitivity, los
         drift = adversarial(rng, size) if method == "scaffold" else None
         number = int(10 ** float(18 * torch.rand(1, generator=rng))) if trial % 3 == 0 else 1
         pair = neighbours(rng, steps.num_records, features, weights, loss)
-        made = (
-            sum_of(module, steps, data, loss, weights=weights, drift=drift, server_round=number, seed=trial) for data in pair
-        )
+        made = (sum_of(module, steps, data, loss, weights=weights, drift=drift, server_round=number, seed=trial) for data in pair)
         apart = moved(*made)
         refused += apart is None
         largest = max(largest, apart or 0.0)
@@ -275,7 +271,9 @@ def short(length: float) -> np.ndarray:
     return np.array([[0.0, length, 0.0]], np.float32)
 
 
-@pytest.mark.parametrize(("length", "number"), [(2.0**54, 1), (3e38, 1), (1.0, 10**17), (1.0, 10**400)], ids=["long", "longest", "late", "never"])
+@pytest.mark.parametrize(
+    ("length", "number"), [(2.0**54, 1), (3e38, 1), (1.0, 10**17), (1.0, 10**400)], ids=["long", "longest", "late", "never"]
+)
 def test_a_client_tells_why_and_pays_nothing(length, number):
     client = client_of(DPFedPAQRecipe(steps=steps_of("convex-glm"), **WORDS))
     told = asked(client, short(length), server_round=number)
@@ -303,3 +301,46 @@ def test_a_scaffold_client_counts_the_servers_vector_and_its_own():
     # Both are long, what is added to a step is not.
     client.state[KEPT] = ArrayRecord({"a": Array(np.full(3, 1e30, np.float32))})
     assert not asked(client, short(1.0), beside=np.full(3, 1e30, np.float32))
+
+
+# What a record counts depends on the record alone
+
+
+def test_a_record_counts_whatever_the_weights():
+    """A squared error of 1e200 is no float, but its clipped gradient is: zero at some weights only would be no convex loss's."""
+    steps = steps_of("convex-glm")
+    model = ConvexModel.of(FlatModel(nn.Linear(2, 1, bias=False)), MSE, steps)
+
+    def gradient(inputs: list[float], target: float) -> list[float]:
+        data = TensorRecords(
+            inputs=torch.tensor([inputs], dtype=torch.float64), targets=torch.tensor([target], dtype=torch.float64)
+        )
+        return model.clipped_sum(torch.zeros(2, dtype=torch.float64), data, torch.arange(1), seed=0)[0].tolist()
+
+    assert gradient([1.0, 0.0], 1e200) == pytest.approx([-0.3, 0.0])
+    assert gradient([1.0, 0.0], 1.7e308) == pytest.approx([-0.3, 0.0])  # twice that is no float
+    assert gradient([0.0, 0.0], 1.7e308) == [0.0, 0.0]
+    assert gradient([1e-300, 0.0], 1.7e308) == pytest.approx([-0.3, 0.0])
+    for bad in ([math.nan, 1.0], [math.inf, 1.0]):
+        assert gradient(bad, 1.0) == [0.0, 0.0]
+    for target in (math.nan, math.inf):
+        assert gradient([1.0, 0.0], target) == [0.0, 0.0]
+
+
+def test_a_score_is_added_up_in_blocks(monkeypatch):
+    """The bound counts 2 ceil(sqrt(n)) + 4 additions in a row, whatever order a matrix product has."""
+    widths = []
+    plain = torch.Tensor.__matmul__
+
+    def counted(one: Tensor, other: Tensor) -> Tensor:
+        widths.append(one.shape[-1])
+        return plain(one, other)
+
+    model = ConvexModel.of(FlatModel(nn.Linear(1000, 1)), BINARY, steps_of("convex-glm"))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
+    data = TensorRecords(inputs=torch.ones(2, 1000), targets=torch.zeros(2))
+    model.clipped_sum(torch.zeros(1001, dtype=torch.float64), data, torch.arange(2), seed=0)
+    *scores, of_records = widths
+    assert max(scores) <= 32
+    assert sum(scores) == 1001
+    assert of_records == 2  # their gradients are added up
