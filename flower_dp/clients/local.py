@@ -16,7 +16,7 @@ from flower_dp.clients.client import NodeClient
 from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_evaluation import RecordMetrics, evaluated_row, record_loss_and_accuracy
-from flower_dp.clients.local_recipe import LocalRecipe
+from flower_dp.clients.local_recipe import ConditionsOnModel, LocalRecipe
 from flower_dp.clients.losses import Loss
 from flower_dp.clients.pipeline import Job, Pipeline, failure
 from flower_dp.clients.policy import ClientPolicy
@@ -162,6 +162,18 @@ class LocalDPClient(NodeClient):
         kept = ControlVariates(self.context.state)
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         agreed, refused = self._agreed(instruction, order)
+        number = instruction.server_round
+        own = {name: kept.read(name, vector.numel()) for name in agreed} if keeps else {}
+
+        def drift_of(name: str) -> Tensor | None:
+            read = own.get(name)
+            return beside if beside is None or read is None else beside - read.to(beside.device)
+
+        if isinstance(self.recipe, ConditionsOnModel):
+            for name in list(agreed):
+                if reason := self.recipe.why_not(vector, model=self.model, server_round=number, drift=drift_of(name)):
+                    refused[name] = reason
+                    del agreed[name]
         refused |= account.charge({name: terms for name, (terms, _) in agreed.items()})
 
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
@@ -171,20 +183,19 @@ class LocalDPClient(NodeClient):
                 job = Job(
                     name=name,
                     records=records,
-                    seed=batch_seed(self.seed, instruction.server_round, name),
+                    seed=batch_seed(self.seed, number, name),
                     secret=_Given(self.generator(instruction, name)),
                     weight=weights[name],
                 )
-                number = instruction.server_round
-                if keeps is None or beside is None:
+                drift = drift_of(name)
+                if keeps is None or beside is None or drift is None:
                     yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
                     continue
                 mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
-                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=beside - mine)
+                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=drift)
                 yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
-        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
-        restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
+        restarted = tuple(name for name, read in own.items() if read is None and name not in refused)
         return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
     def _agreed(
