@@ -95,8 +95,6 @@ def _users(metrics: Mapping[str, Any], told: set[str]) -> dict[str, Any]:
     """
     taken = {name for name in metrics if name in _OWN or name.startswith("private-")}
     for name in sorted(taken - told):
-        log.warning(
-            "evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name
-        )
+        log.warning("evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name)
     told |= taken
     return {name: value for name, value in metrics.items() if name not in taken}
