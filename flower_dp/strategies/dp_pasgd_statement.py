@@ -61,7 +61,7 @@ def _assumptions(facts: DPPASGDFacts) -> list[str]:
     if facts.local.counts_sampling:
         lines.append("which records are in a batch is known to the client alone")
     if facts.chosen:
-        lines.append(f"{facts.chosen}: that costs nothing if the number is computed from public data alone, as is assumed here")
+        lines.append(f"{facts.chosen} on data that are taken as public: choosing by public data costs nothing")
     return lines
 
 

@@ -44,7 +44,9 @@ def test_the_server_does_not_decide_how_many_clients_a_device_hosts(lie):
     """The device's epsilon 1 once became 100, on the same records: every name had a budget of its own."""
     assert list(hosted({}, **OWN).clients) == ["client-0"]
     for made, words in ((hosted, OWN), (dealt, OWN | HERE)):
-        with pytest.raises(ValueError, match=rf"num-clients={lie}: this device has settings of its own, and hosts one client of "):
+        with pytest.raises(
+            ValueError, match=rf"num-clients={lie}: this device has settings of its own, and hosts one client of "
+        ):
             made({"num-clients": lie}, **words)
 
 

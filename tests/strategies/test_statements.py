@@ -1,0 +1,189 @@
+"""What statements say beside epsilon: noise of messages, adversaries once each, assumptions that were relied on, what is left out."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.steps import LocalSteps
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies.not_covered import OTHER_RUNS
+
+NAMES = ("c0", "c1", "c2", "c3")
+SIZES = {"c0": 8, "c1": 16, "c2": 24, "c3": 80}
+LEVEL = {"clip_norm": 0.5, "noise_multiplier": 4.0, "num_clients": 4, "delta": 1e-3}
+STEPS = FedPAQSteps(learning_rate=0.5, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+PAQ = {"steps": STEPS, "sampling": FullSampling(), "num_clients": 4, "epsilon": 2.0, "delta": 1e-3, "num_replies": 9}
+SGD = {"num_clients": 4, "cohort_size": 2, "clip_norm": 0.5, "epsilon": 2.0, "learning_rate": 0.1, "num_replies": 9}
+PASGD = {"num_clients": 4, "clip_norm": 0.5, "epsilon": 2.0, "delta": 1e-3, "num_steps": 18, "num_local_steps": 3}
+METHODS = {
+    "dp-fedavg": lambda: DPFedAvg(**LEVEL, sampling=FullSampling()),
+    "dp-fedsam": lambda: DPFedSAM(**LEVEL, sampling=FullSampling()),
+    "fed-smp": lambda: FedSMP(**LEVEL, sampling=FullSampling(), keep_ratio=0.5),
+    "fedsgd-dpc": lambda: FedSGDDPC(**SGD, mechanism="laplace", num_records=SIZES),
+    "nbafl": lambda: NbAFL(num_clients=4, num_records=SIZES, clip_norm=1.0, epsilon=2.0, delta=0.01, uplink_exposures=9),
+    "dp-pasgd": lambda: DPPASGD(**PASGD, batch_size=4, learning_rate=0.25),
+    "dp-fedpaq": lambda: DPFedPAQ(**PAQ, num_records=SIZES),
+    "scaffold": lambda: Scaffold(**PAQ, num_records=SIZES),
+}
+
+
+def stated(strategy, rounds=3):
+    """The statement after some charged rounds of all clients."""
+    strategy.plan(rounds)
+    rules = strategy.rules
+    if hasattr(rules, "open"):
+        rules.open(NAMES)
+    for number in range(1, rounds + 1):
+        rules.charge(number, NAMES)
+    return strategy.statement
+
+
+def std_of_messages(statement):
+    (std,) = {one.noise_std for one in statement.adversaries}
+    return std
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_statement_names_other_runs_and_all_else_that_it_leaves_out(method):
+    statement = stated(METHODS[method]())
+    assert statement.not_covered[0].startswith(OTHER_RUNS)
+    assert ("ledger file" in statement.not_covered[0]) == (method not in ("dp-fedavg", "dp-fedsam", "fed-smp"))
+    assert statement.not_covered[1].startswith(
+        "everything else that is computed from client data: choice of settings, timing, logs"
+    )
+    assert len(statement.not_covered) == 2
+
+
+# The noise of a message
+
+
+def test_a_message_of_fedsgd_has_the_noise_of_a_weighted_mean():
+    """Of the client with the least: its weight times noise std of the sum over the number of its records."""
+    statement = stated(METHODS["fedsgd-dpc"]())
+    # Laplace scale 2 C R / epsilon = 4.5 of every sum; weights n_i / n x N / b, here 2 n_i / 128, so that n_i cancels out.
+    assert std_of_messages(statement) == pytest.approx(math.sqrt(2) * 4.5 * 2 / 128)
+    uniform = stated(FedSGDDPC(**SGD, mechanism="laplace", num_records=SIZES, aggregation="uniform"))
+    assert std_of_messages(uniform) == pytest.approx(math.sqrt(2) * 4.5 / 80 * 2 / 4)  # of c3
+
+
+def test_a_message_of_dp_pasgd_has_the_noise_of_all_its_steps():
+    words = PASGD | {"learning_rate_decay": 0.5, "weight_decay": 0.4, "learning_rate": 0.25}
+    strategy = DPPASGD(**words, batch_size=dict(zip(NAMES, (4, 8, 2, 16), strict=True)))
+    statement = stated(strategy)
+    least = statement.noise["least_noise_std_of_a_mean_gradient"]
+    assert least == pytest.approx(strategy.rules.books.terms["c3"].release.noise_std / 16)
+    size = 0.25 / 4  # of round 3
+    kept = 1 - size * 0.4
+    assert std_of_messages(statement) == pytest.approx(size * least * math.sqrt(1 + kept**2 + kept**4))
+
+
+def test_the_noise_of_steps_is_added_up_by_hand():
+    steps = LocalSteps(num_local_steps=3, learning_rate=0.5, learning_rate_decay=0.2, weight_decay=0.1)
+    size, variance = 0.4, 0.0
+    for _ in range(3):  # w <- (1 - size x decay) w - size x noise
+        variance = (1 - size * 0.1) ** 2 * variance + (size * 1.5) ** 2
+    assert steps.noise_std(2, noise=1.5) == pytest.approx(math.sqrt(variance))
+
+
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+def test_a_message_of_local_steps_has_the_noise_of_its_update(method):
+    strategy = METHODS[method]()
+    statement = stated(strategy)
+    least = min(terms.release.noise_std for terms in strategy.rules.books.terms.values())
+    # 100 iterations shrink the step to half; 4 were there before round 3.
+    assert std_of_messages(statement) == pytest.approx(least * 0.5 / 1.04 / 4)
+
+
+def test_a_message_of_nbafl_has_the_noise_of_its_weighted_weights():
+    statement = stated(METHODS["nbafl"]())
+    server = next(one for one in statement.adversaries if one.name == "the server")
+    assert server.noise_std == pytest.approx(statement.noise["uplink_noise_std"] * 8 / 128)
+
+
+# Adversaries
+
+
+def test_adversaries_against_whom_the_same_is_proved_share_a_line():
+    text = str(stated(METHODS["fedsgd-dpc"]()))
+    (line,) = [line for line in text.splitlines() if line.startswith("Against ")]
+    assert line.startswith("Against the server: every message of a client; participants: models that")
+    assert "; outsiders: models that are made of messages: tight epsilon" in line
+    apart = stated(METHODS["dp-fedsam"]())
+    lines = [line for line in str(apart).splitlines() if line.startswith("Against ")]
+    assert [line.split(":")[0] for line in lines] == ["Against outsiders", "Against participants", "Against the server (trusted)"]
+
+
+@pytest.mark.parametrize("change", [{"epsilon": 0.5}, {"accountant": "pld"}, {"noise_std": 9.0}, {"trusted": True}])
+def test_adversaries_that_differ_in_anything_have_lines_of_their_own(change):
+    statement = stated(METHODS["fedsgd-dpc"]())
+    first, second, third = statement.adversaries
+    changed = replace(statement, adversaries=(first, replace(second, **change), third))
+    assert str(changed).count("\nAgainst ") == 3
+
+
+# Assumptions
+
+
+def relies(statement, words):
+    return [line for line in statement.assumptions if words in line]
+
+
+def test_only_a_cost_that_counts_sampling_relies_on_it():
+    words = "which records are in a batch is known to the client alone"
+    poisson = {"mechanism": "gaussian", "delta": 1e-3, "num_records": SIZES}
+    few = stated(FedSGDDPC(**SGD, **poisson, sampling_rate=0.05), rounds=9)
+    assert few.accountant != "gaussian-exact"
+    assert relies(few, words)
+    every = stated(FedSGDDPC(**SGD, **poisson, sampling_rate=1.0), rounds=9)
+    assert every.accountant == "gaussian-exact"
+    assert not relies(every, words)
+
+
+@pytest.mark.parametrize(("batch", "relied"), [(4, True), (80, False)])
+def test_dp_pasgd_relies_on_secret_batches_where_it_counts_them(batch, relied):
+    strategy = DPPASGD(**PASGD, batch_size=batch, learning_rate=0.25, batch_sampling="poisson", num_records=80)
+    statement = stated(strategy, rounds=6)
+    assert bool(relies(statement, "which records are in a batch is known to the client alone")) == relied
+    assert (statement.accountant != "gaussian-exact") == relied
+
+
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+@pytest.mark.parametrize("size", [8, 12, 4000])
+def test_local_steps_rely_on_a_secret_choice_where_it_is_counted(method, size):
+    cls = {"dp-fedpaq": DPFedPAQ, "scaffold": Scaffold}[method]
+    statement = stated(cls(**PAQ, num_records=size), rounds=9)
+    relied = bool(relies(statement, "only the client knows which of its records it takes"))
+    assert relied == (statement.accountant != "gaussian-exact")
+    assert relied or size != 4000
+    assert not relied or size != 8
+
+
+@pytest.mark.parametrize(
+    ("sampling", "relied"),
+    [
+        (PoissonSampling(sampling_rate=0.1), True),
+        (FixedSizeSampling(cohort_size=40), True),
+        (RoundRobinSampling(cohort_size=40), False),
+        (FullSampling(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
+    words = LEVEL | {"num_clients": 400, "noise_multiplier": 1.0, "delta": 1e-4}
+    relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
+    strategy = DPFedAvg(**words, sampling=sampling, relation=relation)
+    names = tuple(f"c{index}" for index in range(400))
+    strategy.plan(20)
+    for number in range(1, 21):
+        strategy.rules.charge(number, names)
+    assert bool(relies(strategy.statement, "the cohort of a round is known to nobody")) == relied
+
+
+def test_the_statement_in_a_file_has_every_adversary():
+    statement = stated(METHODS["fedsgd-dpc"]())
+    told = json.loads(json.dumps(statement.to_dict()))
+    assert [one["name"] for one in told["adversaries"]] == ["the server", "participants", "outsiders"]
