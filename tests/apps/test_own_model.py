@@ -13,7 +13,6 @@ from torch import nn
 
 import flower_dp
 from apps import app_functions
-from apps.app_functions import named
 from apps.methods import METHODS
 from apps.own_model import client_of, run_of
 from flower_dp.clients.registry import LOCAL
@@ -161,7 +160,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, folder):
         play(app, tmp_path / "absent", **PRIVATE, **NAMES | {"model-fn": "my_functions:absent"})
     with pytest.raises(ValueError, match="data-fn: is missing; give data_fn, or set data-fn='module:function'"):
         play(app, tmp_path / "missing", **PRIVATE, **{"model-fn": "my_functions:make_model"})
-    assert callable(named("data-fn", "pack.inner:load_records", trusted=False))
+    assert callable(app_functions.named("data-fn", "pack.inner:load_records", trusted=False))
 
 
 @pytest.mark.parametrize(
@@ -194,20 +193,20 @@ def test_a_server_names_no_function_but_those_of_the_apps_own_modules(reference,
     (tmp_path / "lib" / "elsewhere.py").write_text(marked)
     (folder / "pack" / "trap.py").symlink_to(tmp_path / "lib" / "elsewhere.py")
     with pytest.raises(ValueError, match=re.escape(f"data-fn={reference!r}: ")):
-        named("data-fn", reference, trusted=False)
+        app_functions.named("data-fn", reference, trusted=False)
     assert not (tmp_path / "executed").exists()
 
 
 def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
     with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
-        named("data-fn", "my_functions:load_records", trusted=False)
+        app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
 
 def test_a_package_among_the_installed_ones_is_no_app(folder, monkeypatch):
     monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))
     with pytest.raises(ValueError, match="is in no folder of a Flower app"):
-        named("data-fn", "my_functions:load_records", trusted=False)
+        app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
 
 def test_what_a_device_names_itself_wins(folder):
