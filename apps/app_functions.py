@@ -71,7 +71,6 @@ def own_modules(name: str) -> dict[str, Path]:
     for full, place in places.items():
         if not place.is_relative_to(folder):
             raise ValueError(f"module {full!r} is in {place}, and not in the app's folder {folder}")
-    _app_of(places[name])
     return places
 
 

@@ -65,7 +65,7 @@ class _Functions:
     evaluate: EvaluateFn | None
 
     def of(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> "_Functions":
-        """Return the functions of a run: what was given, or what the node's config names, or else the run-config.
+        """Return the functions of a run: what was given, or else what its settings name.
 
         A device that has settings of its own takes of the run-config no function but those that the app names itself.
 
@@ -77,7 +77,7 @@ class _Functions:
             key: given
             or named(
                 key,
-                str(node.get(key, run_config.get(key, ""))),
+                str(run_config.get(key, "")),
                 trusted=key in node,
                 default_alone=sets_anything(node),
             )

@@ -90,6 +90,8 @@ def test_the_server_does_not_decide_which_records_a_client_has(key):
 
 
 def test_records_are_those_of_the_device():
+    with pytest.raises(ValueError, match="seed=7: which records this device's clients have is not the server's to decide"):
+        dealt({"seed": 7}, **OWN, **HERE)
     mine = {**OWN, **HERE, "records-per-client": 30}
     client = dealt({"records-per-client": 60_000}, **mine)
     assert [len(records) for records in client.clients.values()] == [30]

@@ -197,6 +197,20 @@ def test_a_server_names_no_function_but_those_of_the_apps_own_modules(reference,
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(folder, tmp_path, monkeypatch):
+    (folder / "flower_dp").mkdir()
+    (folder / "flower_dp" / "fake.py").write_text(FUNCTIONS)
+    with pytest.raises(ValueError, match="module 'flower_dp' is not the app's own"):
+        app_functions.own_modules("flower_dp.fake")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_text(PYPROJECT)
+    (other / "theirs.py").write_text(FUNCTIONS)
+    (folder / "pack" / "theirs.py").symlink_to(other / "theirs.py")
+    with pytest.raises(ValueError, match="module 'pack.theirs' is in .*, and not in the app's folder"):
+        app_functions.own_modules("pack.theirs")
+
+
 def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
     with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
@@ -217,7 +231,7 @@ def test_what_a_device_names_itself_wins(folder):
         return client_of(None, None, nn.functional.cross_entropy, context)
 
     mine = {"data-fn": f"{__name__}:load_records", "model-fn": f"{__name__}:make_model"}
-    for run in (NAMES, {**NAMES, "data-fn": "os:kill", "model-fn": "os:abort", "evaluate-fn": "os:abort"}):
+    for run in (NAMES, {**NAMES, "data-fn": "os:getpid", "model-fn": "os:getpid", "evaluate-fn": "os:getpid"}):
         assert len(made(run, **mine).clients["client-0"]) == 20
     with pytest.raises(ValueError, match="data-fn='os:kill': module 'os' is not the app's own"):
         made({**NAMES, "data-fn": "os:kill"})
