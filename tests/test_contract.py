@@ -30,6 +30,7 @@ import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
+from flower_dp.strategies.not_covered import OTHER_RUNS
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
@@ -561,6 +562,10 @@ def test_the_statement_says_what_the_settings_say(method, settings):
     exact = method.epsilon(words, words.num_rounds)
     assert exact * (1 - 1e-3) <= statement.epsilon <= exact * 1.01
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
+    against = {one.name: one for one in statement.adversaries}
+    assert against["the server"].noise_std == pytest.approx(method.message_noise(words), rel=2e-3)
+    assert text.count("Against ") == len({replace(one, name="", sees="") for one in statement.adversaries})
+    assert f"Not covered: {OTHER_RUNS}" in text
     assert statement.private
     assert not statement.incidents
 

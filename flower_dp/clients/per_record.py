@@ -19,6 +19,7 @@ from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa
 from flower_dp.clients.records import Inputs, each, outputs_of, split
 from flower_dp.clients.training import FlatModel
 from flower_dp.core import checks
+from flower_dp.core.root_logger import untouched_root_logger
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -162,7 +163,8 @@ def _places(model: FlatModel) -> dict[str, str]:
 
 def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
     """Run the batch through the model once; every layer's backward pass keeps the records apart (opacus)."""
-    from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
+    with untouched_root_logger():
+        from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
 
     wrapped = GradSampleModuleExpandedWeights(model.module, loss_reduction="sum")
     try:

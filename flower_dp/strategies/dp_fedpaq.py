@@ -243,15 +243,23 @@ class DPFedPAQRules:
         sizes = self.books.num_records.values()
         whole = bool(sizes) and all(size == steps.num_records for size in sizes)
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        secret = () if whole else ("only the client knows which of its records it takes",)
+        local = local_facts(self.title, self.books, self.sampling, facts)
+        secret = ("only the client knows which of its records it takes",) if local.counts_sampling else ()
         return state(
-            local_facts(self.title, self.books, self.sampling, facts),
+            local,
+            message_std=self._message_std(),
             noise=self._noise_numbers(),
             paper=self._paper(facts),
             sampling=f"{self.sampling}: at most {most} replies a client; {each} in each",
             assumptions=(steps.proof, *secret),
             incidents=self._incidents(),
         )
+
+    def _message_std(self) -> float:
+        """The least std of the noise on a number that a client sends: on its update, before that is quantised."""
+        stds = [terms.release.noise_std for terms in self.books.terms.values()]
+        # Steps shrink from round to round, and the noise on an update with them.
+        return -self.steps.update_factor(max(1, self.books.num_rounds)) * min(stds, default=0.0)
 
     def _noise_numbers(self) -> dict[str, float]:
         steps = self.steps

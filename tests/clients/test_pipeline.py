@@ -164,6 +164,7 @@ class Own(Mask):  # 20
 """
 
 
+@pytest.mark.slow
 def test_mypy_refuses_them_too(tmp_path: Any) -> None:
     api = pytest.importorskip("mypy.api")
     path = tmp_path / "snippet.py"
