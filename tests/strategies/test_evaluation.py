@@ -235,8 +235,10 @@ def test_what_is_told_has_the_noise_that_was_charged_on_every_metric(placement):
     assert values.mean(axis=1).std() == pytest.approx(std * math.sqrt(1 / 4 + 1 / 15), rel=0.2)
 
 
-def test_no_two_runs_tell_the_same_and_no_round_repeats_another():
-    first, second = (values_by_round(*constant(num_metrics=3), 3) for _ in range(2))
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_no_two_runs_tell_the_same_and_no_round_repeats_another(placement):
+    """Under distributed placement all noise is the clients': none of them is missing."""
+    first, second = (values_by_round(*constant(DPFedSAM, placement=placement, num_metrics=3), 3) for _ in range(2))
     draws = [row.tobytes() for row in np.concatenate([first, second])]
     assert len(set(draws)) == 6
     # Errors of one run are not those of another: over 9 values 20 equal bits have a probability below 1e-50.
@@ -284,6 +286,34 @@ def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(tru
     order = json.loads(order)
     assert order["placement"] == "distributed"
     assert order["noise_std"] == pytest.approx(2.0 / math.sqrt(shares))
+
+
+@pytest.mark.parametrize(
+    ("changes", "order"),
+    [
+        ({"clip_norm": 2.0}, {}),
+        ({}, {"noise_std": 0.0}),
+        ({"noise_multiplier": 0.0}, {}),
+        ({}, {"placement": "central"}),
+        ({}, {"bounds": {"accuracy": 0.0}}),
+        ({}, {"bounds": {}}),
+    ],
+)
+def test_a_device_declines_an_order_whose_noise_and_placement_do_not_go_together(changes, order):
+    client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}))
+    words = {"server_round": 1, "method": wire.EVALUATION, "clients": ("c01",), "clip_norm": 1.0, "noise_multiplier": 1.0}
+    table = {"placement": "distributed", "noise_std": 0.4, "bounds": {"accuracy": 1.0}}
+    given = {name: array.numpy() for name, array in flat().items()}
+    assert client.evaluation(given, {wire.KEY: wire.Instruction(**words, order=table).to_json()})
+    with pytest.raises(ValueError, match=f"^{wire.DECLINED}: "):
+        client.evaluation(given, {wire.KEY: wire.Instruction(**words | changes, order=table | order).to_json()})
+
+
+def test_a_run_that_is_not_private_states_no_part_that_is():
+    strategy, grid, _ = constant(num_metrics=1, noise_seed=1)
+    strategy.start(grid, flat(), num_rounds=1)
+    assert not strategy.statement.private
+    assert strategy.statement.parts == {}
 
 
 def test_what_clients_are_promised_is_the_noise_of_the_plan():

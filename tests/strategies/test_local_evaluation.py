@@ -280,12 +280,12 @@ class Broken(TensorRecords):
         return super().batch(positions, device)
 
 
-def row_of(records, size=SIZE):
-    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size)
+def row_of(records, size=SIZE, *, metrics=None, relation="replace-one"):
+    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size, relation=relation)
     order = wire.LocalEvaluationOrder(bounds={"accuracy": 1.0}, weights=(), terms=(), noise_multipliers=())
     model = FlatModel(nn.Linear(2, 2))
     model.vector.copy_(torch.tensor([1.0, 1, 0, 0, 0, 0]))
-    metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
+    metrics = metrics or record_loss_and_accuracy(nn.functional.cross_entropy)
     release = PLENTY.terms("a", training).release
     return evaluated_row(model, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
 
@@ -307,6 +307,23 @@ def test_dp_pasgd_evaluates_all_records_of_a_client_and_not_a_batch_of_them():
     assert release.noise_scale / release.expected_cohort == pytest.approx(2 * 2 / 0.5 / SIZE)
     with pytest.raises(ValueError, match="num_records=None: must be the public data sizes with an evaluation"):
         DPPASGD(**PASGD, num_clients=CLIENTS, evaluation=LocalEvaluation(budget=BUDGET))
+
+
+def test_a_record_whose_metrics_cannot_be_computed_counts_as_zero_and_nothing_of_it_is_logged(caplog):
+    places = iter(range(SIZE))
+
+    def of(outputs, target):
+        if next(places) == 0:
+            raise KeyError("Jane Doe")
+        return {"accuracy": 1.0}
+
+    assert row_of(data("c1"), metrics=RecordMetrics(names=("accuracy",), of=of)) == pytest.approx([39 / 40], abs=1e-5)
+    assert "Jane" not in caplog.text
+
+
+def test_no_record_takes_the_place_of_another_where_one_more_is_a_neighbour():
+    """All 40 records are in the sum, though 10 are public: a choice of 10 would move by more than one record's part."""
+    assert row_of(data("c3"), size=10, relation="add-or-remove-one") == pytest.approx([4.0], abs=1e-4)
 
 
 def test_only_as_many_records_as_are_public_take_part():
