@@ -1,5 +1,6 @@
 """A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,15 @@ from flower_dp.clients import (
     privacy_mod,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
+from flower_dp.clients.agreement import why_not
 from flower_dp.clients.reasons import Declined
 from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import LedgerFile
-from flower_dp.privacy.mechanisms import Laplace
+from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.release import Release
 from flower_dp.wire import Instruction
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
@@ -538,3 +542,86 @@ def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
     text = app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context).content[wire.KEY][wire.KEY]
     assert "this client's own terms have less noise" in str(text)
     assert KEY not in context.state.config_records
+
+
+# What must stand on every line
+
+
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
+def test_a_share_of_no_noise_is_declined_by_every_method(method: str) -> None:
+    """A device that would add none, where the release counts on its share."""
+    order = {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0}
+    order |= {"mask_seed": 1} if method == "fed-smp" else {"quantization_levels": 0}
+    with pytest.raises(Declined, match="does not go with noise_multiplier=1"):
+        device(None).answer(model(), config_of(instruction_of(method, order)))
+
+
+@pytest.mark.parametrize("seeded", [None, 7])
+def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
+    budget = EvaluationBudget(epsilon=1.0, num_evaluations=3)
+    own = LocalDPClient(
+        model=linear(),
+        clients={"c0": records("c0")},
+        recipe=BUDGET,
+        device="cpu",
+        context=context_of(),
+        evaluation=budget,
+        noise_seed=seeded,
+    )
+    terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
+    told = {"weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (terms.release.mechanism.noise_multiplier,)}
+    locally = instruction_of(wire.EVALUATION, {"bounds": {"accuracy": 1.0}, **told})
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in own.evaluation(model(), config_of(locally))[wire.KEY]
+    plain = device(None, noise_seed=seeded)
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in plain.evaluation(model(), config_of(evaluation()))[wire.KEY]
+    app = ClientApp(mods=[privacy_mod(name="c0", noise_seed=seeded)])
+    app.evaluate()(lambda message, context: Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message))
+    reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation()), context_of())
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in str(reply.content[wire.KEY][wire.KEY])
+
+
+def test_an_evaluation_has_nothing_beside_the_model() -> None:
+    parameters = list(model().values())
+    device(None).evaluate(parameters, config_of(evaluation()))
+    with pytest.raises(Declined, match="a vector came beside the model"):
+        device(None).evaluate([*parameters, np.zeros(18, np.float32)], config_of(evaluation()))
+
+
+def test_terms_that_differ_in_one_word_are_other_terms() -> None:
+    """An account that was opened on the one does not pay for the other."""
+    words: dict[str, Any] = {
+        "what": "a reply",
+        "seen_by": "the server",
+        "unit": "record",
+        "relation": "replace-one",
+        "clip_norm": 1.0,
+        "mechanism": Laplace(noise_multiplier=4.0),
+        "sampler": FullSampling(),
+        "num_clients": 8,
+    }
+    others: list[dict[str, Any]] = [
+        {"unit": "client"},
+        {"relation": "add-or-remove-one"},
+        {"clip_norm": 2.0},
+        {"mechanism": Gaussian(noise_multiplier=4.0)},
+        {"sampler": PoissonSampling(sampling_rate=0.5)},
+        {"num_clients": 9},
+    ]
+    opened = Terms(release=Release(**words), num_replies=3)
+    assert opened.why_not(1, opened.text) is None
+    for change in others:
+        other = Terms(release=Release(**words | change), num_replies=3)
+        assert other.why_not(1, opened.text) is not None, change
+        if "mechanism" not in change:
+            assert why_not(other, clip_norm=other.release.clip_norm, kind=opened.kind, noise_multiplier=0.0), change
+
+
+@pytest.mark.parametrize("num_evaluations", [1, 3, 7, 10, 49, 1000])
+@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0, 3.0])
+def test_evaluations_never_cost_more_than_their_budget(epsilon: float, num_evaluations: int) -> None:
+    """The exact sum of what the float64 scales cost, not a float64 sum."""
+    training_terms = BUDGET.terms("c0", records("c0"))
+    terms = EvaluationBudget(epsilon=epsilon, num_evaluations=num_evaluations).terms("c0", training_terms)
+    scale = Fraction(terms.release.mechanism.noise_multiplier)
+    sensitivity = 2 if terms.release.relation == "replace-one" else 1
+    assert num_evaluations * sensitivity / scale <= Fraction(epsilon)

@@ -217,6 +217,21 @@ def test_who_gets_the_lock_of_a_file_that_has_just_been_replaced_reads_the_new_o
     assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
 
 
+def test_who_has_opened_a_file_that_is_replaced_then_reads_the_new_one(path, monkeypatch):
+    """The file that it holds has no link any more, which is no fault of the ledger."""
+    opened, late = ledger_file._open, []
+
+    def open_late(*arguments):
+        descriptor = opened(*arguments)
+        if not late:
+            late.append(True)
+            LedgerFile(path).charge({"a": terms()})
+        return descriptor
+
+    monkeypatch.setattr(ledger_file, "_open", open_late)
+    assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
+
+
 def _crash_in(path, owner, function):
     setattr(owner, function, lambda *arguments: os._exit(7))
     LedgerFile(path).charge({"a": terms()})
