@@ -320,7 +320,7 @@ def test_a_record_counts_whatever_the_weights():
     assert gradient([1.0, 0.0], 1e200) == pytest.approx([-0.3, 0.0])
     assert gradient([1.0, 0.0], 1.7e308) == pytest.approx([-0.3, 0.0])  # twice that is no float
     assert gradient([0.0, 0.0], 1.7e308) == [0.0, 0.0]
-    assert gradient([1e-300, 0.0], 1.7e308) == pytest.approx([-0.3, 0.0])
+    assert gradient([1e-300, 0.0], 1.7e308) == pytest.approx([0.0, 0.0])  # shorter than the clip norm, and finite
     for bad in ([math.nan, 1.0], [math.inf, 1.0]):
         assert gradient(bad, 1.0) == [0.0, 0.0]
     for target in (math.nan, math.inf):
@@ -344,3 +344,34 @@ def test_a_score_is_added_up_in_blocks(monkeypatch):
     assert max(scores) <= 32
     assert sum(scores) == 1001
     assert of_records == 2  # their gradients are added up
+
+
+# What the proof counts on, by hand
+
+
+def test_the_margin_for_rounding_by_hand():
+    """In clip norms: 2^-18 for lattice and steps; 2^-22 for each of E b = 8 records, of which float32 needs a quarter."""
+    steps = steps_of("convex-glm", clip_norm=1.0)
+    assert steps.sum_norm == 1 + 2.0**-18 + 8 * 2.0**-22
+    assert steps_of("per-step", clip_norm=1.0).sum_norm == 3 * 2 + 1
+    assert steps_of("clip-update").sum_norm == pytest.approx(0.1 * 2 / 0.5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss", [MSE, BINARY, SOFTMAX], ids=["mse", "bce", "ce"])
+def test_no_record_is_less_smooth_than_the_steps_say(loss, bias):
+    """The largest second derivative in the weights, by differences of the gradients of a record with endless features."""
+    steps = steps_of("convex-glm", smoothness=9.0, learning_rate=2 / 9, clip_norm=1e9)
+    layer = nn.Linear(2, 2 if loss is SOFTMAX else 1, bias=bias)
+    model = ConvexModel.of(FlatModel(layer), loss, steps)
+    data = TensorRecords(inputs=torch.tensor([[1e6, 0.0]]), targets=torch.zeros(1, dtype=torch.int64))
+    size = model.model.layout.size
+    steepest = model.clipped_sum(torch.zeros(size, dtype=torch.float64), data, torch.arange(1), seed=0)[0]
+    across = 1e-4 * steepest / torch.linalg.vector_norm(steepest) if steepest.any() else torch.full((size,), 1e-4).double()
+    if loss is MSE:  # flat at zero
+        data = TensorRecords(inputs=data.inputs, targets=torch.ones(1))
+        steepest = model.clipped_sum(torch.zeros(size, dtype=torch.float64), data, torch.arange(1), seed=0)[0]
+        across = 1e-4 * steepest / torch.linalg.vector_norm(steepest)
+    ends = [model.clipped_sum(sign * across, data, torch.arange(1), seed=0)[0] for sign in (1, -1)]
+    curvature = float(torch.linalg.vector_norm(ends[0] - ends[1]) / 2e-4)
+    assert curvature == pytest.approx(9.0, rel=1e-3)
