@@ -292,7 +292,7 @@ class Counting(nn.Module):
         self.kept = torch.ones(()) if self.kept is None else 2 * self.kept
         if not hasattr(self, "late"):
             self.register_buffer("late", torch.ones(()))
-        self.late = self.late / 2
+        self.late = self.late / 3
         return self.layer(inputs) * self.calls * self.kept * self.late
 
 
@@ -305,7 +305,8 @@ class Shrinking(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = self.layer(inputs)
-        self.weights[0].mul_(0.5)
+        with torch.no_grad():
+            torch.mul(self.weights[0], 0.5, out=self.weights[0])
         return outputs
 
 
@@ -398,6 +399,7 @@ def test_a_forward_pass_that_changes_weights_changes_no_other_record(monkeypatch
         return total(flat, records, loss=own_loss)
 
     expected = again(with_one((items[2][0] * math.nan, 0), 2, items))
+    assert expected.any()
     assert torch.equal(again(with_one((items[2][0], CLASSES), 2, items)), expected)
 
 
