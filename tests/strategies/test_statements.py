@@ -136,6 +136,7 @@ def relies(statement, words):
     return [line for line in statement.assumptions if words in line]
 
 
+@pytest.mark.slow
 def test_only_a_cost_that_counts_sampling_relies_on_it():
     words = "which records are in a batch is known to the client alone"
     poisson = {"mechanism": "gaussian", "delta": 1e-3, "num_records": SIZES}
@@ -147,6 +148,7 @@ def test_only_a_cost_that_counts_sampling_relies_on_it():
     assert not relies(every, words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "relied"), [(4, True), (80, False)])
 def test_dp_pasgd_relies_on_secret_batches_where_it_counts_them(batch, relied):
     strategy = DPPASGD(**PASGD, batch_size=batch, learning_rate=0.25, batch_sampling="poisson", num_records=80)
