@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
 from torch import nn
 
 from flower_dp import record_run, wire
@@ -16,7 +16,7 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted
+from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted, collect
 from flower_dp.strategies.roll_call import RollCall
 from flower_dp.strategies.roster import Register, Roster
 from tests.grids import LocalGrid, asks_to_train
@@ -291,6 +291,35 @@ def test_a_reply_slightly_longer_than_its_bound_is_clipped():
         update = np.array([0.3, 0.4]) * (1 + excess)
         assert np.linalg.norm(accepted(update, ["a"], bounds)) <= 0.5
         assert np.linalg.norm(accepted(update * 3, ["a", "b", "c"], bounds)) <= 1.5 * (1 + 1e-15)
+
+
+def test_a_node_of_several_clients_is_clipped_to_as_many_clip_norms():
+    def forge(node, reply):
+        record = next(iter(reply.content.array_records.values()))
+        record["0"] = Array(np.full(6, 100.0, np.float32))
+        return [reply]
+
+    def client_fn(context):
+        clients = dict.fromkeys(("a", "b") if context.node_id == 1 else ("c", "d"), RECORDS)
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1))
+
+    strategy = DPFedAvg(**WORDS | {"num_clients": 4, "noise_multiplier": 0})
+    start = model_arrays(nn.Linear(2, 2))
+    result = strategy.start(LocalGrid(client_app(client_fn), 2, tamper=forge), start, num_rounds=1)
+    moved = [(result.arrays[name].numpy() - start[name].numpy()).ravel() for name in start]
+    assert np.linalg.norm(np.concatenate(moved)) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_the_reply_of_a_stock_client_stands_for_one_client():
+    """A node that is asked for two clients and sends a plain model, under a strategy that takes its clients for stock ones."""
+    model = wire.Model.of(arrays(w=np.zeros(2, np.float32)), frozen=())
+    bounds = Bounds(clip_norm=0.5, step=0.0, honest_norm=lambda names: 0.0)
+    for names, counted in ((("a",), 1), (("a", "b"), 0)):
+        message = Message(RecordDict(), 7, "train")
+        reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32))}), reply_to=message)
+        told = collect([reply], asked={7: names}, sent=[message], model=model, bounds=bounds, stock=True)
+        assert len(told.clients) == counted
+        assert np.linalg.norm(told.total) == pytest.approx(0.5 * counted)
 
 
 # What is published does not tell how many clients take part
