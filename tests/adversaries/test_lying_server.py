@@ -196,7 +196,8 @@ def test_no_model_of_the_servers_moves_neighbours_further_apart(sensitivity, los
     steps = steps_of(sensitivity)
     rng = torch.Generator().manual_seed(7)
     largest, refused = 0.0, 0
-    for trial in range(250):
+    trials = 250 if sensitivity == "convex-glm" else 60
+    for trial in range(trials):
         module = nn.Linear(3, 2 if loss is SOFTMAX else 1, bias=False) if sensitivity == "convex-glm" else network()
         features = 3 if sensitivity == "convex-glm" else 4
         size = FlatModel(module).layout.size
@@ -210,7 +211,7 @@ def test_no_model_of_the_servers_moves_neighbours_further_apart(sensitivity, los
         largest = max(largest, apart or 0.0)
     assert largest <= 2 * steps.sum_norm
     assert largest > 0.2 * steps.sum_norm
-    assert (0 < refused < 250) if sensitivity == "convex-glm" else refused == 0
+    assert (0 < refused < trials) if sensitivity == "convex-glm" else refused == 0
 
 
 def test_honest_models_are_never_refused():

@@ -303,6 +303,14 @@ def test_a_linear_model_in_disguise_is_refused():
         ConvexModel.of(FlatModel(Own(nn.Linear(3, 1))), BINARY, convex())
 
 
+def test_a_linear_model_with_more_parameters_than_its_layer_is_refused():
+    """Which of the vector's places are the layer's would not be known."""
+    more = nn.Sequential(nn.Linear(3, 1))
+    more.register_parameter("more", nn.Parameter(torch.zeros(4)))
+    with pytest.raises(ValueError, match="one trainable Linear layer, and no other"):
+        ConvexModel.of(FlatModel(more), BINARY, convex())
+
+
 @pytest.mark.parametrize(("loss", "outputs"), [(BINARY, 1), (nn.functional.mse_loss, 1), (nn.functional.cross_entropy, 2)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_convex_gradients_are_those_of_autograd(loss, outputs, bias):

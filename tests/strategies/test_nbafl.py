@@ -115,6 +115,22 @@ def test_measured_uplink_noise_has_the_papers_std_and_a_wrong_one_is_rejected(wr
     assert (abs(ratio - 1) < 5 * math.sqrt(2 / rows.size)) == (wrong == 1.0)
 
 
+def test_terms_are_those_of_replaced_weights():
+    """All records of a client together move its clipped weights by 2 C."""
+    _, recipe = pair()
+    release = recipe.terms("c0", FOUR["c0"]).release
+    assert (release.unit, release.relation, release.sensitivity) == ("client", "replace-one", 2 * 1.5)
+
+
+def test_replies_lie_on_a_lattice_that_broadcasts_hide():
+    """Averages are rounded to the step of a release: what clients send is a thousand times finer."""
+    _, recipe = pair()
+    release = recipe.terms("c0", FOUR["c0"]).release
+    model = FlatModel(linear())
+    clip = recipe.pipeline(release, model=model, server_round=1).clip
+    assert clip.step == release.lattice_step(model.layout.size) / 2**10
+
+
 def test_noise_follows_from_the_clients_own_budget():
     recipe = NbAFLRecipe(training=TRAINING, min_records=8, **NOISE | {"epsilon": {"c0": 1.0, "c1": 10.0}})
     strong, weak = (recipe.terms(name, FOUR[name]).release.noise_scale for name in ("c0", "c1"))
