@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def untouched_root_logger() -> Iterator[None]:
-    """Keep handlers and level of the root logger, whatever libraries do that are imported or called within.
+    """Keep handlers and level of the root logger, though libraries that are imported or called within configure it.
 
     Some call `logging.basicConfig`, which then prints the lines of every logger in the process: Ray's debug lines, and those of
     Flower a second time. It does nothing where the root logger has a handler.
@@ -22,10 +22,8 @@ def untouched_root_logger() -> Iterator[None]:
         True
     """
     root, silent = logging.getLogger(), logging.NullHandler()
-    handlers, level = list(root.handlers), root.level
     root.addHandler(silent)
     try:
         yield
     finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+        root.removeHandler(silent)

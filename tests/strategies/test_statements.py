@@ -317,6 +317,11 @@ def test_one_client_without_noise_makes_a_run_not_private():
     statement = stated(FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8))
     assert not statement.private
     assert (statement.clients, statement.adversaries, statement.parts, statement.adversary) == (None, (), {}, "nobody")
+    waiting = FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8)
+    waiting.plan(3)
+    waiting.rules.open(NAMES)
+    waiting.rules.charge(1, ("c0", "c2"))
+    assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
     assert (pasgd.private, pasgd.paper) == (False, None)
 
