@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Required, Unpack
+from typing import Any, Required, Unpack
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinS
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, update_terms, violated_conditions
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.control import Control, Honest
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts, state
 from flower_dp.strategies.replies import Bounds, Collected
@@ -22,39 +22,6 @@ from flower_dp.strategies.strategy import DPStrategy
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
 # The norm of a Gaussian vector exceeds its mean by more standard deviations than this with probability e^-50, which is 2e-22.
 _NORM_DEVIATIONS = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Honest:
-    """Bounds of what honest clients make, each exceeded with a probability below 1e-20: norms of noised mean gradients.
-
-    Attributes:
-        single: of any one client's.
-        mean: of the mean over all clients, in which their independent noises partly cancel.
-    """
-
-    single: float
-    mean: float
-
-
-class Control(Protocol):
-    """A vector that the server sends with the model and computes from the messages (SCAFFOLD's c)."""
-
-    def begin(self) -> None:
-        """Forget the last run."""
-
-    def vector(self, size: int) -> np.ndarray:
-        """Return the vector that is sent with a model of `size` parameters [d], float32."""
-
-    def learn(self, collected: Collected, *, divisor: float, num_clients: int, honest: Honest) -> None:
-        """Update the vector by the messages of a round; an update is `divisor` = E eta times a mean gradient."""
-
-    def longest(self, sum_norm: float, *, honest: Honest) -> float:
-        """Return the largest norm of a mean gradient and its correction, given that of the noised gradient."""
-
-    @property
-    def incidents(self) -> tuple[str, ...]:
-        """What happened to the clients' own vectors, in words."""
 
 
 class DPFedPAQRules:

@@ -8,7 +8,8 @@ import numpy as np
 
 from flower_dp.core import compression
 from flower_dp.core.clipping import l2_norms
-from flower_dp.strategies.dp_fedpaq import DPFedPAQArguments, DPFedPAQRules, Honest
+from flower_dp.strategies.control import Honest
+from flower_dp.strategies.dp_fedpaq import DPFedPAQArguments, DPFedPAQRules
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rules import split
 from flower_dp.strategies.strategy import DPStrategy
