@@ -22,7 +22,7 @@ log = logging.getLogger("flwr")
 _POLL_SECONDS = 0.1
 _SETTLED_SECONDS = 3.0
 _LISTED = 5
-# Seconds that a round waits for the answers of new nodes. If one of them is silent, no round waits again for this many times as long.
+# Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
 _LATE_SECONDS, _REST = 20.0, 10.0
 # Of a node that can't take part.
 _NOBODY = Hosted(names=(), methods=frozenset())
