@@ -1,6 +1,6 @@
 """The roll call: the server asks nodes which clients they host and which methods they run.
 
-Nobody waits for a node that does not answer: questions are sent at once, and answers are read as they arrive. All nodes of a run
+Questions are sent at once, and answers are read as they arrive, so that no node has to wait for another. All nodes of a run
 execute the same ClientApp, so the answers of a few show whether nodes can be asked for names. If they can't, as with stock
 clients, every node is one client.
 """
@@ -120,6 +120,11 @@ class RollCall:
     def waiting(self) -> bool:
         """Whether nodes have been asked that did not answer yet."""
         return bool(self._open)
+
+    def awaited(self, seconds: float) -> bool:
+        """Tell whether a node that was asked for the first time, less than so many seconds ago, did not answer yet."""
+        end = time.monotonic() - seconds
+        return any(len(question.ids) == 1 and question.since > end for question in self._open.values())
 
     def ask(self, grid: Grid, nodes: Iterable[int], *, most_names: int, late: bool = False) -> dict[int, Hosted]:
         """Ask these nodes, those that can be asked now, and return the answers that have arrived since they were asked.

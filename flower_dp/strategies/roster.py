@@ -22,6 +22,8 @@ log = logging.getLogger("flwr")
 _POLL_SECONDS = 0.1
 _SETTLED_SECONDS = 3.0
 _LISTED = 5
+# Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
+_LATE_SECONDS, _REST = 20.0, 10.0
 # Of a node that can't take part.
 _NOBODY = Hosted(names=(), methods=frozenset())
 
@@ -92,6 +94,8 @@ class Register:
         # The answers of nodes, in the order in which they registered.
         self._hosted: dict[int, Hosted] = {}
         self._there: set[int] = set()
+        # When a round may wait for new nodes again.
+        self._waits_from = 0.0
         self._roster: Roster | None = None
 
     def roster(self, grid: Grid) -> Roster:
@@ -231,9 +235,17 @@ class Register:
         return after
 
     def _ask_new(self, grid: Grid, there: set[int]) -> bool:
-        """Ask nodes that are new, without waiting for them; return whether any client is there."""
-        most_names = self._most_per_node or self._num_clients
-        for node, told in self._roll_call.ask(grid, there - set(self._hosted), most_names=most_names, late=True).items():
+        """Ask nodes that are new, and wait a little for their answers; return whether any client is there."""
+        begun, most_names = time.monotonic(), self._most_per_node or self._num_clients
+        new = there - set(self._hosted)
+        answers = self._roll_call.ask(grid, new, most_names=most_names, late=True)
+        while begun >= self._waits_from and self._roll_call.awaited(_LATE_SECONDS):
+            time.sleep(_POLL_SECONDS)
+            answers |= self._roll_call.ask(grid, new - set(answers), most_names=most_names, late=True)
+            if (waited := time.monotonic() - begun) > _LATE_SECONDS:
+                self._waits_from = time.monotonic() + _REST * waited
+                break
+        for node, told in answers.items():
             reason = self._reason(told)
             if reason is not None:
                 log.warning("node %s is not asked: %s", node, reason)

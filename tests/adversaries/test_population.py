@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 
 import numpy as np
 import pytest
@@ -26,6 +27,11 @@ WORDS = {"clip_norm": 0.5, "noise_multiplier": 1e-9, "sampling": FullSampling(),
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
 METHODS = ["dp-fedavg", wire.EVALUATION]
 SILENT = "silent"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr("flower_dp.strategies.roster._LATE_SECONDS", 0.05)
 
 
 def app():
@@ -134,11 +140,34 @@ def test_a_node_that_is_waited_for_is_named_by_the_error():
         run({1: {**THREE, 9: naming(*(f"d{i}" for i in range(10_000)))}}, num_clients=4, registration_timeout=0.3)
 
 
-def test_a_silent_node_is_asked_once_in_many_rounds_and_nobody_waits_for_it():
-    """The wait is the only call that takes a timeout of its own: there is none in the roll call."""
-    _, grid, _ = run({1: THREE, 2: {9: SILENT}}, num_rounds=8)
-    assert grid.questions.count(9) == 1
-    assert len(grid.asked) == 8
+@pytest.mark.parametrize("crowd", [False, True], ids=["one", "a new one in every round"])
+def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(crowd, monkeypatch):
+    """No round waits again for new nodes for many times as long, so that a crowd of silent nodes takes a small share of the time."""
+    waited = set()
+    monkeypatch.setattr("flower_dp.strategies.roster._REST", 1e6)
+    monkeypatch.setattr("flower_dp.strategies.roster._POLL_SECONDS", 0.001)
+    pause = time.sleep
+    monkeypatch.setattr("flower_dp.strategies.roster.time.sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds)))
+    late = {node - 7: {node: SILENT} for node in range(9, 15 if crowd else 10)}
+    grid = Population({1: THREE} | late)
+    DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=8)
+    assert [grid.questions.count(node) for (node,) in late.values()] == [1] * len(late)
+    assert grid.asked == [[1, 2, 3]] * 8
+    assert waited == {1}
+
+
+def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(monkeypatch):
+    monkeypatch.setattr("flower_dp.strategies.roster._LATE_SECONDS", 5.0)
+    polls = []
+
+    class Slow(Population):
+        def pull_messages(self, message_ids):
+            polls.append(len(self.asked))
+            return [] if self.asked and polls.count(1) < 4 else super().pull_messages(message_ids)
+
+    grid = Slow({1: THREE, 2: {9: "d"}})
+    DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=3)
+    assert grid.asked == [[1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9]]
 
 
 def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(monkeypatch):
