@@ -4,6 +4,7 @@ The noise multiplier of an event is noise scale / clip norm. What one unit can c
 twice that under replace-one; this module is the one place where that factor enters.
 """
 
+import math
 from typing import Literal
 
 import dp_accounting as dp
@@ -18,6 +19,7 @@ LARGEST_MULTIPLIER = 1e50
 # (event, how many times).
 Leaves = list[tuple[dp.DpEvent, int]]
 _PLAIN = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
+_COMPOSED = (dp.ComposedDpEvent, dp.SelfComposedDpEvent)
 
 
 class UnsupportedEventError(ValueError):
@@ -54,12 +56,30 @@ def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
             for child in node.events:
                 visit(child, times)
         elif times and not isinstance(node, dp.NoOpDpEvent):
+            node = _joined(node)
             _validate(node)
             node = _in_range(node)
             merged[node] = merged.get(node, 0) + times
 
     visit(event, count)
     return list(merged.items())
+
+
+def _joined(leaf: dp.DpEvent) -> dp.DpEvent:
+    """Return one release in the place of several Gaussian ones on one sample of fixed size.
+
+    Without sampling, Gaussian releases of multipliers z1, z2, ... cost what one of multiplier (z1^-2 + z2^-2 + ...)^-1/2 does, and
+    sampling without replacement amplifies that cost, whatever the releases are. Samples drawn anew would amplify each on its own.
+    """
+    if not isinstance(leaf, dp.SampledWithoutReplacementDpEvent) or not isinstance(leaf.event, _COMPOSED):
+        return leaf
+    parts = leaves_of(leaf.event)
+    if any(isinstance(part, dp.NonPrivateDpEvent) for part, _ in parts):
+        return dp.NonPrivateDpEvent()
+    if not parts or not all(isinstance(part, dp.GaussianDpEvent) for part, _ in parts):
+        raise UnsupportedEventError(f"event {leaf}: of several releases on one sample only Gaussian ones can be accounted")
+    inverse = math.hypot(*(math.sqrt(count) / part.noise_multiplier for part, count in parts))
+    return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, dp.GaussianDpEvent(1 / inverse))
 
 
 def _validate(leaf: dp.DpEvent) -> None:
