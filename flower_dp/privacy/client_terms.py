@@ -30,15 +30,19 @@ class Terms:
         release: one release.
         num_replies: the most replies that the client will ever send.
         num_releases: releases in one reply, for example one for each local step, each with its own noise.
+        epsilon: what all `num_replies` replies together cost at most, at the delta that their noise was made for; infinite where
+            nobody has proved a bound.
     """
 
     release: Release
     num_replies: int
     num_releases: int = 1
+    epsilon: float = math.inf
 
     def __post_init__(self) -> None:
         checks.integer("num_replies", self.num_replies, at_least=1)
         checks.integer("num_releases", self.num_releases, at_least=1)
+        budget(self.epsilon)
 
     @property
     def event(self) -> DpEvent:

@@ -194,7 +194,7 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
         sampler=sampler,
         num_clients=size,
     )
-    return Terms(release=release, num_replies=replies)
+    return Terms(release=release, num_replies=replies, epsilon=epsilon)
 
 
 @lru_cache(maxsize=1024)
