@@ -24,6 +24,7 @@ from flower_dp.privacy.events import (
     Relation,
     UnsupportedEventError,
     effective,
+    example_of,
     inner_of,
     leaves_of,
     scaled,
@@ -73,6 +74,22 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
         raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r} at delta={delta:g}")
     value, name = least
     return Cost(epsilon=max(0.0, value), delta=delta, relation=relation, accountant=name)
+
+
+def check(event: dp.DpEvent, *, relation: Relation) -> None:
+    """Refuse an event that no accountant here bounds at any delta, without accounting it: the kinds of its releases decide.
+
+    Raises:
+        ValueError: if the event has a parameter that is not a finite positive number.
+        UnsupportedEventError: if nothing here bounds the event under this relation.
+    """
+    checks.one_of("relation", relation, RELATIONS)
+    leaves = [leaf for leaf, _ in leaves_of(event)]
+    if leaves and not any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf in leaves):
+        kinds = tuple((kind, 1) for kind in dict.fromkeys(map(example_of, leaves)))
+        # A probe of each kind; any delta will do, except that 0 allows only pure epsilon.
+        if _least(kinds, 1e-5, relation, 1e-2) is None:
+            raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r}")
 
 
 def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float | None:

@@ -45,6 +45,17 @@ def inner_of(leaf: dp.DpEvent) -> tuple[dp.DpEvent, float]:
     return leaf, 1.0
 
 
+def example_of(leaf: dp.DpEvent) -> dp.DpEvent:
+    """Return a release of the same kind that is quick to account: which accountants bound a release depends on its kind alone."""
+    inner, rate = inner_of(leaf)
+    plain = type(inner)(1.0)
+    if rate == 1:
+        return plain
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        return dp.PoissonSampledDpEvent(0.5, plain)
+    return dp.SampledWithoutReplacementDpEvent(2, 1, plain)
+
+
 def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
     """Flatten compositions into validated leaves, equal ones merged."""
     merged: dict[dp.DpEvent, int] = {}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import dp_accounting as dp
 
-from flower_dp.privacy import accounting, pld
+from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import Relation, inner_of, leaves_of
 
@@ -20,7 +20,7 @@ _MOST_GROUPS = 4
 _NARROW = math.log(1.02)
 # A group is accounted for up to a tenth more replies than it has, so that most rounds need no account.
 _STEP = 1.1
-# Grid of the accountant, in parts of the least budget; the usual one where nobody knows the budget.
+# Grid of the accountant, in parts of the least budget, or of 1.
 _GRID = 1e-3
 
 
@@ -69,7 +69,7 @@ class _Group:
         self._relation, self._delta = relation, delta
         self._reply = accounting.repeated(_worst(list(releases.values())), next(iter(terms.values())).num_releases)
         least = min(own.epsilon for own in terms.values())
-        self._grid = _GRID * min(1.0, least) if math.isfinite(least) else pld.GRID
+        self._grid = _GRID * min(1.0, least)
         self._accounted, self._cost = 0, 0.0
 
     def epsilon(self, replies: int) -> float:
