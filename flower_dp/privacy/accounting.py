@@ -56,7 +56,8 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
     conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0).
-    Sampling without replacement is bounded under replace-one by Wang, Balle & Kasiviswanathan 2019, with sensitivity 2 C.
+    Sampling without replacement has a bound under replace-one only, with sensitivity 2 C: `pld` by Balle, Barthe & Gaboardi 2018,
+    Theorem 9 (`flower_dp.privacy.fixed_size`), `rdp` by Wang, Balle & Kasiviswanathan 2019.
 
     Raises:
         ValueError: if delta is not in [0, 1), or the event has a parameter that is not a finite positive number.

@@ -64,7 +64,9 @@ class WorstClient:
 class _Group:
     """Clients whose releases are of one kind, and the cost of one who costs no less than any of them."""
 
-    def __init__(self, terms: Mapping[str, Terms], releases: Mapping[str, dp.DpEvent], *, relation: Relation, delta: float) -> None:
+    def __init__(
+        self, terms: Mapping[str, Terms], releases: Mapping[str, dp.DpEvent], *, relation: Relation, delta: float
+    ) -> None:
         self.names = tuple(terms)
         self._relation, self._delta = relation, delta
         self._reply = accounting.repeated(_worst(list(releases.values())), next(iter(terms.values())).num_releases)

@@ -28,7 +28,10 @@ Compose, Repeat = dp.ComposedDpEvent, dp.SelfComposedDpEvent
 REPLACE = "replace-one"
 GOLDEN = [(2.0, 1000, 100, 150, 5.01e-4, 7.482), (4.0, 600, 120, 18, 1e-4, 1.817), (2.0, 1000, 1000, 1, 1e-5, 4.3772)]
 Tail = Callable[[Any], Any]
-TAIL: dict[Any, Tail] = {Gaussian: lambda x: special.ndtr(-x), Laplace: lambda x: np.where(x < 0, 1 - np.exp(x) / 2, np.exp(-x) / 2)}
+TAIL: dict[Any, Tail] = {
+    Gaussian: lambda x: special.ndtr(-x),
+    Laplace: lambda x: np.where(x < 0, 1 - np.exp(x) / 2, np.exp(-x) / 2),
+}
 
 
 def sampled(population: int, sample: int, release: dp.DpEvent) -> dp.DpEvent:
