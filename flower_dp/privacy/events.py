@@ -46,7 +46,7 @@ def inner_of(leaf: dp.DpEvent) -> tuple[dp.DpEvent, float]:
 
 
 def example_of(leaf: dp.DpEvent) -> dp.DpEvent:
-    """Return a release of the same kind that is quick to account: which accountants bound a release depends on its kind alone."""
+    """Return a quick release of the same kind: which accountants bound a release depends on its kind alone."""
     inner, rate = inner_of(leaf)
     plain = type(inner)(1.0)
     if rate == 1:
@@ -79,8 +79,8 @@ def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
 def _joined(leaf: dp.DpEvent) -> dp.DpEvent:
     """Return one release in the place of several Gaussian ones on one sample of fixed size.
 
-    Without sampling, Gaussian releases of multipliers z1, z2, ... cost what one of multiplier (z1^-2 + z2^-2 + ...)^-1/2 does, and
-    sampling without replacement amplifies that cost, whatever the releases are. Samples drawn anew would amplify each on its own.
+    Without sampling, Gaussian releases of multipliers z1, z2, ... cost what one of multiplier (z1^-2 + z2^-2 + ...)^-1/2 does.
+    Sampling without replacement amplifies that cost. Each of them with a sample of its own would be another event.
     """
     if not isinstance(leaf, dp.SampledWithoutReplacementDpEvent) or not isinstance(leaf.event, _COMPOSED):
         return leaf

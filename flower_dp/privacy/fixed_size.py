@@ -1,13 +1,13 @@
 """Sampling without replacement under replace-one: the privacy loss distribution of a release on m of n units.
 
-Exactly m of n units are drawn, each set of m with equal probability; g = m / n. Let d(x) be the hockey-stick profile of the release
-itself: its least delta at epsilon x, when one of the m units is replaced. The profile d' of the sampled release is then at most
+Exactly m of n units are drawn, each set of m with equal probability; g = m / n. Let d(x) be the hockey-stick profile of the
+release itself: its least delta at epsilon x, when one of the m units is replaced. The profile d' of the sampled release is at most
 
     d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0    (Balle, Barthe & Gaboardi 2018, Theorem 9)
     d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0     (replace-one is symmetric)
 
-d' is the profile of one pair of distributions, which dominates all neighbours in both directions (Zhu, Dong & Wang 2022, Proposition 9).
-So releases compose by adding up the losses of their pairs (their Theorem 10). `docs/privacy.md` has the proof.
+d' is the profile of one pair of distributions, which dominates all neighbours in both directions (Zhu, Dong & Wang 2022,
+Proposition 9). So releases compose by adding up the losses of their pairs (their Theorem 10). `docs/privacy.md` has the proof.
 """
 
 import math
@@ -69,21 +69,23 @@ def amplified(profile: Profile, rate: float, epsilons: np.ndarray) -> np.ndarray
 
 def mirrored(deltas: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
     """Return a symmetric profile's deltas [k] at -epsilons [k] from its deltas at epsilons > 0: 1 - e^-epsilon (1 - delta)."""
-    return np.exp(-epsilons) * deltas - np.expm1(-epsilons)
+    whole: np.ndarray = np.exp(-epsilons) * deltas - np.expm1(-epsilons)
+    return whole
 
 
 def gaussian_profile(distance: float) -> Profile:
     """Return the profile of two normal distributions of variance 1 with means `distance` apart (Balle & Wang 2018, Theorem 8).
 
-    It is ndtr(a) - e^epsilon ndtr(b) with a, b = +-distance / 2 - epsilon / distance. Both terms have the factor e^(-a^2 / 2), which
-    is taken out: e^epsilon alone would overflow.
+    It is ndtr(a) - e^epsilon ndtr(b) with a, b = +-distance / 2 - epsilon / distance. Both terms have the factor e^(-a^2 / 2),
+    which is taken out: e^epsilon alone would overflow.
     """
 
     def profile(epsilons: np.ndarray) -> np.ndarray:
         a, b = distance / 2 - epsilons / distance, -distance / 2 - epsilons / distance
         density = np.exp(-a * a / 2)
         first = np.where(a < 0, density * special.erfcx(-np.minimum(a, 0.0) / math.sqrt(2)) / 2, special.ndtr(a))
-        return np.maximum(0.0, first - density * special.erfcx(-b / math.sqrt(2)) / 2)
+        deltas: np.ndarray = np.maximum(0.0, first - density * special.erfcx(-b / math.sqrt(2)) / 2)
+        return deltas
 
     return profile
 

@@ -1,9 +1,9 @@
 """The worst client: a quick upper bound of the largest epsilon of clients with terms of their own.
 
-To account every client's ledger takes far too long for every round. So clients are put into a few groups. A group is accounted as one
-client who costs no less than any of its members: the least noise, the largest sampling rate and the most replies among them. Less
-noise never costs less, because more noise is post-processing. A larger rate never costs less, because a release at a smaller one is
-a mixture of it with a release without the unit. The cost of a client is at most its budget besides.
+To account every client's ledger takes far too long for every round. So clients are put into a few groups. A group is accounted
+as one client who costs no less than any of its members: the least noise, the largest sampling rate and the most replies among
+them. Less noise never costs less, because more noise is post-processing. A larger rate never costs less, because a release at a
+smaller one is a mixture of it with a release without the unit. Besides, a client costs at most its budget.
 """
 
 import math

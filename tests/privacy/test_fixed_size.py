@@ -5,7 +5,7 @@ In `distance` the noise scale is 1 and the sensitivity 2 C is `distance`.
 
 import math
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import dp_accounting as dp
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from flower_dp.core.sampling import FixedSizeSampling
-from flower_dp.privacy import accounting, fixed_size, pld, planned_run
+from flower_dp.privacy import accounting, fixed_size, planned_run, pld
 from flower_dp.privacy.accounting import calibrate, epsilon, rdp_epsilon
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.ledger import Ledger
@@ -143,7 +143,7 @@ def test_a_coarser_grid_never_says_less(kind: Any) -> None:
     one = [fixed_size.distribution(kind(0.7), 0.2, grid) for grid in (0.32, 0.08, 0.02, 0.005)]
     for eps in np.linspace(-3, 3, 41):
         deltas = [each.get_delta_for_epsilon(float(eps)) for each in one]
-        assert all(coarse >= fine - 1e-12 for coarse, fine in zip(deltas, deltas[1:], strict=False))
+        assert all(coarse >= fine - 1e-12 for coarse, fine in pairwise(deltas))
 
 
 def test_a_sampled_laplace_release_ends_at_its_pure_epsilon() -> None:

@@ -65,7 +65,7 @@ def test_the_bound_is_never_below_any_clients_own_cost_and_never_falls(populatio
 
 def test_equal_clients_cost_what_one_does() -> None:
     own = terms(gaussian(6.0), PoissonSampling(sampling_rate=0.1))
-    worst = WorstClient({name: own for name in "abc"}, relation=REPLACE, delta=DELTA)
+    worst = WorstClient(dict.fromkeys("abc", own), relation=REPLACE, delta=DELTA)
     assert worst.epsilon({"a": 0, "b": 0, "c": 0}, {}) == 0
     assert worst.epsilon({"a": 1, "b": 7, "c": 0}, {}) == pytest.approx(own_cost(own, 7), rel=2e-3)
 
