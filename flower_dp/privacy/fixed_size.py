@@ -1,7 +1,7 @@
 """Sampling without replacement under replace-one: the privacy loss distribution of a release on m of n units.
 
 Exactly m of n units are drawn, each set of m with equal probability; g = m / n. Let d(x) be the hockey-stick profile of the
-release itself: its least delta at epsilon x, when one of the m units is replaced. The profile d' of the sampled release is at most
+release itself: its least delta at epsilon x, when one of the m units is replaced. The sampled release's profile d' is at most
 
     d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0    (Balle, Barthe & Gaboardi 2018, Theorem 9)
     d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0     (replace-one is symmetric)
