@@ -152,6 +152,12 @@ def test_pure_epsilon_of_laplace_releases() -> None:
     assert epsilon(event, delta=1e-3, relation=ADD).epsilon < 4.0
 
 
+def test_a_replaced_unit_moves_a_laplace_release_twice_as_far_at_any_delta() -> None:
+    replaced = epsilon(Repeat(Laplace(8.0), 10), delta=1e-3, relation=REPLACE)
+    assert replaced.accountant == "pld"
+    assert replaced.epsilon == pytest.approx(epsilon(Repeat(Laplace(4.0), 10), delta=1e-3, relation=ADD).epsilon, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("event", "relation", "by_hand"),
     [

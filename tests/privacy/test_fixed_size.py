@@ -61,6 +61,7 @@ def worst_pair(kind: Any, distance: float, rate: float) -> tuple[Tail, Tail]:
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("multiplier", "population", "sample", "count", "delta", "golden"), GOLDEN)
 def test_golden_numbers(multiplier: float, population: int, sample: int, count: int, delta: float, golden: float) -> None:
     event = run(multiplier, population, sample, count)
@@ -259,6 +260,7 @@ def test_losses_too_large_for_a_grid_are_left_to_other_accountants() -> None:
 # Events together
 
 
+@pytest.mark.slow
 def test_fixed_size_poisson_and_unsampled_releases_compose_in_any_order() -> None:
     parts = [run(3.0, 100, 10, 5), Repeat(Poisson(0.1, Gaussian(3.0)), 5), Gaussian(6.0), Laplace(20.0)]
     both = epsilon(Compose(parts), delta=1e-5, relation=REPLACE)
@@ -268,6 +270,7 @@ def test_fixed_size_poisson_and_unsampled_releases_compose_in_any_order() -> Non
     assert both.epsilon < sum(cost(part, 2.5e-6) for part in parts)
 
 
+@pytest.mark.slow
 def test_a_sample_of_nearly_all_units_is_nearly_no_sampling() -> None:
     mixed = cost(Compose([Gaussian(5.0), sampled(10**6, 10**6 - 1, Gaussian(5.0))]))
     assert mixed == pytest.approx(cost(Repeat(Gaussian(5.0), 2)), rel=1e-4)
@@ -296,12 +299,14 @@ def test_several_gaussian_releases_on_one_sample_are_one_with_less_noise() -> No
 # Who uses it
 
 
+@pytest.mark.slow
 def test_calibrated_noise_is_that_of_the_tight_bound() -> None:
     for multiplier, population, sample, count, delta, golden in GOLDEN:
         found = calibrate(lambda z: run(z, population, sample, count), epsilon=golden, delta=delta, relation=REPLACE)  # noqa: B023
         assert found == pytest.approx(multiplier, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
     multiplier, population, sample, count, delta, golden = GOLDEN[1]
     ledger = Ledger(owner="a client", relation=REPLACE)
