@@ -24,6 +24,7 @@ from flower_dp.privacy.events import (
     Relation,
     UnsupportedEventError,
     effective,
+    example_of,
     inner_of,
     leaves_of,
     scaled,
@@ -55,7 +56,8 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
     conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0).
-    Sampling without replacement is bounded under replace-one by Wang, Balle & Kasiviswanathan 2019, with sensitivity 2 C.
+    Sampling without replacement has a bound under replace-one only, with sensitivity 2 C: `pld` by Balle, Barthe & Gaboardi 2018,
+    Theorem 9 (`flower_dp.privacy.fixed_size`), `rdp` by Wang, Balle & Kasiviswanathan 2019.
 
     Raises:
         ValueError: if delta is not in [0, 1), or the event has a parameter that is not a finite positive number.
@@ -78,6 +80,22 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
 def counts_sampling(cost: Cost) -> bool:
     """Return whether a cost may be the less because units were sampled in secret: `gaussian-exact` takes all to take part."""
     return not cost.accountant.startswith(("gaussian-exact", "none"))
+
+
+def check(event: dp.DpEvent, *, relation: Relation) -> None:
+    """Refuse an event that no accountant here bounds at any delta, without accounting it: the kinds of its releases decide.
+
+    Raises:
+        ValueError: if the event has a parameter that is not a finite positive number.
+        UnsupportedEventError: if nothing here bounds the event under this relation.
+    """
+    checks.one_of("relation", relation, RELATIONS)
+    leaves = [leaf for leaf, _ in leaves_of(event)]
+    if leaves and not any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf in leaves):
+        kinds = tuple((kind, 1) for kind in dict.fromkeys(map(example_of, leaves)))
+        # A probe of each kind; any delta will do, except that 0 allows only pure epsilon.
+        if _least(kinds, 1e-5, relation, 1e-2) is None:
+            raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r}")
 
 
 def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float | None:

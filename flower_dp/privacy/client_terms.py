@@ -50,16 +50,20 @@ class Terms:
         num_releases: releases in one reply, for example one for each local step, each with its own noise.
         num_records: the client's public data size, where a release draws from fewer records than it has, such as a batch of fixed
             size; None: those that the release draws from.
+        epsilon: what all `num_replies` replies together cost at most, at the delta that their noise was made for; infinite where
+            nobody has proved a bound.
     """
 
     release: Release
     num_replies: int
     num_releases: int = 1
     num_records: int | None = None
+    epsilon: float = math.inf
 
     def __post_init__(self) -> None:
         checks.integer("num_replies", self.num_replies, at_least=1)
         checks.integer("num_releases", self.num_releases, at_least=1)
+        budget(self.epsilon)
 
     @property
     def event(self) -> DpEvent:

@@ -193,7 +193,7 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
     takes its own E b of the client's records at random, which nobody else knows: amplified by sampling without
-    replacement, with the Renyi bound of Wang, Balle and Kasiviswanathan 2019 and a sensitivity of twice the norm.
+    replacement (`flower_dp.privacy.fixed_size`), with a sensitivity of twice the norm.
 
     The release is u, the sum of E b clipped gradients: `noise_scale` x eta_k / b is the noise on the update.
 
@@ -233,7 +233,7 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
         sampler=sampler,
         num_clients=size,
     )
-    return Terms(release=release, num_replies=replies)
+    return Terms(release=release, num_replies=replies, epsilon=epsilon)
 
 
 @lru_cache(maxsize=1024)

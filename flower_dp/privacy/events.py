@@ -4,6 +4,7 @@ The noise multiplier of an event is noise scale / clip norm. What one unit can c
 twice that under replace-one; this module is the one place where that factor enters.
 """
 
+import math
 from typing import Literal
 
 import dp_accounting as dp
@@ -18,6 +19,7 @@ LARGEST_MULTIPLIER = 1e50
 # (event, how many times).
 Leaves = list[tuple[dp.DpEvent, int]]
 _PLAIN = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
+_COMPOSED = (dp.ComposedDpEvent, dp.SelfComposedDpEvent)
 
 
 class UnsupportedEventError(ValueError):
@@ -43,6 +45,17 @@ def inner_of(leaf: dp.DpEvent) -> tuple[dp.DpEvent, float]:
     return leaf, 1.0
 
 
+def example_of(leaf: dp.DpEvent) -> dp.DpEvent:
+    """Return a quick release of the same kind: which accountants bound a release depends on its kind alone."""
+    inner, rate = inner_of(leaf)
+    plain = type(inner)(1.0)
+    if rate == 1:
+        return plain
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        return dp.PoissonSampledDpEvent(0.5, plain)
+    return dp.SampledWithoutReplacementDpEvent(2, 1, plain)
+
+
 def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
     """Flatten compositions into validated leaves, equal ones merged."""
     merged: dict[dp.DpEvent, int] = {}
@@ -54,12 +67,30 @@ def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
             for child in node.events:
                 visit(child, times)
         elif times and not isinstance(node, dp.NoOpDpEvent):
+            node = _joined(node)
             _validate(node)
             node = _in_range(node)
             merged[node] = merged.get(node, 0) + times
 
     visit(event, count)
     return list(merged.items())
+
+
+def _joined(leaf: dp.DpEvent) -> dp.DpEvent:
+    """Return one release in the place of several Gaussian ones on one sample of fixed size.
+
+    Without sampling, Gaussian releases of multipliers z1, z2, ... cost what one of multiplier (z1^-2 + z2^-2 + ...)^-1/2 does.
+    Sampling without replacement amplifies that cost. Each of them with a sample of its own would be another event.
+    """
+    if not isinstance(leaf, dp.SampledWithoutReplacementDpEvent) or not isinstance(leaf.event, _COMPOSED):
+        return leaf
+    parts = leaves_of(leaf.event)
+    if any(isinstance(part, dp.NonPrivateDpEvent) for part, _ in parts):
+        return dp.NonPrivateDpEvent()
+    if not parts or not all(isinstance(part, dp.GaussianDpEvent) for part, _ in parts):
+        raise UnsupportedEventError(f"event {leaf}: of several releases on one sample only Gaussian ones can be accounted")
+    inverse = math.hypot(*(math.sqrt(count) / part.noise_multiplier for part, count in parts))
+    return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, dp.GaussianDpEvent(1 / inverse))
 
 
 def _validate(leaf: dp.DpEvent) -> None:

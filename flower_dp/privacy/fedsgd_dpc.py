@@ -114,7 +114,7 @@ def gradient_terms(
         sampler=sampler,
         num_clients=checks.integer("num_records", num_records, at_least=1),
     )
-    return Terms(release=release, num_replies=num_replies)
+    return Terms(release=release, num_replies=num_replies, epsilon=epsilon)
 
 
 def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) -> float:

@@ -39,7 +39,7 @@ class Ledger:
         """
         event = _frozen(event)
         if event not in self._counts:
-            accounting.epsilon(event, delta=1e-5, relation=self.relation, grid=1e-2)
+            accounting.check(event, relation=self.relation)
         self.num_charges += 1
         if not isinstance(event, NoOpDpEvent):
             self._counts[event] = self._counts.get(event, 0) + 1

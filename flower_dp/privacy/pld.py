@@ -7,6 +7,7 @@ from typing import Any
 import dp_accounting as dp
 from dp_accounting.pld import privacy_loss_distribution
 
+from flower_dp.privacy import fixed_size
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
 # A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
@@ -64,15 +65,9 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, ro
 
 def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> float:
     """Return the upper bound that one grid gives."""
-    sampled = any(inner_of(leaf)[1] < 1 for leaf, _ in leaves)
     total = None
     for leaf, count in leaves:
-        # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.
-        one = (
-            _leaf_pld(leaf, relation, grid)
-            if sampled
-            else _leaf_pld(scaled(inner_of(leaf)[0], relation), "add-or-remove-one", grid)
-        )
+        one = _leaf_pld(leaf, relation, grid)
         if one is None:
             return math.nan
         one = _self_composed(one, count)
@@ -92,8 +87,12 @@ def _self_composed(one: Any, count: int) -> Any:
 def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
     """Return the privacy loss distribution of one release, or None where the library has none."""
     inner, rate = inner_of(leaf)
-    if rate < 1 and not isinstance(leaf, dp.PoissonSampledDpEvent):
-        return None
+    if rate == 1:
+        # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.
+        inner, relation = scaled(inner, relation), "add-or-remove-one"
+    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        # Add-or-remove-one changes the number of units, and so the law of the sample itself.
+        return fixed_size.distribution(scaled(inner, relation), rate, grid) if relation == "replace-one" else None
     if isinstance(inner, dp.GaussianDpEvent):
         # Under replace-one the library itself doubles the sensitivity of the Gaussian.
         return privacy_loss_distribution.from_gaussian_mechanism(

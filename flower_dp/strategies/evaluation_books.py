@@ -30,6 +30,7 @@ class EvaluationBooks:
         self.terms: dict[str, Terms] = {}
         self.ledgers: dict[str, Ledger] = {}
         self.num_charged = 0
+        self._costs: dict[DpEvent, float] = {}
 
     def open(self, training: Mapping[str, Terms]) -> None:
         """Open a ledger for every client, in addition to its terms of training."""
@@ -49,6 +50,17 @@ class EvaluationBooks:
     def alone(self, name: str) -> Cost:
         """Return what a client's evaluations cost alone: pure epsilons added up."""
         return accounting.epsilon(self.ledgers[name].event, delta=0.0, relation=self.relation)
+
+    def pure_epsilons(self) -> dict[str, float]:
+        """Return an upper bound of `alone` of every client that was charged: its number of evaluations times the cost of one."""
+        return {name: ledger.num_charges * self._each(name) for name, ledger in self.ledgers.items() if ledger.num_charges}
+
+    def _each(self, name: str) -> float:
+        event = self.terms[name].event
+        if event not in self._costs:
+            # As a float the product may be below the sum by its last bits.
+            self._costs[event] = accounting.epsilon(event, delta=0.0, relation=self.relation).epsilon * (1 + 2**-40)
+        return self._costs[event]
 
     def together(self, name: str, training: Cost, event: DpEvent, *, grid: float) -> Cost:
         """Return what training and evaluations cost a client together: the least bound that can be proved.

@@ -14,6 +14,7 @@ from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.worst_client import WorstClient
 from flower_dp.strategies.evaluation_books import EvaluationBooks
 from flower_dp.strategies.replies import Bounds
 from flower_dp.strategies.rules import Round
@@ -22,6 +23,8 @@ AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
 # The norm of a noise vector exceeds its bound with probability e^-60, which is 1e-26.
 NOISE_DEVIATIONS = 60.0
+# Grid of the accountant for a statement: a coarser one would overstate a small budget.
+_GRID = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,8 @@ class ClientBooks:
         self._all_records = 0
         if self.evaluations is not None:
             self.evaluations.begin()
-        self._costs: dict[tuple[float, tuple[str, ...]], Cost] = {}
+        self._costs: dict[tuple[str, ...], Cost] = {}
+        self._worst: WorstClient | None = None
 
     def open(self, names: tuple[str, ...], most_replies: int | None, terms_of: Callable[[str, int, int], Terms]) -> None:
         """Open a ledger for every client, with its terms.
@@ -174,27 +178,32 @@ class ClientBooks:
 
         return Bounds(clip_norm=None, step=0.0, honest_norm=honest_norm)
 
-    def cost(self, ledger: Ledger, *, grid: float = 1e-5) -> Cost:
-        """Return the cost of a ledger; equal ledgers are accounted once. A coarser grid would overstate a small budget."""
-        key = (grid, (ledger.relation, *ledger.lines()))
+    def cost(self, ledger: Ledger) -> Cost:
+        """Return the cost of a ledger; equal ledgers are accounted once."""
+        key = (ledger.relation, *ledger.lines())
         if key not in self._costs:
-            self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=grid)
+            self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=_GRID)
         return self._costs[key]
 
-    def total(self, name: str, ledger: Ledger, *, grid: float = 1e-5) -> Cost:
+    def total(self, name: str, ledger: Ledger) -> Cost:
         """Return the cost of one of a client's ledgers and of its private evaluations together."""
-        training = self.cost(ledger, grid=grid)
+        training = self.cost(ledger)
         if self.evaluations is None or not self.evaluations.ledgers[name].num_charges:
             return training
-        key = (grid, (ledger.relation, *ledger.lines(), "evaluation", *self.evaluations.ledgers[name].lines()))
+        key = (ledger.relation, *ledger.lines(), "evaluation", *self.evaluations.ledgers[name].lines())
         if key not in self._costs:
-            self._costs[key] = self.evaluations.together(name, training, ledger.event, grid=grid)
+            self._costs[key] = self.evaluations.together(name, training, ledger.event, grid=_GRID)
         return self._costs[key]
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the largest cost of a client, over all replies and evaluations so far."""
-        return max((self.total(name, ledger, grid=1e-4).epsilon for name, ledger in self.ledgers.items()), default=0.0)
+        """An upper bound of the largest cost of a client, over all replies and evaluations so far, quick to compute."""
+        if not self.terms:
+            return 0.0
+        if self._worst is None:
+            self._worst = WorstClient(self.terms, relation=self.relation, delta=self.delta)
+        evaluated = {} if self.evaluations is None else self.evaluations.pure_epsilons()
+        return self._worst.epsilon({name: ledger.num_charges for name, ledger in self.ledgers.items()}, evaluated)
 
 
 def check_count(field: str, value: Any, num_clients: int) -> None:

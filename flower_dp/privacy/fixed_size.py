@@ -1,0 +1,102 @@
+"""Sampling without replacement under replace-one: the privacy loss distribution of a release on m of n units.
+
+Exactly m of n units are drawn, each set of m with equal probability; g = m / n. Let d(x) be the hockey-stick profile of the
+release itself: its least delta at epsilon x, when one of the m units is replaced. The sampled release's profile d' is at most
+
+    d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0    (Balle, Barthe & Gaboardi 2018, Theorem 9)
+    d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0     (replace-one is symmetric)
+
+d' is the profile of one pair of distributions, which dominates all neighbours in both directions (Zhu, Dong & Wang 2022,
+Proposition 9). So releases compose by adding up the losses of their pairs (their Theorem 10). `docs/privacy.md` has the proof.
+"""
+
+import math
+from collections.abc import Callable
+
+import dp_accounting as dp
+import numpy as np
+from dp_accounting.pld import pld_pmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy import special
+
+# epsilons >= 0 [k] -> deltas [k].
+Profile = Callable[[np.ndarray], np.ndarray]
+
+# Losses of Gaussian noise more than so many standard deviations above their mean count as infinite: a probability of 1e-19.
+_TAIL = 9.0
+# A distribution with more points takes too long; such an epsilon protects nobody.
+_MOST_POINTS = 2**23
+# More than the error of a profile in float64, in parts of 1 + the sensitivity over the noise scale; added to the profile.
+_ROUNDING = 2.0**-50
+
+
+def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDistribution:
+    """Return a distribution of losses on a grid whose profile is nowhere below that of the sampled release, under replace-one.
+
+    Args:
+        release: one Gaussian or Laplace release with noise scale / *sensitivity* for its multiplier. The sensitivity of a
+            replacement is twice the clip norm.
+        rate: g = m / n, in (0, 1].
+        grid: distance of neighbouring losses.
+
+    Raises:
+        OverflowError: if the grid is too fine for losses of this size.
+    """
+    distance = 1 / release.noise_multiplier
+    if isinstance(release, dp.GaussianDpEvent):
+        profile, largest = gaussian_profile(distance), distance * (distance / 2 + _TAIL)
+    else:
+        profile, largest = laplace_profile(distance), distance
+    last = max(1, math.ceil(_amplified(largest, rate) / grid))
+    if last > _MOST_POINTS:
+        raise OverflowError(f"{release}: losses up to {last * grid:g} on a grid of {grid:g} are too many")
+    epsilons = grid * np.arange(last + 1)
+    above = amplified(profile, rate, epsilons)
+    below = mirrored(above[:0:-1], epsilons[:0:-1])
+    deltas = np.minimum(1.0, np.concatenate([below, above]) + _ROUNDING * (1 + distance))
+    # The builder joins the points by straight lines in e^epsilon, where the profile is convex, and goes on level beyond the last
+    # one: nowhere below the profile.
+    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, -last, last, deltas))
+
+
+def amplified(profile: Profile, rate: float, epsilons: np.ndarray) -> np.ndarray:
+    """Return the sampled release's deltas [k] at epsilons >= 0 [k]: g d(log(1 + (e^epsilon - 1) / g))."""
+    small = np.log1p(np.expm1(np.minimum(epsilons, 1.0)) / rate)
+    large = epsilons - math.log(rate) + np.log1p((rate - 1) * np.exp(-np.maximum(epsilons, 1.0)))
+    deltas: np.ndarray = rate * profile(np.where(epsilons < 1, small, large))
+    return deltas
+
+
+def mirrored(deltas: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
+    """Return a symmetric profile's deltas [k] at -epsilons [k] from its deltas at epsilons > 0: 1 - e^-epsilon (1 - delta)."""
+    whole: np.ndarray = np.exp(-epsilons) * deltas - np.expm1(-epsilons)
+    return whole
+
+
+def gaussian_profile(distance: float) -> Profile:
+    """Return the profile of two normal distributions of variance 1 with means `distance` apart (Balle & Wang 2018, Theorem 8).
+
+    It is ndtr(a) - e^epsilon ndtr(b) with a, b = +-distance / 2 - epsilon / distance. Both terms have the factor e^(-a^2 / 2),
+    which is taken out: e^epsilon alone would overflow.
+    """
+
+    def profile(epsilons: np.ndarray) -> np.ndarray:
+        a, b = distance / 2 - epsilons / distance, -distance / 2 - epsilons / distance
+        density = np.exp(-a * a / 2)
+        first = np.where(a < 0, density * special.erfcx(-np.minimum(a, 0.0) / math.sqrt(2)) / 2, special.ndtr(a))
+        deltas: np.ndarray = np.maximum(0.0, first - density * special.erfcx(-b / math.sqrt(2)) / 2)
+        return deltas
+
+    return profile
+
+
+def laplace_profile(distance: float) -> Profile:
+    """Return the profile of Laplace noise of scale 1 on vectors at most `distance` apart in L1."""
+    return lambda epsilons: -np.expm1(np.minimum(0.0, (epsilons - distance) / 2))
+
+
+def _amplified(pure: float, rate: float) -> float:
+    """log(1 + g (e^x - 1)), without overflow."""
+    if pure < 1:
+        return math.log1p(rate * math.expm1(pure))
+    return pure + math.log(rate + (1 - rate) * math.exp(-pure))

@@ -1,0 +1,125 @@
+"""The worst client: a quick upper bound of the largest epsilon of clients with terms of their own.
+
+To account every client's ledger takes far too long for every round. So clients are put into a few groups. A group is accounted
+as one client who costs no less than any of its members: the least noise, the largest sampling rate and the most replies among
+them. Less noise never costs less, because more noise is post-processing. A larger rate never costs less, because a release at a
+smaller one is a mixture of it with a release without the unit. Besides, a client costs at most its budget.
+"""
+
+import math
+from collections.abc import Mapping
+
+import dp_accounting as dp
+
+from flower_dp.privacy import accounting
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.events import Relation, inner_of, leaves_of
+
+# A group in which noise or rates differ by more than 2 % is halved, as long as there are fewer groups than this.
+_MOST_GROUPS = 4
+_NARROW = math.log(1.02)
+# A group is accounted for up to a tenth more replies than it has, so that most rounds need no account.
+_STEP = 1.1
+# Grid of the accountant, in parts of the least budget, or of 1.
+_GRID = 1e-3
+
+
+class WorstClient:
+    """An upper bound of the largest cost of a client, from the number of replies of each.
+
+    Args:
+        terms: of every client.
+        relation: neighbouring relation of the ledgers.
+        delta: the delta at which epsilon is stated, also that of the budgets in the terms.
+    """
+
+    def __init__(self, terms: Mapping[str, Terms], *, relation: Relation, delta: float) -> None:
+        self._terms = dict(terms)
+        kinds: dict[object, dict[str, dp.DpEvent]] = {}
+        for name, own in terms.items():
+            release = leaves_of(own.release.event(1))[0][0]
+            kind = (type(release), type(inner_of(release)[0]), own.num_releases)
+            kinds.setdefault(kind, {})[name] = release
+        groups = [group for releases in kinds.values() for group in _groups(releases)]
+        self._groups = [_Group({name: terms[name] for name in group}, group, relation=relation, delta=delta) for group in groups]
+
+    def epsilon(self, replies: Mapping[str, int], beside: Mapping[str, float]) -> float:
+        """Return an upper bound of every client's epsilon; it never falls while the numbers grow.
+
+        Args:
+            replies: how many each client was charged for.
+            beside: the pure epsilon of what else each client released; a client that is not there released nothing else.
+        """
+        largest = 0.0
+        for group in self._groups:
+            cost = group.epsilon(max(replies[name] for name in group.names))
+            for name in group.names:
+                own, number = self._terms[name], replies[name]
+                # Beyond its planned number of replies a budget bounds nothing.
+                spent = min(cost, own.epsilon if number <= own.num_replies else math.inf) if number else 0.0
+                largest = max(largest, spent + beside.get(name, 0.0))
+        return largest
+
+
+class _Group:
+    """Clients whose releases are of one kind, and the cost of one who costs no less than any of them."""
+
+    def __init__(
+        self, terms: Mapping[str, Terms], releases: Mapping[str, dp.DpEvent], *, relation: Relation, delta: float
+    ) -> None:
+        self.names = tuple(terms)
+        self._relation, self._delta = relation, delta
+        self._reply = accounting.repeated(_worst(list(releases.values())), next(iter(terms.values())).num_releases)
+        least = min(own.epsilon for own in terms.values())
+        self._grid = _GRID * min(1.0, least)
+        self._accounted, self._cost = 0, 0.0
+
+    def epsilon(self, replies: int) -> float:
+        """Return an upper bound of what so many replies cost any of them; it never falls from call to call."""
+        if replies > self._accounted:
+            self._accounted = max(replies, math.floor(_STEP * self._accounted))
+            event = accounting.repeated(self._reply, self._accounted)
+            cost = accounting.epsilon(event, delta=self._delta, relation=self._relation, grid=self._grid)
+            self._cost = max(self._cost, cost.epsilon)
+        return self._cost
+
+
+def _groups(releases: dict[str, dp.DpEvent]) -> list[dict[str, dp.DpEvent]]:
+    """Return at most `_MOST_GROUPS` groups of releases of one kind, halving the widest group again and again."""
+    groups = [releases]
+    while len(groups) < _MOST_GROUPS:
+        widest = max(groups, key=lambda group: max(_spans(group)))
+        spans = _spans(widest)
+        if max(spans) <= _NARROW:
+            break
+        axis = spans.index(max(spans))
+        middle = min(_place(release)[axis] for release in widest.values()) + spans[axis] / 2
+        groups.remove(widest)
+        groups += [
+            {name: release for name, release in widest.items() if (_place(release)[axis] > middle) is above}
+            for above in (False, True)
+        ]
+    return groups
+
+
+def _worst(releases: list[dp.DpEvent]) -> dp.DpEvent:
+    """Return a release that costs no less than any of these, which are of one kind."""
+    if isinstance(releases[0], dp.NonPrivateDpEvent):
+        return releases[0]
+    noise = min((inner_of(release)[0] for release in releases), key=lambda inner: float(inner.noise_multiplier))
+    most = max(releases, key=lambda release: inner_of(release)[1])
+    if isinstance(most, dp.PoissonSampledDpEvent):
+        return dp.PoissonSampledDpEvent(most.sampling_probability, noise)
+    if isinstance(most, dp.SampledWithoutReplacementDpEvent):
+        return dp.SampledWithoutReplacementDpEvent(most.source_dataset_size, most.sample_size, noise)
+    return noise
+
+
+def _spans(releases: dict[str, dp.DpEvent]) -> list[float]:
+    return [max(column) - min(column) for column in zip(*map(_place, releases.values()), strict=True)]
+
+
+def _place(release: dp.DpEvent) -> tuple[float, float]:
+    """Logarithms of noise multiplier and sampling rate."""
+    inner, rate = inner_of(release)
+    return (0.0 if isinstance(inner, dp.NonPrivateDpEvent) else math.log(inner.noise_multiplier)), math.log(rate)

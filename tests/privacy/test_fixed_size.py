@@ -1,0 +1,340 @@
+"""Sampling without replacement under replace-one against explicit pairs of data sets, the sampler itself, and Monte Carlo.
+
+In `distance` the noise scale is 1 and the sensitivity 2 C is `distance`.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from typing import Any
+
+import dp_accounting as dp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special
+
+from flower_dp.core.sampling import FixedSizeSampling
+from flower_dp.privacy import accounting, fixed_size, planned_run, pld
+from flower_dp.privacy.accounting import calibrate, epsilon, rdp_epsilon
+from flower_dp.privacy.events import UnsupportedEventError
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.mechanisms import Laplace as LaplaceNoise
+from flower_dp.privacy.release import Release
+
+Gaussian, Laplace, Poisson = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.PoissonSampledDpEvent
+Compose, Repeat = dp.ComposedDpEvent, dp.SelfComposedDpEvent
+REPLACE = "replace-one"
+GOLDEN = [(2.0, 1000, 100, 150, 5.01e-4, 7.482), (4.0, 600, 120, 18, 1e-4, 1.817), (2.0, 1000, 1000, 1, 1e-5, 4.3772)]
+Tail = Callable[[Any], Any]
+TAIL: dict[Any, Tail] = {
+    Gaussian: lambda x: special.ndtr(-x),
+    Laplace: lambda x: np.where(x < 0, 1 - np.exp(x) / 2, np.exp(-x) / 2),
+}
+
+
+def sampled(population: int, sample: int, release: dp.DpEvent) -> dp.DpEvent:
+    return dp.SampledWithoutReplacementDpEvent(population, sample, release)
+
+
+def run(multiplier: float, population: int, sample: int, count: int) -> dp.DpEvent:
+    return Repeat(sampled(population, sample, Gaussian(multiplier)), count)
+
+
+def cost(event: dp.DpEvent, delta: float = 1e-5) -> float:
+    return epsilon(event, delta=delta, relation=REPLACE).epsilon
+
+
+def lost(p: Tail, q: Tail, eps: float, thresholds: np.ndarray) -> float:
+    """The largest P(S) - e^eps Q(S) over half lines S, from P(x > t) and Q(x > t): no delta is below it."""
+    differences = p(thresholds) - math.exp(eps) * q(thresholds)
+    return float(max(differences.max(), (1 - math.exp(eps) - differences).max()))
+
+
+def worst_pair(kind: Any, distance: float, rate: float) -> tuple[Tail, Tail]:
+    """The sum if all other clients send -C, and one sends C or -C: with probability g it is 2 C higher, else the same."""
+    tail = TAIL[kind]
+    return lambda t: (1 - rate) * tail(t) + rate * tail(t - distance), tail
+
+
+# Numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("multiplier", "population", "sample", "count", "delta", "golden"), GOLDEN)
+def test_golden_numbers(multiplier: float, population: int, sample: int, count: int, delta: float, golden: float) -> None:
+    event = run(multiplier, population, sample, count)
+    assert cost(event, delta) == pytest.approx(golden, abs=1e-3)
+    renyi = rdp_epsilon(event, delta=delta, relation=REPLACE)
+    assert renyi is not None
+    assert cost(event, delta) < renyi
+
+
+# One release
+
+
+@pytest.mark.parametrize("kind", [Gaussian, Laplace])
+@pytest.mark.parametrize(("distance", "rate"), [(1.0, 0.1), (0.5, 0.5), (2.0, 0.02), (0.1, 0.9), (3.0, 1.0)])
+@pytest.mark.parametrize("grid", [1e-3, 0.05])
+def test_the_profile_is_that_of_the_worst_pair_in_both_directions_and_never_below(
+    kind: Any, distance: float, rate: float, grid: float
+) -> None:
+    p, q = worst_pair(kind, distance, rate)
+    got = fixed_size.distribution(kind(1 / distance), rate, grid)
+    thresholds = np.concatenate([np.linspace(-30, 30, 20_001), [0, distance]])
+    for eps in (-2.03, -0.71, -0.101, 0.0, 0.0503, 0.333, 0.9004, 1.7):
+        there, back = lost(p, q, eps, thresholds), lost(q, p, eps, thresholds)
+        # Above 0 the way from p to q is the worse one, below 0 the way back.
+        exact = there if eps >= 0 else back
+        assert exact >= max(there, back) - 1e-6
+        # A line between two points of a smooth profile is too high by about grid^2; of one with a corner by about the grid.
+        most = exact + (2 * grid**2 + 3e-6 if kind is Gaussian else grid)
+        assert max(there, back) <= got.get_delta_for_epsilon(eps) <= most
+
+
+@pytest.mark.parametrize("kind", [Gaussian, Laplace])
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.sampled_from([(2, 1), (3, 2), (4, 2), (5, 1), (5, 4), (4, 4)]),
+    values=st.lists(st.sampled_from([-1.0, 1.0]) | st.floats(-1, 1), min_size=6, max_size=6),
+    scale=st.floats(0.7, 3),
+    eps=st.floats(-2, 2),
+)
+def test_no_data_sets_lose_more_when_every_subset_is_counted(
+    kind: Any, shape: tuple[int, int], values: list[float], scale: float, eps: float
+) -> None:
+    """The released sum is a mixture over all subsets of m of n contributions in [-1, 1]; `values[n]` replaces `values[0]`."""
+    population, sample = shape
+    data, other = values[:population], [values[population], *values[1:population]]
+
+    def tail(contributions: list[float]) -> Tail:
+        sums = [sum(subset) for subset in combinations(contributions, sample)]
+        return lambda t: sum(TAIL[kind]((t - total) / scale) for total in sums) / len(sums)
+
+    one = pld._leaf_pld(sampled(population, sample, kind(scale)), REPLACE, 0.01)
+    assert one.get_delta_for_epsilon(eps) >= lost(tail(data), tail(other), eps, np.linspace(-20, 20, 2001)) - 1e-12
+
+
+def test_one_client_more_or_less_is_not_bounded() -> None:
+    for event in (sampled(10, 2, Gaussian(1.0)), sampled(10, 2, Laplace(1.0))):
+        assert pld._leaf_pld(event, "add-or-remove-one", 1e-2) is None
+        with pytest.raises(UnsupportedEventError, match="event"):
+            epsilon(Compose([event, Gaussian(3.0)]), delta=1e-5, relation="add-or-remove-one")
+
+
+@pytest.mark.parametrize("kind", [Gaussian, Laplace])
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
+def test_masses_are_symmetric_and_complete(kind: Any, rate: float) -> None:
+    """Of a symmetric pair a loss of -x has e^-x times the probability of a loss of x."""
+    grid = 1e-3
+    pmf = fixed_size.distribution(kind(0.8), rate, grid)._pmf_remove.to_dense_pmf()
+    middle = -pmf._lower_loss
+    right = pmf._probs[middle + 1 :]
+    assert 0 < pmf._infinity_mass < 1e-14
+    assert -1e-12 < pmf._probs.sum() + pmf._infinity_mass - 1 < 1e-8
+    inner = slice(0, len(right) - 1)
+    left = pmf._probs[:middle][::-1]
+    assert left[inner] == pytest.approx((right * np.exp(-grid * np.arange(1, len(right) + 1)))[inner], abs=1e-11)
+
+
+@pytest.mark.parametrize("kind", [Gaussian, Laplace])
+def test_a_coarser_grid_never_says_less(kind: Any) -> None:
+    # Every point of a coarse grid is one of the finer ones.
+    one = [fixed_size.distribution(kind(0.7), 0.2, grid) for grid in (0.32, 0.08, 0.02, 0.005)]
+    for eps in np.linspace(-3, 3, 41):
+        deltas = [each.get_delta_for_epsilon(float(eps)) for each in one]
+        assert all(coarse >= fine - 1e-12 for coarse, fine in pairwise(deltas))
+
+
+def test_a_sampled_laplace_release_ends_at_its_pure_epsilon() -> None:
+    event = sampled(10, 3, Laplace(2.0))
+    pure = math.log1p(0.3 * math.expm1(1.0))
+    assert epsilon(event, delta=0, relation=REPLACE).epsilon == pytest.approx(pure, rel=1e-12)
+    assert pld._leaf_pld(event, REPLACE, 1e-4).get_delta_for_epsilon(pure + 1e-4) < 1e-14
+    assert cost(event, 1e-2) < pure
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.5, 0.5), (1.0, 0.1), (2.0, 1.0)])
+def test_laplace_vectors_lose_at_most_what_one_number_does_at_their_distance_in_l1(first: float, second: float) -> None:
+    rng = np.random.default_rng(3)
+    noise = rng.laplace(size=(2, 200_000))
+    losses = sum(np.abs(x - shift) - np.abs(x) for x, shift in zip(noise, (first, second), strict=True))
+    for eps in (0.0, 0.2, 0.7, 1.2):
+        gains = np.maximum(0, -np.expm1(eps - losses))
+        band = 5 * gains.std() / math.sqrt(gains.size)  # false alarm 3e-7
+        assert gains.mean() - band <= fixed_size.laplace_profile(first + second)(np.asarray([eps]))[0]
+
+
+# Many releases
+
+
+def _gains(
+    distance: float, rate: float, count: int, eps: float, *, adaptive: bool, size: int = 60_000, seed: int = 8
+) -> tuple[float, float]:
+    """Lower and upper 5-sigma bound (false alarm 3e-7) of a delta that some neighbours reach, from the losses of all releases.
+
+    The neighbours are those of `worst_pair`. If adaptive, the contributions depend on what was released: the others send C instead
+    of -C, which turns the pair around, where the loss so far is below its mean.
+    """
+    rng = np.random.default_rng(seed)
+    losses, mean = np.zeros(size), 0.0
+    for _ in range(count):
+        around = (losses < mean) if adaptive else np.zeros(size, bool)
+        moved = ~around & (rng.random(size) < rate)
+        out = rng.standard_normal(size) + distance * moved
+        loss = np.log1p(rate * np.expm1(distance * out - distance**2 / 2))
+        losses += np.where(around, -loss, loss)
+        mean = float(losses.mean())
+    gains = np.maximum(0, -np.expm1(eps - losses))
+    band = 5 * gains.std() / math.sqrt(size)
+    return gains.mean() - band, gains.mean() + band
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("multiplier", "population", "sample", "count", "delta"), [row[:5] for row in GOLDEN[:2]])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_no_run_loses_more_by_monte_carlo(
+    multiplier: float, population: int, sample: int, count: int, delta: float, adaptive: bool
+) -> None:
+    got = cost(run(multiplier, population, sample, count), delta)
+    lower, _ = _gains(2 / multiplier, sample / population, count, got, adaptive=adaptive)
+    assert lower <= delta
+
+
+@pytest.mark.slow
+def test_monte_carlo_refutes_half_of_the_sensitivity_and_a_smaller_sample() -> None:
+    for wrong in (run(4.0, 1000, 100, 150), run(2.0, 1000, 80, 150)):
+        lower, _ = _gains(1.0, 0.1, 150, cost(wrong, 2e-2), adaptive=False)
+        assert lower > 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("multiplier", "delta"), [(0.8, 1e-6), (3.0, 1e-3), (8.0, 1e-6)])
+@pytest.mark.parametrize(("sample", "count"), [(1, 60), (1, 1), (20, 10), (59, 2), (60, 10)])
+def test_never_below_a_pair_that_can_happen_and_never_above_the_renyi_bound(
+    multiplier: float, delta: float, sample: int, count: int
+) -> None:
+    """The losses of `worst_pair`, in each direction, are those of Poisson sampling with and without one client, at twice the norm."""
+    event = run(multiplier, 60, sample, count)
+    leaves = [(event.event, count)]
+    got = pld.epsilon_of(leaves, delta, REPLACE, pld.GRID, math.nan)
+    one = Gaussian(multiplier / 2) if sample == 60 else Poisson(sample / 60, Gaussian(multiplier / 2))
+    lower = epsilon(Repeat(one, count), delta=delta, relation="add-or-remove-one").epsilon
+    assert got >= lower - 1e-4 * (1 + lower)
+    renyi = rdp_epsilon(event, delta=delta, relation=REPLACE)
+    assert renyi is not None
+    assert got <= renyi + 1e-4
+    assert cost(event, delta) <= min(renyi, got + 1e-4)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(
+    kind=st.sampled_from([Gaussian, Laplace]),
+    multiplier=st.floats(1, 8),
+    sample=st.integers(1, 49),
+    count=st.integers(1, 40),
+    factor=st.floats(1.01, 2),
+)
+def test_more_units_more_releases_and_less_noise_cost_more(
+    kind: Any, multiplier: float, sample: int, count: int, factor: float
+) -> None:
+    def at(multiplier: float, sample: int, count: int) -> float:
+        return cost(Repeat(sampled(50, sample, kind(multiplier)), count))
+
+    here = at(multiplier, sample, count)
+    slack = 1e-7 * (1 + here)
+    assert at(multiplier, sample + 1, count) >= here - slack
+    assert at(multiplier, sample, count + 1) >= here - slack
+    assert at(multiplier / factor, sample, count) >= here - slack
+
+
+def test_losses_too_large_for_a_grid_are_left_to_other_accountants() -> None:
+    with pytest.raises(OverflowError, match="too many"):
+        fixed_size.distribution(Gaussian(1e-3), 0.1, 1e-4)
+    for event in (run(1e-3, 100, 10, 3), Repeat(sampled(100, 10, Laplace(1e-4)), 3)):
+        assert 0 < cost(event) < math.inf
+
+
+# Events together
+
+
+@pytest.mark.slow
+def test_fixed_size_poisson_and_unsampled_releases_compose_in_any_order() -> None:
+    parts = [run(3.0, 100, 10, 5), Repeat(Poisson(0.1, Gaussian(3.0)), 5), Gaussian(6.0), Laplace(20.0)]
+    both = epsilon(Compose(parts), delta=1e-5, relation=REPLACE)
+    assert both.accountant == "pld"
+    assert cost(Compose(parts[::-1])) == pytest.approx(both.epsilon, rel=1e-6)
+    assert both.epsilon > max(cost(Compose(parts[:index] + parts[index + 1 :])) for index in range(4))
+    assert both.epsilon < sum(cost(part, 2.5e-6) for part in parts)
+
+
+@pytest.mark.slow
+def test_a_sample_of_nearly_all_units_is_nearly_no_sampling() -> None:
+    mixed = cost(Compose([Gaussian(5.0), sampled(10**6, 10**6 - 1, Gaussian(5.0))]))
+    assert mixed == pytest.approx(cost(Repeat(Gaussian(5.0), 2)), rel=1e-4)
+    alone = cost(Gaussian(3.0))
+    assert cost(Compose([Gaussian(3.0), sampled(10**6, 1, Gaussian(5.0))])) == pytest.approx(alone, rel=1e-3)
+
+
+def test_training_and_private_evaluations_cost_less_together_than_their_sum() -> None:
+    training, evaluations = run(4.0, 200, 20, 10), Repeat(Laplace(40.0), 10)
+    assert cost(Compose([training, evaluations])) < cost(training) + epsilon(evaluations, delta=0, relation=REPLACE).epsilon
+    assert cost(Compose([training, evaluations])) > cost(training)
+
+
+def test_several_gaussian_releases_on_one_sample_are_one_with_less_noise() -> None:
+    together = sampled(100, 10, Compose([Gaussian(3.0), Repeat(Gaussian(8.0), 2)]))
+    assert cost(Repeat(together, 4)) == pytest.approx(cost(run(1 / math.hypot(1 / 3, 1 / 8, 1 / 8), 100, 10, 4)), rel=1e-9)
+    assert cost(together) > cost(sampled(100, 10, Gaussian(3.0)))
+    assert cost(sampled(100, 10, Compose([Gaussian(3.0), dp.NonPrivateDpEvent()]))) == math.inf
+    for event in (Compose([Gaussian(3.0), Laplace(3.0)]), Compose([]), Compose([sampled(10, 2, Gaussian(1.0))])):
+        with pytest.raises(UnsupportedEventError, match="on one sample only Gaussian"):
+            cost(sampled(100, 10, event))
+    with pytest.raises(ValueError, match="noise_multiplier=nan"):
+        cost(sampled(100, 10, Compose([Gaussian(3.0), Gaussian(math.nan)])))
+
+
+# Who uses it
+
+
+@pytest.mark.slow
+def test_calibrated_noise_is_that_of_the_tight_bound() -> None:
+    for multiplier, population, sample, count, delta, golden in GOLDEN:
+        found = calibrate(lambda z: run(z, population, sample, count), epsilon=golden, delta=delta, relation=REPLACE)  # noqa: B023
+        assert found == pytest.approx(multiplier, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
+    multiplier, population, sample, count, delta, golden = GOLDEN[1]
+    ledger = Ledger(owner="a client", relation=REPLACE)
+    sampler = FixedSizeSampling(cohort_size=sample)
+    for server_round in range(1, count + 1):
+        ledger.charge(sampler.event(Gaussian(multiplier), server_round, population))
+    words = {"mechanism": "gaussian", "sampling": "fixed-size", "sampling_rate": None, "relation": None, "delta": delta}
+    options = words | {"cohort_size": sample, "num_clients": population, "num_rounds": count}
+    planned = planned_run.from_options(**options)  # type: ignore[arg-type]
+    assert planned.cost(multiplier)["epsilon"] == ledger.cost(delta).epsilon == pytest.approx(golden, abs=1e-3)
+    assert planned.cost(multiplier)["accountant"] == ledger.cost(delta).accountant == "pld"
+    assert planned.longest(golden + 1e-3, multiplier).num_rounds == count
+    curve = accounting.epsilon_by_round(
+        lambda rounds: run(multiplier, population, sample, rounds), num_rounds=count, delta=delta, relation=REPLACE
+    )
+    assert golden - 1e-3 <= curve[-1] <= 1.005 * golden
+
+
+def test_a_release_with_laplace_noise_on_a_fixed_sample_is_one_that_can_be_accounted() -> None:
+    release = Release(
+        what="a sum",
+        seen_by="everyone",
+        unit="client",
+        relation=REPLACE,
+        clip_norm=1.0,
+        mechanism=LaplaceNoise(noise_multiplier=30.0),
+        sampler=FixedSizeSampling(cohort_size=5),
+        num_clients=50,
+    )
+    assert epsilon(release.events(40), delta=1e-5, relation=REPLACE).accountant == "pld"
+    assert cost(release.events(40)) < 0.7 * epsilon(release.events(40), delta=0, relation=REPLACE).epsilon
