@@ -1,0 +1,21 @@
+"""Simulations on this machine's Ray: a Grid whose rounds have no tick, and `flower_dp.simulate`.
+
+A worker process imports this package before the app, so that nothing here is imported before it is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_dp.simulation.grid import RayGrid
+    from flower_dp.simulation.workers import Workers, stop_ray
+
+__all__ = ["RayGrid", "Workers", "stop_ray"]
+
+_MODULES = {"RayGrid": "grid", "Workers": "workers", "stop_ray": "workers"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
