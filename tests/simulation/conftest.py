@@ -1,3 +1,6 @@
+import gc
+import warnings
+
 import pytest
 
 
@@ -9,4 +12,7 @@ def workers():
     made = Workers(num_workers=2)
     yield made
     made.close()
-    stop_ray()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray forgets the processes that it has ended
+        stop_ray()
+        gc.collect()
