@@ -4,13 +4,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
@@ -18,6 +21,20 @@ from flower_dp.wire import numpy_arrays
 log = logging.getLogger("flwr")
 
 _LARGEST_ARRAY = 2**40
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """What the caller of a ServerApp learns of the run that it records; the app's main function returns nothing."""
+
+    on_line: Callable[[Mapping[str, Any]], None]
+    folder: Path | None = None
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    statement: PrivacyStatement | None = None
+    result: Result | None = None
+
+
+WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 def record_run(
@@ -62,12 +79,17 @@ def record_run(
     folder = RunFolder.create(path, config, name)
     log.info("The run's folder is %s", folder.path)
     started = time.monotonic()
+    watch = WATCH.get() or Watch(on_line=lambda line: None)
+    watch.folder = folder.path
 
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
         line: dict[str, Any] = {"round": server_round, "num-rounds": num_rounds, **(metrics or {})}
         line |= strategy.line_of(server_round)
-        folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})
+        line |= {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)}
+        folder.append(line)
+        watch.rounds.append(line)
+        watch.on_line(line)
         return metrics
 
     try:
@@ -76,5 +98,7 @@ def record_run(
         stated = strategy.statement
         statement = replace(stated, not_covered=(*stated.not_covered, *not_covered))
         folder.state(statement.to_dict(), str(statement))
+        watch.statement = statement
     folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
+    watch.result = result
     return result

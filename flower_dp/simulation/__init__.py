@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_dp.simulation.grid import RayGrid
+    from flower_dp.simulation.run import Run, simulate
     from flower_dp.simulation.workers import Workers, stop_ray
 
-__all__ = ["RayGrid", "Workers", "stop_ray"]
+__all__ = ["RayGrid", "Run", "Workers", "simulate", "stop_ray"]
 
-_MODULES = {"RayGrid": "grid", "Workers": "workers", "stop_ray": "workers"}
+_MODULES = {"RayGrid": "grid", "Run": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -55,7 +55,7 @@ class RayGrid(Grid):
     Args:
         app: the ClientApp, or a function that returns it in a worker. It travels by cloudpickle: what `__main__` or a notebook
             defines goes by value, the rest is imported by name.
-        workers: the actors; they serve one grid at a time.
+        workers: the actors, which serve one grid at a time; or a function that makes them, in a thread, while this process goes on.
         num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server.
         run_config: the settings that the nodes get.
         node_config: partition -> further settings of that node.
@@ -76,7 +76,7 @@ class RayGrid(Grid):
     def __init__(
         self,
         app: ClientApp | Callable[[], ClientApp],
-        workers: Workers,
+        workers: Workers | Callable[[], Workers],
         *,
         num_nodes: int,
         run_config: Mapping[str, Value] | None = None,
@@ -84,34 +84,63 @@ class RayGrid(Grid):
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
 
+        dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
+
         checks.integer("num_nodes", num_nodes, at_least=1)
-        self._ray, self._workers = ray, workers
         self._run = run_of(secrets.randbits(62) + 1)
         identify(self._run.run_id, SERVER_NODE)
+        self._run_config = dict(run_config or {})
         self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
         own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
         setup = {
-            "app": ray.cloudpickle.dumps(_Given(app) if isinstance(app, ClientApp) else app),
+            "app": dumps(_Given(app) if isinstance(app, ClientApp) else app),
             "run_id": self._run.run_id,
-            "run_config": dict(run_config or {}),
+            "run_config": self._run_config,
             "num_nodes": num_nodes,
             "node_config": own,
             "folder": str(Path.cwd()),
-            "path": tuple(os.path.abspath(place) for place in sys.path),  # noqa: PTH100  ("" is the working directory)
+            "path": tuple(os.path.abspath(place) for place in sys.path),
         }
-        self._setup = ray.cloudpickle.dumps(setup)
+        self._setup = dumps(setup)
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
-        self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._idle: set[int] = set(range(len(workers.actors)))
         self._running: dict[Any, tuple[int, _Call]] = {}
         self._busy: set[int] = set()
         # Message id -> its reply, None before there is one; without those that nobody waits for any more.
         self._replies: dict[str, Message | None] = {}
         self._lock, self._waiting = threading.RLock(), threading.Lock()
+        self._queues: list[deque[_Call]] = []
+        self._idle: set[int] = set()
+        self._workers: Workers
+        self._failure: BaseException | None = None
+        self._opening: threading.Thread | None = None
+        if isinstance(workers, Workers):
+            self._open(workers)
+        else:
+            self._opening = threading.Thread(target=self._open_later, args=(workers,), name="start of Ray", daemon=True)
+            self._opening.start()
+
+    def _open_later(self, make: Callable[[], Workers]) -> None:
+        try:
+            self._open(make())
+        except BaseException as error:  # raised again where somebody waits
+            self._failure = error
+
+    def _open(self, workers: Workers) -> None:
+        import ray  # noqa: PLC0415
+
+        self._ray, self._workers = ray, workers
+        self._queues = [deque() for _ in workers.actors]
+        self._idle = set(range(len(workers.actors)))
         for actor in workers.actors:
             actor.begin.remote(self._setup)
+
+    def _wait_until_open(self) -> None:
+        if self._opening is not None:
+            self._opening.join()
+        if self._failure is not None:
+            raise self._failure
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -121,12 +150,19 @@ class RayGrid(Grid):
 
     def close(self) -> None:
         """End the actors that are still at work, and put new ones in their place."""
+        if self._opening is not None:
+            self._opening.join()
         with self._lock:
             for queue in self._queues:
                 queue.clear()
             for index, _ in self._running.values():
                 self._workers.replace(index)
             self._running.clear()
+
+    def server_context(self) -> Context:
+        """Return the context of a ServerApp that runs with this grid."""
+        config = dict(self._run_config)
+        return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
 
     # Flower's Grid
 
@@ -151,6 +187,7 @@ class RayGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
+        self._wait_until_open()
         sent = []
         with self._lock:
             for message in messages:
@@ -166,6 +203,7 @@ class RayGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages that are there; each is returned once."""
+        self._wait_until_open()
         self._advance(0.0)
         return self._take(message_ids)
 

@@ -15,9 +15,10 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from flower_dp.simulation import modules
 from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
 
-Value = bool | int | float | str | bytes
+Value = bool | int | float | str
 # Of the first node; Flower's server is node 1.
 FIRST_NODE = 2
 
@@ -89,6 +90,7 @@ class Worker:
             found: dict[str, Any] = pickle.loads(setup)  # noqa: S301  (made by this run's own server)
             os.chdir(found["folder"])
             sys.path += [place for place in found["path"] if place not in sys.path]
+            modules.forget_changed()
             found["app"] = pickle.loads(found["app"])  # noqa: S301
             self._setup = Setup(**found)
             app = self._setup.app()

@@ -2,6 +2,7 @@
 
 import atexit
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -57,28 +58,55 @@ def start_ray(num_cpus: int, folder: Path | None = None) -> Any:
             return ray
         if folder is None:
             folder = _folder = short_folder()
-        before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "PYTHONPATH")}
-        paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
-        os.environ |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # hints on future releases of Ray
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    include_dashboard=False,
-                    logging_level="WARNING",
-                    _node_ip_address=_ADDRESS,
-                    _temp_dir=str(folder),
-                )
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+        if threading.current_thread() is threading.main_thread():
+            _init(ray, num_cpus, folder)
+        else:
+            _init_in_a_lasting_thread(ray, num_cpus, folder)
         atexit.register(stop_ray)
         return ray
+
+
+def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
+    """Start Ray in a thread that never ends: on Linux its processes end with the thread that has started them."""
+    started, errors = threading.Event(), []
+
+    def start_and_stay() -> None:
+        try:
+            _init(ray, num_cpus, folder)
+        except BaseException as error:
+            errors.append(error)
+            started.set()
+            return
+        started.set()
+        threading.Event().wait()
+
+    threading.Thread(target=start_and_stay, name="Ray", daemon=True).start()
+    started.wait()
+    if errors:
+        raise errors[0]
+
+
+def _init(ray: Any, num_cpus: int, folder: Path) -> None:
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "PYTHONPATH")}
+    paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
+    os.environ |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # hints on future releases of Ray
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=_ADDRESS,
+                _temp_dir=str(folder),
+            )
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def stop_ray() -> None:
@@ -107,7 +135,7 @@ class Workers:
     """Actors of one kind, each of which runs a ClientApp for one node at a time; a dead one can be replaced.
 
     Args:
-        num_workers: how many; None for as many as fit on this machine.
+        num_workers: how many; None for as many as fit on this machine, but no more than `at_most`.
         cpus: CPU cores of each; torch uses as many threads.
         gpus: the fraction of a GPU that each gets; with 0 it sees no GPU.
 
@@ -116,12 +144,14 @@ class Workers:
         ImportError: Ray is not installed.
     """
 
-    def __init__(self, *, num_workers: int | None = None, cpus: float = 1.0, gpus: float = 0.0) -> None:
+    def __init__(
+        self, *, num_workers: int | None = None, cpus: float = 1.0, gpus: float = 0.0, at_most: int | None = None
+    ) -> None:
         if num_workers is not None:
             checks.integer("num_workers", num_workers, at_least=1)
         checks.number("cpus", cpus, above=0)
         checks.number("gpus", gpus, at_least=0)
-        self._ray = start_ray(default_workers())
+        self._ray = start_ray(max(default_workers(), num_workers or 0))
         fit = self._capacity(cpus, gpus)
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
@@ -130,10 +160,12 @@ class Workers:
                 f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
             )
         self._make = self._ray.remote(_worker_class()).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
-        self.actors: list[Any] = [self._make.remote() for _ in range(num_workers or fit)]
+        self.actors: list[Any] = [self._make.remote() for _ in range(num_workers or min(fit, at_most or fit))]
 
     def replace(self, index: int) -> None:
         """Put a new actor in the place of one that has died, or that is to be ended."""
+        if not self._ray.is_initialized():
+            return  # Ray is gone, and would start again
         self._ray.kill(self.actors[index])
         self.actors[index] = self._make.remote()
 

@@ -202,4 +202,5 @@ def _few(names: list[str]) -> tuple[int, str]:
 
 
 def _is_simulation(grid: Grid) -> bool:
-    return type(grid).__name__ == "InMemoryGrid"
+    # Flower's own grid does not say it.
+    return getattr(grid, "simulated", False) or type(grid).__name__ == "InMemoryGrid"

@@ -17,7 +17,7 @@ from flower_dp.simulation import RayGrid
 from flower_dp.strategies import DPStrategy
 from tests.contracts import METHODS, Words
 from tests.grids import asks_to_train
-from tests.test_contract import SEED, SMALL, STILL, WatchedGrid, app_of, still_data, still_model, start
+from tests.test_contract import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 
 pytestmark = pytest.mark.flwr_run
 
@@ -299,7 +299,9 @@ def test_threads_may_share_a_grid(grid):
         asked = [2 + number % 4 for number in range(40)]
         replies = [one for (one,) in pool.map(lambda node: list(grid.send_and_receive([to(node)])), asked)]
     assert [reply.metadata.src_node_id for reply in replies] == asked
-    counts = {node: sorted(told(reply)["count"] for reply in replies if reply.metadata.src_node_id == node) for node in (2, 3, 4, 5)}
+    counts = {
+        node: sorted(told(reply)["count"] for reply in replies if reply.metadata.src_node_id == node) for node in (2, 3, 4, 5)
+    }
     assert all(count == list(range(2, 12)) for count in counts.values())
     assert threading.active_count() < 50
 
