@@ -14,9 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import flower_dp
-
-_PACKAGE = Path(flower_dp.__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 # The app's folder in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
 
@@ -92,7 +90,9 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
 
 
 def with_values(target: Target, values: Mapping[str, Any]) -> dict[str, Value]:
-    """Return a target's whole run-config with some values in the types of its settings; relative paths are the working directory's.
+    """Return a target's whole run-config with some values, in the types of its settings.
+
+    Relative paths are relative to the working directory.
 
     Raises:
         ValueError: a key or value that the app cannot take.

@@ -1,9 +1,9 @@
 """Run a Flower app on this machine: failures are detected, and no process is left running.
 
-There are two engines. `ray` is this package's own (`flower_dp.simulation`), in one process and its workers. `flower` is `flwr run` on a
-private SuperLink: `flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports, installs the app's
-dependencies at run time and lets Ray's workers import modules from the working directory. Here the SuperLink is private: on a
-free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
+There are two engines. `ray` is this package's own (`flower_dp.simulation`), in one process and its workers. `flower` is `flwr
+run` on a private SuperLink: `flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports,
+installs the app's dependencies at run time and lets Ray's workers import modules from the working directory. Here the SuperLink
+is private: on a free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
 """
 
 import importlib.util

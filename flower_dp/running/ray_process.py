@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import flower_dp
 from flower_dp.running.processes import Programs
 
-_LIBRARY = str(Path(flower_dp.__file__).resolve().parent.parent)
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def run_on_ray(
@@ -60,5 +59,5 @@ def run_on_ray(
 
 def _python_path(app: Path) -> str:
     """Return where modules are found: an app that brings this library along, as a checkout does, is run with its own."""
-    own = [str(app)] if (app / flower_dp.__name__ / "__init__.py").is_file() else []
-    return os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")]), _LIBRARY])
+    own = [str(app)] if (app / _PACKAGE.name / "__init__.py").is_file() else []
+    return os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")]), str(_PACKAGE.parent)])

@@ -43,11 +43,11 @@ class RayGrid(Grid):
 
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
     messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
-    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one. What a ClientApp
-    raises becomes an error reply too; the node's state is then as it was before the message.
+    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one. What a
+    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
 
-    A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what it
-    has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
+    A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
+    it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
     threads.
 
     From here on messages that this process makes are of this run.
@@ -55,7 +55,8 @@ class RayGrid(Grid):
     Args:
         app: the ClientApp, or a function that returns it in a worker. It travels by cloudpickle: what `__main__` or a notebook
             defines goes by value, the rest is imported by name.
-        workers: the actors, which serve one grid at a time; or a function that makes them, in a thread, while this process goes on.
+        workers: the actors, which serve one grid at a time; or a function that makes them, in a thread, while this process goes
+            on.
         num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server.
         run_config: the settings that the nodes get.
         node_config: partition -> further settings of that node.
@@ -100,6 +101,7 @@ class RayGrid(Grid):
             "node_config": own,
             "folder": str(Path.cwd()),
             "path": tuple(os.path.abspath(place) for place in sys.path),
+            "bytecode": not sys.dont_write_bytecode,
         }
         self._setup = dumps(setup)
         # Node -> its pickled state, where that has changed, and the actor that has it too.

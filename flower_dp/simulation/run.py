@@ -83,21 +83,21 @@ def simulate(
 ) -> Run:
     """Run a Flower app on this machine's cores, and return the run.
 
-    The first call starts Ray and a worker for each core. They stay, so that the next call begins at once, with the functions as they
-    are then: those of a notebook or script travel by value; modules are imported again when their files have changed.
+    The first call starts Ray and a worker for each core. They stay, so that the next call begins at once, with the functions as
+    they are then: those of a notebook or script travel by value; modules are imported again when their files have changed.
     `flower_dp.simulation.stop_ray()`, or the end of the program, ends them. So does an interruption (Ctrl-C).
 
     Noise is what it is in a deployment: each worker draws it from its operating system. No setting, seed or copy repeats it.
 
     Args:
-        app: what `flower_dp.app` has returned; or a ServerApp, with `client_app`; or the folder of a Flower app, or the name of one
-            of flower-dp's presets.
+        app: what `flower_dp.app` has returned; or a ServerApp, with `client_app`; or the folder of a Flower app, or the name of
+            one of flower-dp's presets.
         client_app: the ClientApp of a ServerApp.
-        num_nodes: SuperNodes to simulate; None for one per worker. A node of `flower_dp.app` hosts many clients; where a stock client
-            or your own `client_fn` stands for one client, give their number.
+        num_nodes: SuperNodes to simulate; None for one per worker. A node of `flower_dp.app` hosts many clients; where a stock
+            client or your own `client_fn` stands for one client, give their number.
         run_config: settings of the run, by flat key (`{"num-rounds": 10, "dp-fedavg.clip-norm": 0.5}`).
-        seed: sets `seed` in the run-config: data split, initial model and order of records in apps of this package; never noise, and
-            never who takes part.
+        seed: sets `seed` in the run-config: data split, initial model and order of records in apps of this package; never noise,
+            and never who takes part.
         cpus_per_node: CPU cores of a worker, which runs one node at a time.
         gpus_per_node: the fraction of a GPU that a worker gets; with 0 it sees none.
         node_config: partition -> further settings of that node, as a device's owner would set them (`ledger-path`, for example).

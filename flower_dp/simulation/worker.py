@@ -35,6 +35,7 @@ class Setup:
         node_config: further settings of nodes, by partition.
         folder: the working directory.
         path: where modules are looked for.
+        bytecode: whether imports may write files beside the modules.
     """
 
     run_id: int
@@ -44,6 +45,7 @@ class Setup:
     node_config: Mapping[int, Mapping[str, Value]]
     folder: str
     path: tuple[str, ...]
+    bytecode: bool
 
     def context(self, node: int) -> Context:
         """Return the context of a node with an empty state."""
@@ -91,6 +93,7 @@ class Worker:
             os.chdir(found["folder"])
             sys.path += [place for place in found["path"] if place not in sys.path]
             modules.forget_changed()
+            sys.dont_write_bytecode = not found["bytecode"]
             found["app"] = pickle.loads(found["app"])  # noqa: S301
             self._setup = Setup(**found)
             app = self._setup.app()
