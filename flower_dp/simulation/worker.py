@@ -75,7 +75,7 @@ class _Node:
     state: bytes  # of the context, after the last reply
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)  # Ray writes its repr before every line of its log
 class Worker:
     """Runs a ClientApp on messages to nodes, one at a time."""
 
