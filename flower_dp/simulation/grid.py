@@ -55,8 +55,7 @@ class RayGrid(Grid):
     Args:
         app: the ClientApp, or a function that returns it in a worker. It travels by cloudpickle: what `__main__` or a notebook
             defines goes by value, the rest is imported by name.
-        workers: the actors, which serve one grid at a time; or a function that makes them, in a thread, while this process goes
-            on.
+        workers: the actors, which serve one grid at a time. They import the app at once, while this process goes on.
         num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server.
         run_config: the settings that the nodes get.
         node_config: partition -> further settings of that node.
@@ -77,7 +76,7 @@ class RayGrid(Grid):
     def __init__(
         self,
         app: ClientApp | Callable[[], ClientApp],
-        workers: Workers | Callable[[], Workers],
+        workers: Workers,
         *,
         num_nodes: int,
         run_config: Mapping[str, Value] | None = None,
@@ -112,37 +111,11 @@ class RayGrid(Grid):
         # Message id -> its reply, None before there is one; without those that nobody waits for any more.
         self._replies: dict[str, Message | None] = {}
         self._lock, self._waiting = threading.RLock(), threading.Lock()
-        self._queues: list[deque[_Call]] = []
-        self._idle: set[int] = set()
-        self._workers: Workers
-        self._failure: BaseException | None = None
-        self._opening: threading.Thread | None = None
-        if isinstance(workers, Workers):
-            self._open(workers)
-        else:
-            self._opening = threading.Thread(target=self._open_later, args=(workers,), name="start of Ray", daemon=True)
-            self._opening.start()
-
-    def _open_later(self, make: Callable[[], Workers]) -> None:
-        try:
-            self._open(make())
-        except BaseException as error:  # raised again where somebody waits
-            self._failure = error
-
-    def _open(self, workers: Workers) -> None:
-        import ray  # noqa: PLC0415
-
         self._ray, self._workers = ray, workers
-        self._queues = [deque() for _ in workers.actors]
-        self._idle = set(range(len(workers.actors)))
+        self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
+        self._idle: set[int] = set(range(len(workers.actors)))
         for actor in workers.actors:
             actor.begin.remote(self._setup)
-
-    def _wait_until_open(self) -> None:
-        if self._opening is not None:
-            self._opening.join()
-        if self._failure is not None:
-            raise self._failure
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -152,8 +125,6 @@ class RayGrid(Grid):
 
     def close(self) -> None:
         """End the actors that are still at work, and put new ones in their place."""
-        if self._opening is not None:
-            self._opening.join()
         with self._lock:
             for queue in self._queues:
                 queue.clear()
@@ -189,7 +160,6 @@ class RayGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
-        self._wait_until_open()
         sent = []
         with self._lock:
             for message in messages:
@@ -205,7 +175,6 @@ class RayGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages that are there; each is returned once."""
-        self._wait_until_open()
         self._advance(0.0)
         return self._take(message_ids)
 

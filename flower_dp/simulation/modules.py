@@ -65,10 +65,13 @@ def own_client_app() -> Any:
 
 
 def forget(folder: str) -> None:
-    """Let the modules of a folder be imported again, and nothing else be imported from it."""
+    """Let the modules of a folder be imported again, and nothing else be imported from it.
+
+    A virtual environment in the folder stays: most packages can't be imported twice.
+    """
     place = str(Path(folder).resolve()) + "/"
-    for name, file in _files():
-        if file.startswith(place) and not file.startswith(_PACKAGE + "/"):
+    for name, file in _own_files():
+        if file.startswith(place):
             del sys.modules[name]
     while folder in sys.path:
         sys.path.remove(folder)
@@ -79,8 +82,7 @@ def forget_changed() -> None:
     """Let modules be imported again if one of them has changed on disk since the last call; those of installed packages stay."""
     global _looked
     since, _looked = _looked, time.time_ns()
-    installed = (sys.prefix, sys.base_prefix, sys.exec_prefix, _PACKAGE)
-    own = [(name, file) for name, file in _files() if file.endswith(".py") and not file.startswith(installed)]
+    own = _own_files()
     if any(_changed(file) > since for _, file in own):
         for name, _ in own:
             del sys.modules[name]
@@ -94,12 +96,13 @@ def _changed(file: str) -> int:
         return 0
 
 
-def _files() -> list[tuple[str, str]]:
-    """Return the modules that have a file, but for the program itself."""
+def _own_files() -> list[tuple[str, str]]:
+    """Return the Python modules that are neither installed nor the program itself, with their files."""
+    installed = tuple(f"{place}/" for place in (sys.prefix, sys.base_prefix, sys.exec_prefix, _PACKAGE))
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name not in ("__main__", "__mp_main__"):
+        if isinstance(file, str) and file.endswith(".py") and name not in ("__main__", "__mp_main__"):
             with suppress(OSError):
                 found.append((name, str(Path(file).resolve())))
-    return found
+    return [(name, file) for name, file in found if not file.startswith(installed) and "/site-packages/" not in file]

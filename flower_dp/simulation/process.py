@@ -1,6 +1,6 @@
 """The process in which `flower-dp run --engine ray` runs an app: python -m flower_dp.simulation.process ORDER.json.
 
-Ray and its workers start in a thread, and import the ClientApp, while this process checks the settings and begins the ServerApp.
+The workers start and import the ClientApp while this process checks the settings and begins the ServerApp.
 """
 
 import json
@@ -46,11 +46,8 @@ def _run(app: App, order: dict[str, Any]) -> tuple[str, str]:
 
     config = {**app.defaults, **order["overrides"]}
     client, server = components(app)
-
-    def workers() -> Workers:
-        start_ray(order["num_workers"], Path(order["ray_folder"]))
-        return Workers(num_workers=order["num_workers"], gpus=order["gpus_per_worker"])
-
+    start_ray(order["num_workers"], Path(order["ray_folder"]))
+    workers = Workers(num_workers=order["num_workers"], gpus=order["gpus_per_worker"])
     grid = RayGrid(client, workers, num_nodes=order["num_nodes"], run_config=config)
     try:
         if app.check and order["overrides"]:  # the defaults are valid

@@ -163,6 +163,23 @@ def test_a_package_that_the_app_needs_is_named_as_python_does(here):
     modules.forget(str(here))
 
 
+def test_packages_of_an_environment_in_the_apps_folder_are_not_imported_again(here, monkeypatch):
+    """NumPy, torch and Ray do not survive that."""
+    package = here / ".venv" / "lib" / "my_package.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("")
+    (here / "my_components.py").write_text("import my_package\n")
+    monkeypatch.setattr(sys, "prefix", str(here / ".venv"))
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.syspath_prepend(str(package.parent))
+    import my_components
+
+    kept = my_components.my_package
+    modules.forget(str(here))
+    assert "my_components" not in sys.modules
+    assert sys.modules.pop("my_package") is kept
+
+
 def test_a_worker_imports_nothing_before_its_app():
     code = "import sys, flower_dp.simulation.worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
