@@ -269,6 +269,21 @@ def test_a_late_reply_is_dropped_but_its_state_is_not(grid):
     assert (told(late)["count"], told(other)["count"]) == (3, 3)
 
 
+def test_the_state_that_a_late_reply_has_left_survives_its_worker(grid):
+    list(grid.send_and_receive([to(2)]))
+    assert list(grid.send_and_receive([to(2, do="sleep", seconds=1.0)], timeout=0.3)) == []
+    (dead,) = grid.send_and_receive([to(2, do="die")])
+    (after,) = grid.send_and_receive([to(2)])
+    assert (dead.error.code, told(after)["count"]) == (8, 3)
+
+
+def test_a_node_serves_one_message_after_the_other(grid):
+    """Two at once would charge the same account twice, and count it once."""
+    list(grid.send_and_receive([to(2), to(3)]))
+    replies = grid.send_and_receive([to(2, do="sleep", seconds=0.5), to(2), to(2)])
+    assert [told(reply)["count"] for reply in replies] == [2, 3, 4]
+
+
 def test_what_no_worker_had_when_the_time_was_over_is_not_sent(grid):
     list(grid.send_and_receive([to(node) for node in (2, 3, 4, 5)]))
     slow = [to(node, do="sleep", seconds=1.0) for node in (2, 3)]
