@@ -1,6 +1,7 @@
 """Modules of an app: loaded from its folder, and again after they have changed. A worker outlives the run that imported them."""
 
 import importlib
+import operator
 import sys
 import time
 from contextlib import suppress
@@ -37,14 +38,18 @@ class InFolder:
         if self.folder not in sys.path:
             sys.path.insert(0, self.folder)
         module, _, name = self.reference.partition(":")
+        if not module or not name:
+            raise ValueError(f"{self.key}={self.reference!r}: must be 'module:name' in {self.folder}")
         try:
-            found = getattr(importlib.import_module(module), name)
+            imported = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name not in (module, module.partition(".")[0]):
+                raise  # a package that the app needs is not installed
+            raise ValueError(f"{self.key}={self.reference!r}: {error}; must be 'module:name' in {self.folder}") from None
+        try:
+            found = operator.attrgetter(name)(imported)
         except AttributeError:
             raise ValueError(f"{self.key}={self.reference!r}: {module} has no {name!r}") from None
-        except (ModuleNotFoundError, ValueError) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
-                raise  # of a package that the app needs
-            raise ValueError(f"{self.key}={self.reference!r}: {error}; must be 'module:name' in {self.folder}") from None
         if type(found).__name__ != self.type_name:
             raise ValueError(f"{self.key}={self.reference!r}: is a {type(found).__name__}: must be a {self.type_name}")
         return found

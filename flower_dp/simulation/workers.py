@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,11 @@ def stop_ray() -> None:
         import ray  # noqa: PLC0415
 
         ray.shutdown()
-        shutil.rmtree(_folder, ignore_errors=True)
+        for _ in range(30):  # Ray's processes write into it until they have ended
+            shutil.rmtree(_folder, ignore_errors=True)
+            if not _folder.exists():
+                break
+            time.sleep(0.1)
         _folder = None
         atexit.unregister(stop_ray)
 

@@ -134,6 +134,7 @@ def test_a_module_that_has_changed_is_imported_again(here, monkeypatch):
     ("reference", "named"),
     [
         ("my_components:app", None),
+        ("my_components:both.client", None),
         ("my_components:other", "clientapp='my_components:other': my_components has no 'other'"),
         ("my_components:number", "is a int: must be a ClientApp"),
         ("my_nothing:app", "No module named 'my_nothing'; must be 'module:name' in"),
@@ -141,7 +142,9 @@ def test_a_module_that_has_changed_is_imported_again(here, monkeypatch):
     ],
 )
 def test_an_app_of_a_folder(here, reference, named):
-    (here / "my_components.py").write_text("from flwr.clientapp import ClientApp\napp = ClientApp()\nnumber = 3\n")
+    (here / "my_components.py").write_text(
+        "from flwr.clientapp import ClientApp\napp = ClientApp()\nnumber = 3\nclass both:\n    client = app\n"
+    )
     load = modules.InFolder(folder=str(here), key="clientapp", reference=reference, type_name="ClientApp")
     try:
         if named is None:
