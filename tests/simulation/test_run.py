@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -224,12 +225,16 @@ def gone(processes, seconds=20):
 def test_an_interrupted_script_leaves_no_process(tmp_path, how):
     process = script(tmp_path, 2_000)
     started = watched(process, tmp_path, "round 3/")
-    assert any("raylet" in " ".join(one.cmdline()) for one in started)
+    names = " ".join(" ".join(one.cmdline()) for one in started)
+    assert "raylet" in names
+    rooms = set(re.findall(r"/[^ =]*/flower-dp-[^/ ]+", names))
+    assert len(rooms) == 1
     process.send_signal(getattr(signal, how))
     assert process.wait(60) != 0, (tmp_path / "out").read_text()
     out = (tmp_path / "out").read_text()
     assert how != "SIGINT" or "left: []" in out  # at once, as a notebook goes on after an interruption
     assert gone(started), out
+    assert not any(Path(room).exists() for room in rooms)
     assert (tmp_path / "run" / "statement.txt").exists()  # what was released before stays released
 
 
