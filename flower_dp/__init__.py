@@ -1,13 +1,14 @@
 """Differential privacy for Flower: strategies and clients, and a truthful account of how private they were.
 
-The top level has `app(model_fn=..., data_fn=...)`, an app around your own model and data, and `RunFolder` and `record_run`, which
-write a run folder for your own app. They are imported when they are first used.
+The top level has `app(model_fn=..., data_fn=...)`, an app around your own model and data, `simulate(app)`, which runs an app on
+this machine, and `RunFolder` and `record_run`, which write a run folder for your own app. They are imported when they are first
+used.
 """
 
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["RunFolder", "__version__", "app", "record_run"]
+__all__ = ["RunFolder", "__version__", "app", "record_run", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from flower_dp.running.recorded import record_run  # noqa: PLC0415
 
         return record_run
+    if name == "simulate":
+        from flower_dp.simulation.run import simulate  # noqa: PLC0415
+
+        return simulate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

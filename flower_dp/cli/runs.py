@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,13 @@ from flower_dp.cli.errors import fail, refuse
 
 if TYPE_CHECKING:
     from flower_dp.running.progress import Display
+
+
+class Engine(StrEnum):
+    """What runs an app on this machine."""
+
+    RAY = "ray"
+    FLOWER = "flower"
 
 
 def run(
@@ -41,8 +49,11 @@ def run(
         ),
     ] = None,
     gpus_per_worker: Annotated[float, typer.Option(min=0.0, help="The fraction of a GPU that each worker gets.")] = 0.0,
+    engine: Annotated[
+        Engine, typer.Option(help="ray: flower-dp's own, with short rounds; flower: Flower's, by `flwr run`.")
+    ] = Engine.RAY,
 ) -> None:
-    """Run a Flower app on this machine with `flwr run`, and leave no process running.
+    """Run a Flower app on this machine, and leave no process running.
 
     Give the name of one of flower-dp's presets, or the folder of a Flower app; without either flower-dp's own app runs.
 
@@ -56,7 +67,8 @@ def run(
         from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # in another app, output-dir is its own setting
         if output_dir is not None and from_settings:
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
-        if what.app.check and overrides:  # the defaults are valid
+        # The other engine checks while it starts. The defaults are valid.
+        if what.app.check and overrides and engine is Engine.FLOWER:
             with plugins.loaded(what.app, what.app.check) as check:
                 check({**what.app.defaults, **overrides})
         wanted = output_dir or str(from_settings)
@@ -72,7 +84,7 @@ def run(
                 stack.enter_context(workplace.app_files_linked(folder, what.app.folder))
             screen = _Screen(stack.enter_context(progress.display()), quiet=what.app.own)
             outcome = launch.launch(
-                stack.enter_context(apps.unpacked(what.app)),
+                what.app.folder if engine is Engine.RAY else stack.enter_context(apps.unpacked(what.app)),
                 overrides=overrides,
                 output_dir=folder,
                 working_dir=None if what.app.own else folder,
@@ -81,7 +93,10 @@ def run(
                 gpus_per_worker=gpus_per_worker,
                 on_progress=screen.show,
                 on_log=screen.tell,
+                engine=engine.value,
             )
+    except ValueError as error:
+        refuse(str(error))
     except launch.Interrupted as signal:
         where = f"; its folder is {folder}" if folder.exists() else ""
         fail(f"{signal}; nothing is left running{where}", 128 + signal.signum)

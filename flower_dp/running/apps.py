@@ -14,9 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import flower_dp
-
-_PACKAGE = Path(flower_dp.__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 # The app's folder in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
 
@@ -30,7 +28,8 @@ class App:
 
     `pilot` and `check` are functions that the app's pyproject.toml names under [tool.flower-dp], as "module:function"; empty if
     there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem. `flower-dp run` calls
-    `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
+    `check` with the run-config before it starts Flower; it raises ValueError for invalid settings. `server` and `client` are the
+    app's components, as "module:name".
     """
 
     folder: Path
@@ -38,6 +37,8 @@ class App:
     defaults: Mapping[str, Value]
     pilot: str = ""
     check: str = ""
+    server: str = ""
+    client: str = ""
 
     @property
     def own(self) -> bool:
@@ -79,13 +80,25 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
             names = ", ".join(app.presets()) or "none"
             raise ValueError(f"{target}: is neither a folder of a Flower app nor a preset; presets: {names}")
         preset = flatten(_read_toml(app.presets()[target])) if target is not None else {}
-    overrides = {key: _from_toml(app, key, value) for key, value in preset.items()}
+    overrides = {key: _from_toml(app, key, value, app.folder) for key, value in preset.items()}
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign:
             raise ValueError(f"--set {setting}: must be key=value")
         overrides[key.strip()] = _from_text(app, key.strip(), text.strip())
     return Target(app=app, name=name, overrides=overrides)
+
+
+def with_values(target: Target, values: Mapping[str, Any]) -> dict[str, Value]:
+    """Return a target's whole run-config with some values, in the types of its settings.
+
+    Relative paths are relative to the working directory.
+
+    Raises:
+        ValueError: a key or value that the app cannot take.
+    """
+    own = {key: _from_toml(target.app, key, value, Path.cwd()) for key, value in values.items()}
+    return {**target.app.defaults, **target.overrides, **own}
 
 
 def own_app() -> App:
@@ -180,6 +193,8 @@ def read_app(folder: Path) -> App | None:
         defaults=flatten(app.get("config", {})),
         pilot=str(plugins.get("pilot", "")),
         check=str(plugins.get("check", "")),
+        server=str(app.get("components", {}).get("serverapp", "")),
+        client=str(app.get("components", {}).get("clientapp", "")),
     )
 
 
@@ -217,14 +232,14 @@ def _default(app: App, key: str) -> Value:
     return app.defaults[key]
 
 
-def _from_toml(app: App, key: str, value: Any) -> Value:
-    """Return a preset's value in the type of the setting's default."""
+def _from_toml(app: App, key: str, value: Any, base: Path) -> Value:
+    """Return a value in the type of the setting's default."""
     wanted = type(_default(app, key))
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
         raise ValueError(f"{key}={value!r}: must be {_TYPES[wanted]}")
-    return _absolute(key, value, app.folder)
+    return _absolute(key, value, base)
 
 
 def _from_text(app: App, key: str, text: str) -> Value:

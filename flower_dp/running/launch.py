@@ -1,8 +1,9 @@
-"""Run a Flower app with `flwr run` on a private SuperLink: failures are detected, and no process is left running.
+"""Run a Flower app on this machine: failures are detected, and no process is left running.
 
-`flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports, installs the app's
-dependencies at run time and lets Ray's workers import modules from the working directory. Here the SuperLink is private: on a
-free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
+There are two engines. `ray` is this package's own (`flower_dp.simulation`), in one process and its workers. `flower` is `flwr
+run` on a private SuperLink: `flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports,
+installs the app's dependencies at run time and lets Ray's workers import modules from the working directory. Here the SuperLink
+is private: on a free loopback port, with its own FLWR_HOME, an in-memory state and a working directory without Python modules.
 """
 
 import importlib.util
@@ -17,13 +18,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import tomli_w
 
 from flower_dp.core import checks
+from flower_dp.running.ray_process import run_on_ray
 from flower_dp.running.run_folder import LOG, METRICS, write_whole
-from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain
+from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ def launch(
     gpus_per_worker: float,
     on_progress: Callable[[dict[str, Any]], None],
     on_log: Callable[[str], None] | None = None,
+    engine: Literal["flower", "ray"] = "flower",
 ) -> Outcome:
     """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
 
@@ -85,9 +88,10 @@ def launch(
         gpus_per_worker: The fraction of a GPU that Ray gives each worker; with 0 they use the CPU.
         on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
         on_log: Called with every line of Flower's output, without colours.
+        engine: What runs the app.
 
     Raises:
-        ValueError: a bad number, or `app_dir` has no pyproject.toml.
+        ValueError: a bad number, or `app_dir` has no pyproject.toml; with `ray`, the app's own check refuses the settings.
         LaunchError: Flower is not installed here or its SuperLink does not start.
         Interrupted: a signal came.
     """
@@ -107,11 +111,6 @@ def launch(
         signals = stack.enter_context(_Signals())
         private_folder = Path(stack.enter_context(_temporary_folder()))
         stack.callback(_without_colours, log)
-        superlink = stack.enter_context(
-            SuperLink(private_folder, signals.check, run_folder=output_dir, working_dir=working_dir and working_dir.absolute())
-        )
-        config = private_folder / "overrides.toml"
-        config.write_text(tomli_w.dumps(dict(overrides)), encoding="utf-8")
         readers = [_Tail(output_dir / METRICS, _rows_to(on_progress))]
         if on_log is not None:
             readers.append(_Tail(log, lambda line: on_log(plain(line))))
@@ -124,22 +123,79 @@ def launch(
             for reader in readers:
                 reader.read()
 
-        nodes = (
-            f"num-supernodes={num_supernodes or num_workers} init-args-num-cpus={num_workers} "
-            f"client-resources-num-cpus=1 client-resources-num-gpus={float(gpus_per_worker)}"
+        run = _Run(
+            app=app,
+            overrides=overrides,
+            private_folder=private_folder,
+            output_dir=output_dir,
+            working_dir=working_dir and working_dir.absolute(),
+            num_workers=num_workers,
+            num_supernodes=num_supernodes or num_workers,
+            gpus_per_worker=float(gpus_per_worker),
         )
-        with log.open("wb") as output:
-            arguments = ["run", str(app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
-            client = superlink.start("flwr", arguments, output)
-            superlink.wait(client, read)
-        status, details = superlink.status(client.returncode, read)
-        read()
-        superlink.stop()
-        if status == "lost":
-            with log.open("ab") as output:
-                output.write(f"\n--- SuperLink ---\n{superlink.log_text()}".encode())
+        status, details = run.on_ray(signals.check, read) if engine == "ray" else run.on_flower(signals.check, read)
+    if status == "refused":
+        log.unlink()
+        raise ValueError(details)
     why = "" if status == "completed" else _why(details, log.read_text(encoding="utf-8", errors="replace"))
     return Outcome(status=status, details=why, seconds=time.monotonic() - start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What is to be run, as the arguments of `launch` say; both methods return the status and Flower's details."""
+
+    app: Path
+    overrides: Mapping[str, bool | int | float | str]
+    private_folder: Path
+    output_dir: Path
+    working_dir: Path | None
+    num_workers: int
+    num_supernodes: int
+    gpus_per_worker: float
+
+    def on_flower(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
+        """Run it with `flwr run`."""
+        log = self.output_dir / LOG
+        with SuperLink(self.private_folder, check, run_folder=self.output_dir, working_dir=self.working_dir) as superlink:
+            config = self.private_folder / "overrides.toml"
+            config.write_text(tomli_w.dumps(dict(self.overrides)), encoding="utf-8")
+            nodes = (
+                f"num-supernodes={self.num_supernodes} init-args-num-cpus={self.num_workers} "
+                f"client-resources-num-cpus=1 client-resources-num-gpus={self.gpus_per_worker}"
+            )
+            with log.open("wb") as output:
+                arguments = ["run", str(self.app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
+                client = superlink.start("flwr", arguments, output)
+                superlink.wait(client, read)
+            status, details = superlink.status(client.returncode, read)
+            read()
+            superlink.stop()
+            if status == "lost":
+                with log.open("ab") as output:
+                    output.write(f"\n--- SuperLink ---\n{superlink.log_text()}".encode())
+        return status, details
+
+    def on_ray(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
+        """Run it in a process of its own, without Flower's runtime."""
+        processes = programs(self.private_folder, check, run_folder=self.output_dir, working_dir=self.working_dir)
+        try:
+            with (self.output_dir / LOG).open("wb") as output:
+                status, details = run_on_ray(
+                    processes,
+                    self.app,
+                    private_folder=self.private_folder,
+                    overrides=self.overrides,
+                    num_workers=self.num_workers,
+                    num_nodes=self.num_supernodes,
+                    gpus_per_worker=self.gpus_per_worker,
+                    output=output,
+                    meanwhile=read,
+                )
+            read()
+        finally:
+            processes.stop()
+        return status, details
 
 
 class _Signals:

@@ -1,10 +1,15 @@
-"""Finding and ending all processes that a program has started, also detached ones."""
+"""Programs of a run, and finding and ending all processes that they have started, also detached ones."""
 
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import psutil
+
+POLL_SECONDS = 0.1
 
 
 class ProcessTree:
@@ -81,3 +86,57 @@ class ProcessTree:
                 return
             time.sleep(0.05)
             self.remember_descendants()
+
+
+class Programs:
+    """Programs of this Python environment, away from the terminal's signals; `stop` ends them and all that they have started."""
+
+    def __init__(
+        self, mark: tuple[str, str], *, environment: Mapping[str, str], working_dir: Path, check: Callable[[], None]
+    ) -> None:
+        """Prepare for programs without starting one.
+
+        Args:
+            mark: as for `ProcessTree`; added to the environment.
+            environment: of all programs.
+            working_dir: of all programs.
+            check: called while waiting; it raises an error to give up.
+        """
+        self._environment = dict(environment) | dict([mark])
+        self._working_dir, self._check = working_dir, check
+        self._tree = ProcessTree(mark)
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], output: Any, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start a program, with `more` in its environment."""
+        process = subprocess.Popen(
+            list(command),
+            cwd=self._working_dir,
+            env=self._environment | dict(more or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        self._tree.add(process.pid)
+        return process
+
+    def wait(
+        self, process: subprocess.Popen[bytes], meanwhile: Callable[[], None], also: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Wait until a process ends, or `also` is false."""
+        steps = 0
+        while process.poll() is None and also():
+            self._check()
+            meanwhile()
+            if steps % 10 == 0:
+                self._tree.remember_descendants()
+            steps += 1
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End all programs, and all that they have started."""
+        self._tree.end()
+        for process in self._started:
+            process.wait()

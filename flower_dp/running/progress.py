@@ -1,5 +1,6 @@
 """A run's progress on the screen: a progress bar in a terminal, otherwise one line per round."""
 
+import importlib.util
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +25,9 @@ class Display(Protocol):
 def display() -> Display:
     """Return the display that fits standard output."""
     console = Console()
-    return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Lines()
+    # Without ipywidgets a notebook shows a bar as one line after another, with a warning.
+    notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+    return Bar(console) if notebook or (console.is_terminal and not console.is_dumb_terminal) else Lines()
 
 
 class Lines:

@@ -4,13 +4,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.rules import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
@@ -21,8 +24,22 @@ log = logging.getLogger("flwr")
 _LARGEST_ARRAY = 2**40
 # The columns of `metrics.jsonl` that are the run's own, whether a line has them or not.
 _OWN = frozenset(
-    {"round", "num-rounds", "delta", "elapsed", "seconds"} | {field.name.replace("_", "-") for field in fields(RoundReport)}
+    {"round", "num-rounds", "delta", "elapsed", "seconds"} | {one.name.replace("_", "-") for one in fields(RoundReport)}
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """What the caller of a ServerApp learns of the run that it records; the app's main function returns nothing."""
+
+    on_line: Callable[[Mapping[str, Any]], None]
+    folder: Path | None = None
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    statement: PrivacyStatement | None = None
+    result: Result | None = None
+
+
+WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 def record_run(
@@ -69,6 +86,8 @@ def record_run(
     log.info("The run's folder is %s", folder.path)
     started = time.monotonic()
     told: set[str] = set()
+    watch = WATCH.get() or Watch(on_line=lambda line: None)
+    watch.folder = folder.path
 
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
@@ -76,7 +95,10 @@ def record_run(
         line |= strategy.line_of(server_round)
         # Rounds take the longer, the more clients are in them.
         elapsed = {} if strategy.secret_cohort else {"elapsed": round(time.monotonic() - started, 3)}
-        folder.append(line | {"delta": strategy.delta} | elapsed)
+        line |= {"delta": strategy.delta} | elapsed
+        folder.append(line)
+        watch.rounds.append(line)
+        watch.on_line(line)
         return metrics
 
     try:
@@ -85,7 +107,9 @@ def record_run(
         stated = strategy.statement
         statement = replace(stated, not_covered=(*stated.not_covered, *not_covered))
         folder.state(statement.to_dict(), str(statement))
+        watch.statement = statement
     folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
+    watch.result = result
     return result
 
 

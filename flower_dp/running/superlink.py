@@ -17,12 +17,11 @@ from typing import Any, Self
 
 import tomli_w
 
-from flower_dp.running.processes import ProcessTree
+from flower_dp.running.processes import POLL_SECONDS, Programs
 from flower_dp.running.run_folder import VARIABLE
 
 CONNECTION = "flower-dp"
 _START_SECONDS = 120.0
-_POLL_SECONDS = 0.1
 
 
 class LaunchError(RuntimeError):
@@ -51,13 +50,8 @@ class SuperLink:
         """
         self._check = check
         self._home = private_folder / "home"
-        self._working_dir = working_dir or private_folder / "empty"
         self._log = private_folder / "superlink.log"
-        self._tree = ProcessTree(("FLWR_HOME", str(self._home)))
-        self._environment = _environment(private_folder, self._home) | {VARIABLE: str(run_folder)}
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._home.mkdir()
-        self._working_dir.mkdir(exist_ok=True)
+        self._programs = programs(private_folder, check, run_folder=run_folder, working_dir=working_dir)
 
     def __enter__(self) -> Self:
         try:
@@ -86,36 +80,18 @@ class SuperLink:
                     )
                     return
                 self._check()
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             if self._server.poll() is None:
                 raise LaunchError(f"Flower's SuperLink was not ready after {_START_SECONDS:.0f} s")
         raise LaunchError(f"Flower's SuperLink did not start: {' '.join(self.log_text().split()[-60:])}")
 
     def start(self, program: str, arguments: list[str], output: Any) -> subprocess.Popen[bytes]:
         """Start a program of this Python environment, away from the terminal's signals."""
-        process = subprocess.Popen(
-            [_program(program), *arguments],
-            cwd=self._working_dir,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._started.append(process)
-        self._tree.add(process.pid)
-        return process
+        return self._programs.start([_program(program), *arguments], output)
 
     def wait(self, process: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> None:
         """Wait until a process ends, or the SuperLink does."""
-        steps = 0
-        while process.poll() is None and self._server.poll() is None:
-            self._check()
-            meanwhile()
-            if steps % 10 == 0:
-                self._tree.remember_descendants()
-            steps += 1
-            time.sleep(_POLL_SECONDS)
+        self._programs.wait(process, meanwhile, lambda: self._server.poll() is None)
 
     def status(self, client_status: int | None, meanwhile: Callable[[], None]) -> tuple[str, str]:
         """Return the run's final status and Flower's details, once it has one.
@@ -139,13 +115,20 @@ class SuperLink:
 
     def stop(self) -> None:
         """End the SuperLink and all that it started."""
-        self._tree.end()
-        for process in self._started:
-            process.wait()
+        self._programs.stop()
 
     def log_text(self) -> str:
         """Return the SuperLink's own log."""
         return plain(self._log.read_text(encoding="utf-8", errors="replace"))
+
+
+def programs(private_folder: Path, check: Callable[[], None], *, run_folder: Path, working_dir: Path | None) -> Programs:
+    """Return the programs of one run, whose FLWR_HOME is `private_folder / "home"`; arguments as for `SuperLink`."""
+    home, place = private_folder / "home", working_dir or private_folder / "empty"
+    home.mkdir()
+    place.mkdir(exist_ok=True)
+    environment = _environment(private_folder, home) | {VARIABLE: str(run_folder)}
+    return Programs(("FLWR_HOME", str(home)), environment=environment, working_dir=place, check=check)
 
 
 def plain(text: str) -> str:

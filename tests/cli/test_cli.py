@@ -562,15 +562,39 @@ def test_bad_settings_are_found_before_the_launch(tmp_path, call, launched, monk
     (app / "checked_app.py").write_text(
         "def check(config):\n    if config['rounds'] < 0:\n        raise ValueError(f'rounds={config[\"rounds\"]}: must be >= 0')\n"
     )
-    status, out, err = call("run", str(app), "--set", "rounds=-1", "--output-dir", str(tmp_path / "run"))
+    options = ["--set", "rounds=-1", "--output-dir", str(tmp_path / "run")]
+    status, out, err = call("run", str(app), "--engine", "flower", *options)
     assert (status, out, err) == (2, "", "error: rounds=-1: must be >= 0\n")
     assert not (tmp_path / "run").exists()
+
+
+def test_what_the_launched_app_refuses_is_a_bad_option(foreign, tmp_path, call, launched):
+    """With the engine `ray` the app is checked in the process that starts it."""
+
+    def act(**words):
+        raise ValueError("rounds=-1: must be >= 0")
+
+    launched(act)
+    status, out, err = call("run", str(foreign), "--set", "rounds=-1", "--output-dir", str(tmp_path / "run"))
+    assert (status, out, err) == (2, "", "error: rounds=-1: must be >= 0\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_engine_is_ray_if_nothing_is_said(foreign, call, launched):
+    got = []
+    launched(lambda **words: got.append(words["engine"]))
+    for options in ([], ["--engine", "ray"], ["--engine", "flower"]):
+        call("run", str(foreign), *options)
+    assert got == ["ray", "ray", "flower"]
+    status, _, err = call("run", str(foreign), "--engine", "gas")
+    assert status == 2
+    assert "'gas' is not one of 'ray', 'flower'" in err
 
 
 def test_the_apps_own_settings_are_checked_before_the_launch(call, launched, monkeypatch):
     monkeypatch.chdir(Path(flower_dp.__file__).parents[1])
     for setting, named in (("dp-fedsam.clip-norm=-1", "clip_norm=-1.0"), ("data-dir=/nowhere", "data-dir='/nowhere'")):
-        status, _, err = call("run", "--set", setting)
+        status, _, err = call("run", "--engine", "flower", "--set", setting)
         assert (status, err.count("\n")) == (2, 1)
         assert named in err
 
@@ -644,19 +668,25 @@ def _flower_dp_run(tmp_path, *arguments, app=TINY, stop_at=None):
     return command.returncode, out.read_text(), err.read_text(), seen
 
 
-def _assert_nothing_left(seen):
+PROCESSES = {"ray": ("flower_dp.simulation.process", "ray::Worker"), "flower": ("flower-superlink", "flwr-simulation")}
+engines = pytest.mark.parametrize("engine", PROCESSES)
+
+
+def _assert_nothing_left(seen, engine):
     names = " ".join(seen.values())
-    assert all(name in names for name in ("flower-superlink", "flwr-simulation", "raylet"))  # the watching worked
+    assert all(name in names for name in (*PROCESSES[engine], "raylet"))  # the watching worked
     assert [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"] == []
-    rooms = set(re.findall(r"\S+/flower-dp-[^/ ]+(?=/overrides\.toml)", names))
+    rooms = set(re.findall(r"\S+/flower-dp-[^/ ]+(?=/(?:overrides\.toml|order\.json))", names))
     assert rooms
     assert not any(Path(room).exists() for room in rooms)
 
 
 @pytest.mark.flwr_run
-def test_a_run(tmp_path):
+@engines
+def test_a_run(tmp_path, engine):
     greeting = """a 'b' "c" = d"""
-    status, out, err, seen = _flower_dp_run(tmp_path, "--set", f"greeting={greeting}", "--set", "num-rounds=3")
+    settings = ("--set", f"greeting={greeting}", "--set", "num-rounds=3")
+    status, out, err, seen = _flower_dp_run(tmp_path, "--engine", engine, *settings)
     assert (status, err) == (0, "")
     (folder,) = (tmp_path / "home" / ".flower-dp" / "runs").iterdir()
     lines = out.splitlines()
@@ -668,33 +698,59 @@ def test_a_run(tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
     assert "\x1b" not in (folder / "flower.log").read_text()
-    _assert_nothing_left(seen)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.toml",
+        "flower.log",
+        "metrics.jsonl",
+        "model.safetensors",
+        "progress.png",
+        "statement.json",
+        "statement.txt",
+    ]
+    assert not list(TINY.glob("**/__pycache__"))
+    _assert_nothing_left(seen, engine)
 
 
 @pytest.mark.flwr_run
-def test_a_run_that_fails_says_so_and_keeps_what_it_has_written(tmp_path):
+@engines
+def test_a_run_that_fails_says_so_and_keeps_what_it_has_written(tmp_path, engine):
     app = tmp_path / "app"
     shutil.copytree(TINY, app)
     connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
     before = (app / "pyproject.toml").read_text() + connections
     (app / "pyproject.toml").write_text(before)
-    status, _, err, seen = _flower_dp_run(tmp_path, "--set", "fail=true", "--output-dir", "results", app=app)
+    options = ("--engine", engine, "--set", "fail=true", "--output-dir", "results")
+    status, _, err, seen = _flower_dp_run(tmp_path, *options, app=app)
     # Flower's migration would take the connections into a home that is gone by now.
     assert (app / "pyproject.toml").read_text() == before
-    assert "igration completed" in (tmp_path / "results" / "flower.log").read_text()
+    assert ("igration completed" in (tmp_path / "results" / "flower.log").read_text()) == (engine == "flower")
     assert status == 1
     assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
     assert f"What it released before is in {tmp_path / 'results' / 'statement.txt'}" in err
     assert "Traceback" in (tmp_path / "results" / "flower.log").read_text()
-    _assert_nothing_left(seen)
+    _assert_nothing_left(seen, engine)
 
 
 @pytest.mark.flwr_run
-def test_an_interrupted_run_leaves_nothing_running(tmp_path):
+@engines
+def test_an_interrupted_run_leaves_nothing_running(tmp_path, engine):
     import signal
 
-    slow = ("--set", "num-rounds=1000", "--set", "pause=0.2")
+    slow = ("--engine", engine, "--set", "num-rounds=1000", "--set", "pause=0.2")
     status, out, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGINT))
     assert status == 130, out + err
     assert "interrupted by SIGINT; nothing is left running" in err
-    _assert_nothing_left(seen)
+    _assert_nothing_left(seen, engine)
+
+
+@pytest.mark.flwr_run
+def test_settings_that_the_app_refuses_leave_no_folder_and_nothing_running(tmp_path):
+    app = tmp_path / "app"
+    shutil.copytree(TINY, app)
+    with (app / "pyproject.toml").open("a") as file:
+        file.write('\n[tool.flower-dp]\ncheck = "tiny_check:check"\n')
+    (app / "tiny_check.py").write_text("def check(config):\n    raise ValueError(f'pause={config[\"pause\"]}: must be less')\n")
+    status, out, err, seen = _flower_dp_run(tmp_path, "--set", "pause=9", "--output-dir", "results", app=app)
+    assert (status, out, err) == (2, "", "error: pause=9.0: must be less\n")
+    assert not (tmp_path / "results").exists()
+    assert [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"] == []

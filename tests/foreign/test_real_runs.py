@@ -1,11 +1,16 @@
 """Foreign apps with the real `flower-dp run`: what they leave, and what their log says."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load
+
+from tests.contracts import METHODS, Words
+from tests.test_contract import SEED, run_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -18,10 +23,7 @@ def flower_dp_run(tmp_path, app, *arguments):
         "flower_dp.cli.main",
         "run",
         str(HERE / app),
-        "--workers",
-        "1",
-        "--output-dir",
-        "run",
+        *("--workers", "1", "--output-dir", "run"),
         *arguments,
     ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -30,9 +32,10 @@ def flower_dp_run(tmp_path, app, *arguments):
 
 
 @pytest.mark.flwr_run
-def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path):
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path, engine):
     before = sorted(path.name for path in (HERE / "pytorch").iterdir())
-    lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4")
+    lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["final_model.pt", "flower.log"]
     assert sorted(path.name for path in (HERE / "pytorch").iterdir()) == before
     told = [line.partition(":")[2].strip() for line in lines]
@@ -41,3 +44,21 @@ def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path):
     assert [line for line in lines if line.startswith(("DEBUG", "Traceback", "ERROR")) or "Traceback (most" in line] == []
     assert told.count("[ROUND 2/2]") == 1
     assert not any("did not count" in line for line in lines)  # the clients found data/shape.csv
+
+
+@pytest.mark.flwr_run
+def test_both_engines_release_the_same_bits(tmp_path):
+    """Fixed noise, the same data: the same model, and the same statement; and those of a grid in one process."""
+    found = {}
+    for engine in ("ray", "flower"):
+        (tmp_path / engine).mkdir()
+        flower_dp_run(tmp_path / engine, "seeded", "--supernodes", "2", "--engine", engine)
+        folder = tmp_path / engine / "run"
+        found[engine] = [(folder / name).read_bytes() for name in ("model.safetensors", "statement.txt", "config.toml")]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found[engine].append([[row[key] for key in ("round", "epsilon", "delta")] for row in rows])
+    assert found["ray"] == found["flower"]
+    (method,) = [method for method in METHODS if method.label == "dp-fedsam distributed"]
+    alone = run_of(method, Words(noise_seed=SEED), num_nodes=2, noise_seed=SEED)
+    (weights,) = load(found["ray"][0]).values()
+    assert weights.tobytes() == alone.bits[-1]

@@ -168,12 +168,20 @@ def test_waiting_says_how_many_clients_have_registered(caplog):
     assert [f"{number} of 3 clients registered" in said for number in (1, 2)] == [True, True]
 
 
-def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch):
-    class InMemoryGrid(LocalGrid):
-        """Told by its name, as Flower's is."""
+class InMemoryGrid(LocalGrid):
+    """Told by its name, as Flower's is."""
 
+
+class SimulatedGrid(LocalGrid):
+    """Says it, as this package's is."""
+
+    simulated = True
+
+
+@pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
+def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch, kind):
     monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.2)
-    grid = InMemoryGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
         Register(5, timeout=30, newcomers=True).roster(grid)
 

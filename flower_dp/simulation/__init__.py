@@ -1,0 +1,22 @@
+"""Simulations on this machine's Ray: a Grid whose rounds have no tick, and `flower_dp.simulate`.
+
+A worker process imports this package before the app, so that nothing here is imported before it is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_dp.simulation.grid import RayGrid
+    from flower_dp.simulation.run import Run, simulate
+    from flower_dp.simulation.workers import Workers, stop_ray
+
+__all__ = ["RayGrid", "Run", "Workers", "simulate", "stop_ray"]
+
+_MODULES = {"RayGrid": "grid", "Run": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,299 @@
+"""Flower's Grid on Ray actors: messages are handed out and answered at once, without the tick of Flower's own engine."""
+
+import logging
+import os
+import pickle
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from flower_dp.core import checks
+from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
+from flower_dp.simulation.workers import Workers
+
+log = logging.getLogger("flwr")
+
+# The longest time that a thread waits for Ray before it looks at what other threads have sent.
+_SLICE_SECONDS = 0.05
+_EMPTY = pickle.dumps(RecordDict())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A message that a worker has, or that waits for one."""
+
+    number: str
+    node: int
+    message: Message
+
+
+class RayGrid(Grid):
+    """A Grid whose nodes run a ClientApp on this machine's Ray actors.
+
+    Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
+    messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
+    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one. What a
+    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
+
+    A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
+    it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
+    threads.
+
+    From here on messages that this process makes are of this run.
+
+    Args:
+        app: the ClientApp, or a function that returns it in a worker. It travels by cloudpickle: what `__main__` or a notebook
+            defines goes by value, the rest is imported by name.
+        workers: the actors, which serve one grid at a time. They import the app at once, while this process goes on.
+        num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server.
+        run_config: the settings that the nodes get.
+        node_config: partition -> further settings of that node.
+
+    Raises:
+        FlowerVersionError: the installed Flower is not known.
+
+    Example:
+        >>> from flower_dp.simulation import RayGrid, Workers
+        >>> def run(client_app, strategy, arrays):
+        ...     with RayGrid(client_app, Workers(num_workers=2), num_nodes=10) as grid:
+        ...         return strategy.start(grid, arrays, num_rounds=3)
+    """
+
+    # What a strategy may ask a grid: all nodes are there from the start, and none will come later.
+    simulated = True
+
+    def __init__(
+        self,
+        app: ClientApp | Callable[[], ClientApp],
+        workers: Workers,
+        *,
+        num_nodes: int,
+        run_config: Mapping[str, Value] | None = None,
+        node_config: Callable[[int], Mapping[str, Value]] | None = None,
+    ) -> None:
+        import ray  # noqa: PLC0415  (a third of a second)
+
+        dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
+
+        checks.integer("num_nodes", num_nodes, at_least=1)
+        self._run = run_of(secrets.randbits(62) + 1)
+        identify(self._run.run_id, SERVER_NODE)
+        self._run_config = dict(run_config or {})
+        self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
+        own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
+        setup = {
+            "app": dumps(_Given(app) if isinstance(app, ClientApp) else app),
+            "run_id": self._run.run_id,
+            "run_config": self._run_config,
+            "num_nodes": num_nodes,
+            "node_config": own,
+            "folder": str(Path.cwd()),
+            "path": tuple(os.path.abspath(place) for place in sys.path),
+            "bytecode": not sys.dont_write_bytecode,
+        }
+        self._setup = dumps(setup)
+        # Node -> its pickled state, where that has changed, and the actor that has it too.
+        self._states: dict[int, bytes] = {}
+        self._holders: dict[int, Any] = {}
+        self._running: dict[Any, tuple[int, _Call]] = {}
+        self._busy: set[int] = set()
+        # Message id -> its reply, None before there is one; without those that nobody waits for any more.
+        self._replies: dict[str, Message | None] = {}
+        self._lock, self._waiting = threading.RLock(), threading.Lock()
+        self._ray, self._workers = ray, workers
+        self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
+        self._idle: set[int] = set(range(len(workers.actors)))
+        for actor in workers.actors:
+            actor.begin.remote(self._setup)
+
+    def __enter__(self) -> "RayGrid":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the actors that are still at work, and put new ones in their place."""
+        with self._lock:
+            for queue in self._queues:
+                queue.clear()
+            for index, _ in self._running.values():
+                self._workers.replace(index)
+            self._running.clear()
+
+    def server_context(self) -> Context:
+        """Return the context of a ServerApp that runs with this grid."""
+        config = dict(self._run_config)
+        return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
+
+    # Flower's Grid
+
+    def set_run(self, run: Any) -> None:
+        """Set the run; for Flower's own programs."""
+        self._run = run
+
+    @property
+    def run(self) -> Any:
+        """Flower's record of the run."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Return a new message."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the nodes, in the order of their partitions."""
+        return list(self._nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, and return their ids."""
+        sent = []
+        with self._lock:
+            for message in messages:
+                call = _Call(number=numbered(message), node=message.metadata.dst_node_id, message=message)
+                sent.append(call.number)
+                self._replies[call.number] = None
+                if call.node in self._nodes:
+                    self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
+                else:
+                    self._settle(call, _failed(message, NODE_UNAVAILABLE, f"node {call.node} is not one of this run"))
+            self._dispatch()
+        return sent
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to these messages that are there; each is returned once."""
+        self._advance(0.0)
+        return self._take(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and return the replies that come within `timeout` seconds, in the order of the messages."""
+        ids = list(self.push_messages(messages))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while any(self._replies[number] is None for number in ids):
+                left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
+                if left <= 0:
+                    break
+                self._advance(left)
+            return self._take(ids)
+        finally:
+            self._forget(ids)
+
+    # Calls
+
+    def _take(self, ids: Iterable[str]) -> list[Message]:
+        with self._lock:
+            found = [(number, reply) for number in ids if (reply := self._replies.get(number)) is not None]
+            for number, _ in found:
+                del self._replies[number]
+        return [reply for _, reply in found]
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        """Nobody waits for these any more; what no worker has yet is not sent."""
+        with self._lock:
+            if gone := {number for number in ids if self._replies.pop(number, self) is not self}:
+                for queue in self._queues:
+                    kept = [call for call in queue if call.number not in gone]
+                    queue.clear()
+                    queue.extend(kept)
+
+    def _dispatch(self) -> None:
+        """Hand waiting calls to idle workers."""
+        for index in sorted(self._idle):
+            self._hand(index, self._queues[index])
+        # A worker without calls of its own nodes takes those of one that is at work.
+        for index in sorted(self._idle):
+            self._hand(index, max(self._queues, key=len))
+
+    def _hand(self, index: int, queue: deque[_Call]) -> None:
+        """Hand a worker the first call of a queue whose node is not being served."""
+        call = next((call for call in queue if call.node not in self._busy), None)
+        if call is None:
+            return
+        queue.remove(call)
+        actor = self._workers.actors[index]
+        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
+        self._idle.remove(index)
+        self._busy.add(call.node)
+        self._running[actor.run.remote(call.message, state)] = index, call
+
+    def _advance(self, seconds: float) -> None:
+        """Wait until a worker has answered, or another thread has seen to that, for so many seconds at most."""
+        if not self._waiting.acquire(timeout=seconds):
+            return
+        try:
+            with self._lock:
+                running = list(self._running)
+            if not running:
+                return
+            for ref in self._ray.wait(running, num_returns=1, timeout=seconds)[0]:
+                with self._lock:
+                    self._finish(ref)
+        finally:
+            self._waiting.release()
+
+    def _finish(self, ref: Any) -> None:
+        """Take a worker's answer, and hand it the next call."""
+        index, call = self._running.pop(ref)
+        actor = self._workers.actors[index]
+        self._holders.pop(call.node, None)
+        try:
+            reply = self._taken(call, self._ray.get(ref), actor)
+        except self._ray.exceptions.RayActorError as error:
+            log.error("a worker has died while it served node %s: %s", call.node, str(error).strip().splitlines()[0])
+            self._workers.replace(index)
+            self._workers.actors[index].begin.remote(self._setup)
+            reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
+        except Exception as error:  # such as an answer that can't be read here
+            log.exception("node %s: no answer", call.node)
+            reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
+        self._busy.discard(call.node)
+        self._idle.add(index)
+        self._settle(call, reply)
+        self._dispatch()
+
+    def _taken(self, call: _Call, answer: Answer, actor: Any) -> Message:
+        """Keep the node's state, and return its reply, or an error reply if it answers another message."""
+        if answer.trace:
+            log.error("node %s: %s", call.node, answer.trace)
+        if answer.state is not None:
+            self._states[call.node] = answer.state
+        if not answer.reply.has_error():
+            self._holders[call.node] = actor
+        said = answer.reply.metadata
+        if (said.reply_to_message_id, said.src_node_id) != (call.number, call.node):
+            return _failed(call.message, CLIENT_APP_CRASHED, "its reply is to another message, or from another node")
+        return answer.reply
+
+    def _settle(self, call: _Call, reply: Message) -> None:
+        """A reply is there."""
+        if call.number in self._replies:
+            numbered(reply)
+            self._replies[call.number] = reply
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Returns a ClientApp that was sent along."""
+
+    app: ClientApp
+
+    def __call__(self) -> ClientApp:
+        return self.app
+
+
+def _failed(message: Message, code: int, reason: str) -> Message:
+    return Message(Error(code, reason), reply_to=message)

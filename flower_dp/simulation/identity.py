@@ -1,0 +1,80 @@
+"""What Flower keeps private and a Grid outside its runtime needs. No other module imports `flwr.supercore`.
+
+Flower's `Message` reads run, node and task from a class of the process, which Flower's own programs fill in; and a message gets
+its number from the Grid that sends it.
+"""
+
+import importlib.metadata
+import re
+from functools import lru_cache
+from typing import Any
+from uuid import uuid4
+
+from flwr.app import Message, RecordDict
+
+# The node that a ServerApp runs on.
+SERVER_NODE = 1
+# Flower's codes of error replies.
+LOAD_CLIENT_APP, CLIENT_APP_RAISED, NODE_UNAVAILABLE, CLIENT_APP_CRASHED = 1, 2, 5, 8
+
+_KNOWN = "1.41 or later, below 2"
+_TASK = 1
+
+
+class FlowerVersionError(RuntimeError):
+    """The installed Flower is not one that this module knows."""
+
+
+def identify(run_id: int, node_id: int) -> None:
+    """Say to Flower which run and node make messages in this process from now on.
+
+    Raises:
+        FlowerVersionError: this release of Flower has another way.
+    """
+    identity = _identity()
+    identity.task_id, identity.run_id, identity.node_id = _TASK, run_id, node_id
+
+
+def numbered(message: Message) -> str:
+    """Give a message the number by which its reply is told from others, and return it."""
+    number = str(uuid4())
+    message.metadata.__dict__["_message_id"] = number
+    return number
+
+
+def run_of(run_id: int) -> Any:
+    """Return Flower's record of a run."""
+    from flwr.supercore.run import Run  # noqa: PLC0415, TID251
+
+    return Run.create_empty(run_id)
+
+
+@lru_cache(maxsize=1)
+def _identity() -> Any:
+    """Return Flower's class, once it is clear that messages are made from it."""
+    version = importlib.metadata.version("flwr")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or not (1, 41) <= tuple(map(int, numbers.groups())) < (2, 0):
+        raise _unknown(version, "it is another release")
+    try:
+        from flwr.supercore.task_identity import TaskIdentity  # noqa: PLC0415, TID251
+
+        before = [getattr(TaskIdentity, name) for name in ("_task_id", "_run_id", "_node_id")]
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 2, 3, 4
+        made = Message(RecordDict(), 5, "train")
+        number = numbered(made)
+        reply = Message(RecordDict(), reply_to=made)
+        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
+    except Exception as error:  # whatever it is, simulations can't be run with it
+        raise _unknown(version, f"{type(error).__name__}: {error}") from error
+    got = made.metadata.run_id, made.metadata.src_node_id, reply.metadata.src_node_id, reply.metadata.reply_to_message_id
+    if got != (3, 4, 5, number):
+        raise _unknown(version, f"its messages have run, nodes and number {got}")
+    return TaskIdentity
+
+
+def _unknown(version: str, why: str) -> FlowerVersionError:
+    return FlowerVersionError(
+        f"flwr {version}: simulations on Ray without Flower's runtime know flwr {_KNOWN} ({why}); install a release that this "
+        "flower-dp knows, or use Flower's own engine: flower-dp run --engine flower"
+    )

@@ -1,0 +1,240 @@
+"""One call that runs a Flower app on this machine, in a script or a notebook."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import Result
+
+from flower_dp.core import checks
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.running import progress as screen
+from flower_dp.running.apps import own_module, resolve, with_values
+from flower_dp.running.recorded import WATCH, Watch
+from flower_dp.running.run_folder import STATEMENT_TEXT, VARIABLE, new_folder
+from flower_dp.simulation.grid import RayGrid
+from flower_dp.simulation.modules import components, forget, own_client_app
+from flower_dp.simulation.worker import Value
+from flower_dp.simulation.workers import Workers, stop_ray
+
+
+class BothApps(Protocol):
+    """A ServerApp and a ClientApp that belong together, such as `flower_dp.app` returns."""
+
+    @property
+    def server(self) -> ServerApp:
+        """The server's app."""
+
+    @property
+    def client(self) -> ClientApp:
+        """The clients' app."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        folder: the run folder; None if the app records none (`flower_dp.record_run`), and then the next three are empty.
+        rounds: a table: one row a round, with metrics, epsilon and time; `pandas.DataFrame(run.rounds)` shows it.
+        statement: the privacy statement.
+        result: Flower's result, with the final model.
+    """
+
+    folder: Path | None
+    rounds: tuple[Mapping[str, Any], ...]
+    statement: PrivacyStatement | None
+    result: Result | None
+
+    def __repr__(self) -> str:
+        """Return the last round's numbers, and the folder."""
+        last = self.rounds[-1] if self.rounds else {}
+        told = [screen.round_text(last), *screen.quantities(last)] if last else ["no recorded rounds"]
+        return f"<run: {', '.join(told)}; folder: {self.folder}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What is to be run."""
+
+    server: ServerApp
+    client: ClientApp | Callable[[], ClientApp]
+    run_config: Mapping[str, Value]
+    name: str
+
+
+def simulate(
+    app: BothApps | ServerApp | str | os.PathLike[str],
+    client_app: ClientApp | None = None,
+    *,
+    num_nodes: int | None = None,
+    run_config: Mapping[str, Value] | None = None,
+    seed: int | None = None,
+    cpus_per_node: float = 1.0,
+    gpus_per_node: float = 0.0,
+    node_config: Callable[[int], Mapping[str, Value]] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Run:
+    """Run a Flower app on this machine's cores, and return the run.
+
+    The first call starts Ray and a worker for each core. They stay, so that the next call begins at once, with the functions as
+    they are then: those of a notebook or script travel by value; modules are imported again when their files have changed.
+    `flower_dp.simulation.stop_ray()`, or the end of the program, ends them. So does an interruption (Ctrl-C).
+
+    Noise is what it is in a deployment: each worker draws it from its operating system. No setting, seed or copy repeats it.
+
+    Args:
+        app: what `flower_dp.app` has returned; or a ServerApp, with `client_app`; or the folder of a Flower app, or the name of
+            one of flower-dp's presets.
+        client_app: the ClientApp of a ServerApp.
+        num_nodes: SuperNodes to simulate; None for one per worker. A node of `flower_dp.app` hosts many clients; where a stock
+            client or your own `client_fn` stands for one client, give their number.
+        run_config: settings of the run, by flat key (`{"num-rounds": 10, "dp-fedavg.clip-norm": 0.5}`).
+        seed: sets `seed` in the run-config: data split, initial model and order of records in apps of this package; never noise,
+            and never who takes part.
+        cpus_per_node: CPU cores of a worker, which runs one node at a time.
+        gpus_per_node: the fraction of a GPU that a worker gets; with 0 it sees none.
+        node_config: partition -> further settings of that node, as a device's owner would set them (`ledger-path`, for example).
+        output_dir: the run folder, new or empty; None for a new one under `~/.flower-dp/runs`.
+        progress: whether to show a progress bar, or a line a round where no bar can be shown.
+
+    Raises:
+        ValueError: for invalid settings, naming them.
+        ImportError: Ray is not installed.
+        Exception: what the ServerApp raises; the run folder has the statement of what was released before.
+
+    Example:
+        >>> import flower_dp, torch
+        >>> app = flower_dp.app(
+        ...     model_fn=lambda: torch.nn.Linear(3, 2),
+        ...     data_fn=lambda client, num_clients: (torch.randn(20, 3), torch.randint(0, 2, (20,))),
+        ... )
+        >>> def go():
+        ...     run = flower_dp.simulate(app, run_config={"method": "dp-fedavg", "num-rounds": 5})
+        ...     print(run.statement)
+    """
+    if num_nodes is not None:
+        checks.integer("num_nodes", num_nodes, at_least=1)
+    checks.number("cpus_per_node", cpus_per_node, above=0)
+    checks.number("gpus_per_node", gpus_per_node, at_least=0)
+    if seed is not None:
+        checks.integer("seed", seed, at_least=0)
+    values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
+    with ExitStack() as stack:
+        loaded = stack.enter_context(_loaded(app, client_app, values))
+        folder = new_folder(output_dir, loaded.name) if output_dir is not None else None
+        stack.enter_context(_run_folder(folder))
+        try:
+            workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes)
+            nodes = num_nodes or len(workers.actors)
+            grid = stack.enter_context(
+                RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
+            )
+            return _run(loaded, grid, stack.enter_context(screen.display()) if progress else None)
+        except KeyboardInterrupt:
+            cool_down()
+            raise
+
+
+def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
+    watch = Watch(on_line=display.show if display else lambda line: None)
+    token = WATCH.set(watch)
+    try:
+        loaded.server(grid, grid.server_context())
+    except Exception as error:
+        if watch.statement is not None and watch.folder is not None:
+            error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
+        raise
+    finally:
+        WATCH.reset(token)
+    return Run(folder=watch.folder, rounds=tuple(watch.rounds), statement=watch.statement, result=watch.result)
+
+
+# What is run
+
+
+@contextmanager
+def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value]) -> Iterator[_Loaded]:
+    if isinstance(app, str | os.PathLike):
+        if client_app is not None:
+            raise ValueError("client_app: the app's folder names its own; leave it out")
+        with _from_folder(str(app), values) as loaded:
+            yield loaded
+        return
+    server, client = (
+        (app, client_app) if isinstance(app, ServerApp) else (getattr(app, "server", None), getattr(app, "client", None))
+    )
+    if not isinstance(server, ServerApp):
+        raise ValueError(f"app: is a {type(app).__name__}: must be flower_dp.app(...), a ServerApp, or the folder of an app")
+    if not isinstance(client, ClientApp):
+        raise ValueError(f"client_app: is a {type(client).__name__}: must be the ClientApp that belongs to the ServerApp")
+    yield _Loaded(server=server, client=client, run_config=values, name="run")
+
+
+@contextmanager
+def _from_folder(target: str, values: Mapping[str, Value]) -> Iterator[_Loaded]:
+    what = resolve(target, [])
+    config = with_values(what, values)
+    if what.app.own:  # the package's own, wherever it is
+        yield _Loaded(server=own_module("server_app").app, client=own_client_app, run_config=config, name=what.name)
+        return
+    client, server = components(what.app)
+    try:
+        yield _Loaded(server=server(), client=client, run_config=config, name=what.name)
+    finally:
+        forget(str(what.app.folder))  # another app may have modules of the same names
+
+
+@contextmanager
+def _run_folder(folder: Path | None) -> Iterator[None]:
+    """Pass a folder to `RunFolder.create`, as `flower-dp run` does."""
+    if folder is None:
+        yield
+        return
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+        with suppress(OSError):
+            folder.rmdir()  # a run that did not begin leaves nothing
+
+
+# The workers of this process
+
+_warm: dict[tuple[Any, ...], Workers] = {}
+
+
+def warm_workers(*, cpus: float, gpus: float, at_most: int | None) -> Workers:
+    """Return the workers of the last call, if they are of this kind, else new ones in their place."""
+    import ray  # noqa: PLC0415
+
+    session = ray.get_runtime_context().get_job_id() if ray.is_initialized() else None
+    key = session, cpus, gpus, at_most
+    if session is None or key not in _warm:
+        for old in _warm.values():
+            if session is not None:
+                old.close()
+        _warm.clear()
+        made = Workers(cpus=cpus, gpus=gpus, at_most=at_most)
+        _warm[ray.get_runtime_context().get_job_id(), cpus, gpus, at_most] = made
+        return made
+    return _warm[key]
+
+
+def cool_down() -> None:
+    """End the workers, and Ray if it was started here."""
+    for old in _warm.values():
+        old.close()
+    _warm.clear()
+    stop_ray()

@@ -1,0 +1,144 @@
+"""A worker: runs the ClientApp of a run for its nodes. A Ray actor is made of it; it imports what the app imports.
+
+Nothing of a run is in a worker alone: a node's state is sent along with the reply. A worker draws noise from its own operating
+system, as a device does; no state of a generator is sent to it.
+"""
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_dp.simulation import modules
+from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
+
+Value = bool | int | float | str
+# Of the first node; Flower's server is node 1.
+FIRST_NODE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a worker must know of a run.
+
+    Attributes:
+        run_id: the run.
+        app: returns the ClientApp.
+        run_config: the run's settings.
+        num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ...
+        node_config: further settings of nodes, by partition.
+        folder: the working directory.
+        path: where modules are looked for.
+        bytecode: whether imports may write files beside the modules.
+    """
+
+    run_id: int
+    app: Callable[[], ClientApp]
+    run_config: Mapping[str, Value]
+    num_nodes: int
+    node_config: Mapping[int, Mapping[str, Value]]
+    folder: str
+    path: tuple[str, ...]
+    bytecode: bool
+
+    def context(self, node: int) -> Context:
+        """Return the context of a node with an empty state."""
+        partition = node - FIRST_NODE
+        own = {"partition-id": partition, "num-partitions": self.num_nodes, **self.node_config.get(partition, {})}
+        return Context(run_id=self.run_id, node_id=node, node_config=own, state=RecordDict(), run_config=dict(self.run_config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A reply, the node's state after it, and what the app's own log would say of an error.
+
+    Attributes:
+        reply: the reply; an error reply if the app raised.
+        state: the pickled state; None if it is as before the message.
+        trace: traceback of an error; "" without one.
+    """
+
+    reply: Message
+    state: bytes | None = None
+    trace: str = ""
+
+
+@dataclass(slots=True)
+class _Node:
+    context: Context
+    state: bytes  # of the context, after the last reply
+
+
+@dataclass(slots=True, repr=False)  # Ray writes its repr before every line of its log
+class Worker:
+    """Runs a ClientApp on messages to nodes, one at a time."""
+
+    _setup: Setup | None = None
+    _app: ClientApp | None = None
+    _failure: str = "no run has begun"
+    _nodes: dict[int, _Node] = field(default_factory=dict)
+
+    def begin(self, setup: bytes) -> None:
+        """Begin a run, and import its app; what can't be imported is told in every reply."""
+        self._setup, self._app, self._failure, self._nodes = None, None, "", {}
+        try:
+            # The app may be in a folder that is not known here yet; it is a pickle of its own for that.
+            found: dict[str, Any] = pickle.loads(setup)  # noqa: S301  (made by this run's own server)
+            os.chdir(found["folder"])
+            sys.path += [place for place in found["path"] if place not in sys.path]
+            modules.forget_changed()
+            sys.dont_write_bytecode = not found["bytecode"]
+            found["app"] = pickle.loads(found["app"])  # noqa: S301
+            self._setup = Setup(**found)
+            app = self._setup.app()
+            if not isinstance(app, ClientApp):
+                raise TypeError(f"the app is a {type(app).__name__}: must be a ClientApp")
+            self._app = app
+        except BaseException as error:  # an app may end the process when it is imported
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._failure = traceback.format_exc()
+
+    def run(self, message: Message, state: bytes | None) -> Answer:
+        """Run the app on a message.
+
+        Args:
+            message: to one of the run's nodes.
+            state: the node's pickled state; None where this worker has given the node's last answer.
+        """
+        if self._setup is None or self._app is None:
+            words = self._failure.strip().splitlines()[-1]
+            return Answer(reply=Message(Error(LOAD_CLIENT_APP, words), reply_to=message), trace=self._failure)
+        number = message.metadata.dst_node_id
+        node = self._node(self._setup, number, state)
+        identify(self._setup.run_id, number)
+        try:
+            reply = self._app(message, node.context)
+            if not isinstance(reply, Message):
+                raise TypeError(f"the ClientApp returned a {type(reply).__name__}: must be a Message")
+            after = pickle.dumps(node.context.state)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            # As if the message had not come: half of a change of the state would be worse than none.
+            node.context.state = pickle.loads(node.state)  # noqa: S301
+            reply = Message(Error(CLIENT_APP_RAISED, str(error)), reply_to=message)
+            return Answer(reply=reply, trace=traceback.format_exc())
+        changed, node.state = after != node.state, after
+        return Answer(reply=reply, state=after if changed else None)
+
+    def _node(self, setup: Setup, number: int, state: bytes | None) -> _Node:
+        """Return a node with the state that it has, or is given."""
+        if number not in self._nodes:
+            context = setup.context(number)
+            self._nodes[number] = _Node(context=context, state=pickle.dumps(context.state))
+        node = self._nodes[number]
+        if state is not None:
+            node.context.state, node.state = pickle.loads(state), state  # noqa: S301
+        return node

@@ -1,0 +1,247 @@
+"""`flower_dp.simulate`: what may be run, what comes back, what is warm, and what an interruption leaves."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+import flower_dp
+from flower_dp.simulation import run as simulation
+
+ROOT = Path(flower_dp.__file__).parents[1]
+SETTINGS = {
+    "method": "dp-fedavg",
+    "num-clients": 20,
+    "num-rounds": 2,
+    "sampling": "full",
+    "batch-size": 4,
+    "dp-fedavg.delta": 1e-3,
+    "dp-fedavg.target-epsilon": 0.0,
+    "engine": "one-by-one",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cold_in_the_end():
+    import gc
+    import warnings
+
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray forgets the processes that it has ended
+        simulation.cool_down()
+        gc.collect()
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def make_model():
+    return torch.nn.Linear(3, 2)
+
+
+def own_app(shift=0.0):
+    def records(client, num_clients):
+        rng = torch.Generator().manual_seed(client)
+        return torch.randn(8, 3, generator=rng) + shift, torch.randint(2, (8,), generator=rng)
+
+    return flower_dp.app(model_fn=make_model, data_fn=records, evaluate_fn=lambda model: {"accuracy": 0.5})
+
+
+@pytest.mark.flwr_run
+def test_an_app_of_ones_own(home, capsys):
+    run = flower_dp.simulate(own_app(), run_config=SETTINGS, seed=3)
+    assert [row["round"] for row in run.rounds] == [0, 1, 2]
+    assert run.rounds[2]["epsilon"] == run.statement.epsilon
+    assert run.statement.num_rounds == 2
+    assert {name: array.numpy().shape for name, array in run.result.arrays.items()} == {"weight": (2, 3), "bias": (2,)}
+    assert run.folder.parent == home / ".flower-dp" / "runs"
+    assert (run.folder / "statement.txt").read_text() == f"{run.statement}\n"
+    assert json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[2]) == run.rounds[2]
+    assert "seed = 3" in (run.folder / "config.toml").read_text()
+    assert "round 2/2" in repr(run)
+    assert str(run.folder) in repr(run)
+    assert "round 2/2  accuracy 50.0 %" in capsys.readouterr().out
+
+
+def counted(message: Message, context: Context) -> Message:
+    return Message(RecordDict({"told": ConfigRecord({"process": os.getpid()} | dict(context.node_config))}), reply_to=message)
+
+
+def pair(found):
+    """An app that asks every node for its process, and puts the answers into `found`."""
+    server, client = ServerApp(), ClientApp()
+    client.query()(counted)
+
+    @server.main()
+    def main(grid, context):
+        messages = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
+        found.append([dict(reply.content["told"]) for reply in grid.send_and_receive(messages)])
+        if context.run_config.get("fail"):
+            raise RuntimeError("told to fail")
+
+    return server, client
+
+
+@pytest.mark.flwr_run
+def test_two_apps_on_warm_workers(capsys):
+    found = []
+    server, client = pair(found)
+    for _ in range(2):
+        run = flower_dp.simulate(
+            server, client, num_nodes=5, node_config=lambda part: {"own": part} if part else {}, progress=False
+        )
+    assert (run.folder, run.rounds, run.statement, run.result) == (None, (), None, None)
+    assert [(told["partition-id"], told["num-partitions"], told.get("own")) for told in found[0]] == [
+        (0, 5, None),
+        *((part, 5, part) for part in range(1, 5)),
+    ]
+    assert {told["process"] for told in found[0]} == {told["process"] for told in found[1]}
+    # An error of the app is the caller's, and the workers stay.
+    with pytest.raises(RuntimeError, match="told to fail"):
+        flower_dp.simulate(server, client, num_nodes=5, run_config={"fail": True})
+    assert {told["process"] for told in found[2]} == {told["process"] for told in found[0]}
+    # Other workers are new ones.
+    flower_dp.simulate(server, client, num_nodes=1)
+    assert not {told["process"] for told in found[3]} & {told["process"] for told in found[0]}
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.flwr_run
+def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(
+        '[project]\nname = "mine"\n[tool.flwr.app.components]\nserverapp = "my_server:app"\nclientapp = "my_client:app"\n'
+        "[tool.flwr.app.config]\nrounds = 3\n"
+    )
+    (app / "my_server.py").write_text(
+        "from pathlib import Path\n"
+        "from flwr.app import Message, RecordDict\nfrom flwr.serverapp import ServerApp\napp = ServerApp()\n"
+        "@app.main()\ndef main(grid, context):\n"
+        "    (reply,) = grid.send_and_receive([Message(RecordDict(), 2, 'query')])\n"
+        "    Path('told').write_text(f\"{context.run_config['rounds']} {reply.content['told']['word']}\")\n"
+    )
+    client = (
+        "from flwr.app import ConfigRecord, Message, RecordDict\nfrom flwr.clientapp import ClientApp\nimport my_word\n"
+        "app = ClientApp()\n@app.query()\ndef query(message, context):\n"
+        "    return Message(RecordDict({'told': ConfigRecord({'word': my_word.WORD})}), reply_to=message)\n"
+    )
+    (app / "my_client.py").write_text(client)
+    monkeypatch.chdir(tmp_path)
+    for word, rounds in (("first", 3), ("second", 4)):
+        (app / "my_word.py").write_text(f"WORD = {word!r}\n")
+        flower_dp.simulate(app, num_nodes=1, run_config={"rounds": rounds} if rounds != 3 else None)
+        assert Path("told").read_text() == f"{rounds} {word}"
+    assert not [name for name in sys.modules if name.startswith("my_")]
+    with pytest.raises(ValueError, match="seed: unknown setting of mine; did you mean rounds"):
+        flower_dp.simulate(app, seed=1)
+    with pytest.raises(ValueError, match="client_app: the app's folder names its own"):
+        flower_dp.simulate(app, ClientApp())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"cpus_per_node": 0}, "cpus_per_node=0"),
+        ({"gpus_per_node": -1}, "gpus_per_node=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"client_app": None}, "client_app: is a NoneType"),
+        ({"app": 3}, "app: is a int: must be flower_dp.app"),
+        ({"app": "/nowhere"}, "/nowhere: is neither a folder of a Flower app nor a preset"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(words, named, monkeypatch):
+    monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("started"))
+    words = {"app": ServerApp()} | words
+    with pytest.raises(ValueError, match=named):
+        flower_dp.simulate(words.pop("app"), **words)
+
+
+SCRIPT = """
+import sys
+import flower_dp, torch
+
+def records(client, num_clients):
+    return torch.randn(8, 3), torch.randint(2, (8,))
+
+class Model(torch.nn.Linear):
+    '''Defined in the script itself.'''
+
+app = flower_dp.app(model_fn=lambda: Model(3, 2), data_fn=records)
+settings = {settings!r} | {{"num-rounds": int(sys.argv[1])}}
+try:
+    run = flower_dp.simulate(app, run_config=settings, output_dir="run")
+except KeyboardInterrupt:
+    import psutil
+    print("left:", [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True) if one.status() != "zombie"])
+    raise
+print(run)
+"""
+
+
+def script(tmp_path, rounds):
+    (tmp_path / "mine.py").write_text(SCRIPT.format(settings=SETTINGS))
+    with (tmp_path / "out").open("wb") as out:
+        return psutil.Popen(
+            [sys.executable, "mine.py", str(rounds)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def watched(process, tmp_path, until):
+    """Wait for a word in a script's output; return the processes that it has started."""
+    deadline = time.monotonic() + 200
+    while until not in (tmp_path / "out").read_text() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return process.children(recursive=True) if process.is_running() else []
+
+
+def gone(processes, seconds=20):
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+@pytest.mark.flwr_run
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_script_leaves_no_process(tmp_path, how):
+    process = script(tmp_path, 2_000)
+    started = watched(process, tmp_path, "round 3/")
+    names = " ".join(" ".join(one.cmdline()) for one in started)
+    assert "raylet" in names
+    rooms = set(re.findall(r"/[^ =]*/flower-dp-[^/ ]+", names))
+    assert len(rooms) == 1
+    process.send_signal(getattr(signal, how))
+    assert process.wait(60) != 0, (tmp_path / "out").read_text()
+    out = (tmp_path / "out").read_text()
+    assert how != "SIGINT" or "left: []" in out  # at once, as a notebook goes on after an interruption
+    assert gone(started), out
+    assert not any(Path(room).exists() for room in rooms)
+    assert (tmp_path / "run" / "statement.txt").exists()  # what was released before stays released
+
+
+@pytest.mark.flwr_run
+def test_a_script_that_ends_leaves_no_process(tmp_path):
+    process = script(tmp_path, 2)
+    started = watched(process, tmp_path, "round 2/")
+    assert process.wait(60) == 0, (tmp_path / "out").read_text()
+    assert "<run: round 2/2, " in (tmp_path / "out").read_text()
+    assert gone(started)

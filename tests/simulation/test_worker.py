@@ -1,0 +1,190 @@
+"""What runs in a worker, called in this process: states, errors, modules that change."""
+
+import pickle
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_dp.simulation import modules
+from flower_dp.simulation.identity import numbered
+from flower_dp.simulation.worker import Worker
+from tests.grids import LocalGrid  # noqa: F401  (it makes messages possible)
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    ask = dict(message.content["ask"])
+    if ask.get("count"):
+        context.state["count"] = ConfigRecord({"n": count_of(context.state) + 1})
+    if ask.get("fail"):
+        raise ValueError("no")
+    return Message(RecordDict({"told": ConfigRecord({"n": count_of(context.state)})}), reply_to=message)
+
+
+def count_of(state):
+    return state["count"]["n"] if "count" in state else 0
+
+
+def to(node, **what):
+    message = Message(RecordDict({"ask": ConfigRecord(what)}), node, "train")
+    numbered(message)
+    return message
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A run whose working directory is a temporary one; the process has its own again afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def setup_of(folder, load, path=()):
+    words = {"run_id": 1, "run_config": {}, "num_nodes": 3, "node_config": {}, "folder": str(folder), "path": path}
+    return cloudpickle.dumps(words | {"app": cloudpickle.dumps(load), "bytecode": False})
+
+
+@pytest.fixture
+def worker(here):
+    made = Worker()
+    made.begin(setup_of(here, lambda: app))
+    return made
+
+
+def test_a_state_is_sent_back_where_it_has_changed(worker):
+    first = worker.run(to(2, count=True), None)
+    assert count_of(pickle.loads(first.state)) == 1  # noqa: S301
+    assert worker.run(to(2), None).state is None
+    assert count_of(pickle.loads(worker.run(to(2, count=True), None).state)) == 2  # noqa: S301
+    assert worker.run(to(3), None).state is None  # another node's is its own
+
+
+def test_a_state_that_comes_along_wins(worker):
+    """Another worker has served the node meanwhile."""
+    old = worker.run(to(2, count=True), None).state
+    worker.run(to(2, count=True), None)
+    answer = worker.run(to(2, count=True), old)
+    assert count_of(pickle.loads(answer.state)) == 2  # noqa: S301
+    empty = pickle.dumps(RecordDict())
+    assert count_of(pickle.loads(worker.run(to(2, count=True), empty).state)) == 1  # noqa: S301
+
+
+def test_an_error_takes_the_state_back(worker):
+    worker.run(to(2, count=True), None)
+    failed = worker.run(to(2, count=True, fail=True), None)
+    assert (failed.reply.error.code, failed.reply.error.reason, failed.state) == (2, "no", None)
+    assert "ValueError: no" in failed.trace
+    assert worker.run(to(2), None).reply.content["told"]["n"] == 1
+
+
+def test_before_a_run_there_is_no_app():
+    answer = Worker().run(to(2), None)
+    assert (answer.reply.error.code, answer.reply.error.reason) == (1, "no run has begun")
+
+
+def test_a_new_run_has_new_nodes(worker, here):
+    worker.run(to(2, count=True), None)
+    worker.begin(setup_of(here, lambda: app))
+    assert worker.run(to(2), None).reply.content["told"]["n"] == 0
+
+
+def test_an_app_that_can_not_be_unpickled_is_told_in_every_reply(here):
+    worker = Worker()
+    worker.begin(setup_of(here, lambda: 3))
+    assert worker.run(to(2), None).reply.error.reason == "TypeError: the app is a int: must be a ClientApp"
+    worker.begin(b"nonsense")
+    assert worker.run(to(2), None).reply.error.code == 1
+
+
+def test_a_module_that_has_changed_is_imported_again(here, monkeypatch):
+    (here / "my_changing_module.py").write_text("WORD = 'first'\n")
+    (here / "my_user_module.py").write_text("from my_changing_module import WORD\n")
+    monkeypatch.syspath_prepend(str(here))
+    modules.forget_changed()
+    import my_user_module
+
+    kept = my_user_module
+    # Another user's modules, such as these tests, have not changed.
+    before = {name for name in sys.modules if name.startswith("tests.")}
+    modules.forget_changed()
+    modules.forget_changed()
+    assert sys.modules["my_user_module"] is kept
+    (here / "my_changing_module.py").write_text("WORD = 'second'\n")
+    saved = dict(sys.modules)
+    try:
+        modules.forget_changed()
+        import my_user_module
+
+        assert (my_user_module.WORD, kept.WORD) == ("second", "first")
+    finally:
+        for name in ("my_user_module", "my_changing_module"):
+            del sys.modules[name]
+        sys.modules.update({name: module for name, module in saved.items() if not name.startswith("my_")})
+    assert before <= set(sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("reference", "named"),
+    [
+        ("my_components:app", None),
+        ("my_components:both.client", None),
+        ("my_components:other", "clientapp='my_components:other': my_components has no 'other'"),
+        ("my_components:number", "is a int: must be a ClientApp"),
+        ("my_nothing:app", "No module named 'my_nothing'; must be 'module:name' in"),
+        ("", "must be 'module:name' in"),
+    ],
+)
+def test_an_app_of_a_folder(here, reference, named):
+    (here / "my_components.py").write_text(
+        "from flwr.clientapp import ClientApp\napp = ClientApp()\nnumber = 3\nclass both:\n    client = app\n"
+    )
+    load = modules.InFolder(folder=str(here), key="clientapp", reference=reference, type_name="ClientApp")
+    try:
+        if named is None:
+            assert isinstance(load(), ClientApp)
+        else:
+            with pytest.raises(ValueError, match=named):
+                load()
+    finally:
+        modules.forget(str(here))
+    assert not [name for name in sys.modules if name.startswith("my_")]
+    assert str(here) not in sys.path
+
+
+def test_a_package_that_the_app_needs_is_named_as_python_does(here):
+    (here / "my_components.py").write_text("import a_package_that_is_missing\n")
+    load = modules.InFolder(folder=str(here), key="clientapp", reference="my_components:app", type_name="ClientApp")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        load()
+    modules.forget(str(here))
+
+
+def test_packages_of_an_environment_in_the_apps_folder_are_not_imported_again(here, monkeypatch):
+    """NumPy, torch and Ray do not survive that."""
+    package = here / ".venv" / "lib" / "my_package.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("")
+    (here / "my_components.py").write_text("import my_package\n")
+    monkeypatch.setattr(sys, "prefix", str(here / ".venv"))
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.syspath_prepend(str(package.parent))
+    import my_components
+
+    kept = my_components.my_package
+    modules.forget(str(here))
+    assert "my_components" not in sys.modules
+    assert sys.modules.pop("my_package") is kept
+
+
+def test_a_worker_imports_nothing_before_its_app():
+    code = "import sys, flower_dp.simulation.worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "ray", "scipy", "dp_accounting", "matplotlib", "sklearn", "flower_dp.strategies", "flower_dp.clients"}
+    assert not heavy & set(done.stdout.split())
