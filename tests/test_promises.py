@@ -121,7 +121,7 @@ def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
 def test_a_client_refuses_an_instruction_of_another_method(method, kind):
     """Also where the server does not ask who runs what."""
     strategy, grid = STRATEGIES[method](), LocalGrid(clients(kind), 4)
-    strategy._fits = lambda roster: None
+    strategy._fits = strategy._unfit = lambda told: None
     if kind in RUNS[method]:
         strategy.start(grid, model_arrays(linear()), num_rounds=1)
         return

@@ -135,7 +135,9 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
-        collected = evaluator.collect(grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked)))
+        collected = evaluator.collect(
+            grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked)), seeded=True
+        )
         sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", server_round)) * 4
         draws.append(sums - noiseless)
     std = np.std(draws)

@@ -678,6 +678,7 @@ def test_without_noise_nothing_is_claimed():
 
 def test_fixed_noise_is_not_private():
     strategy, recipe = pair(2, **LAPLACE)
+    strategy.noise_seed = 3
     start(strategy, grid_of(recipe, FOUR, seeds=lambda context: 3), 2)
     assert not strategy.statement.private
     assert "FIXED SEED" in str(strategy.statement)
