@@ -659,8 +659,10 @@ def _flower_dp_run(tmp_path, *arguments, app=TINY, stop_at=None):
     while command.poll() is None:
         with suppress(psutil.Error):
             for process in command.children(recursive=True):
-                with suppress(psutil.Error, KeyError):  # a process that was just forked still has its parent's command line
-                    seen[process] = " ".join(process.cmdline()) or seen[process]
+                with suppress(psutil.Error):
+                    line = " ".join(process.cmdline())  # it changes: of a process that was just forked, or of a worker of Ray
+                    if line and line not in seen.get(process, ""):
+                        seen[process] = f"{seen.get(process, '')} {line}".strip()
         if stop_at is not None and stop_at[0] in out.read_text():
             command.send_signal(stop_at[1])
             stop_at = None

@@ -201,6 +201,19 @@ def test_dropouts_pass_no_target(sampling):
     assert 1.5 < strategy.statement.epsilon <= 2.0
 
 
+def test_a_round_without_a_trusted_server_is_charged_by_the_shares_of_its_own_cohort():
+    words = {"clip_norm": 0.5, "noise_multiplier": 5.0, "num_clients": 6, "delta": 1e-3}
+    strategy = DPFedSAM(**words, sampling=PoissonSampling(sampling_rate=0.5), trusted_server=False)
+    strategy.start(LocalGrid(still_app(6), 6), model_arrays(still_model()), num_rounds=12)
+    shares = [max(1, math.ceil(0.75 * report.cohort_size)) for report in strategy.rounds]
+    assert len(set(shares)) > 1
+    # A participant subtracts its own share of them.
+    left = [5.0 * math.sqrt((count - 1) / count) if count > 1 else 5.0 for count in shares]
+    composed = 1 / math.sqrt(sum(one**-2 for one in left))
+    expected = accounting.epsilon(GaussianDpEvent(composed), delta=1e-3, relation="add-or-remove-one").epsilon
+    assert strategy.statement.epsilon == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_central_top_k_keeps_the_largest_of_the_noised_mean():
     strategy = DPFedSAM(

@@ -145,7 +145,9 @@ def test_local_orders_round_trip_bit_for_bit(numbers: list[tuple[float, str, flo
     names=st.lists(st.text(min_size=1, max_size=5), max_size=6, unique=True),
     reasons=st.lists(st.text(max_size=5), min_size=6, max_size=6),
     kept=st.sets(st.integers(0, 5)),
-    metrics=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+    metrics=st.dictionaries(
+        st.text("aü-_/", min_size=1, max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=3
+    ),
     seeded=st.booleans(),
 )
 def test_answers_round_trip_bit_for_bit(
