@@ -1,6 +1,5 @@
 """An app around a user's own model and data, with every method and setting of flower-dp's app, and a run folder."""
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -13,7 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from apps.device import own_settings
+from apps.app_functions import named
+from apps.device import FUNCTIONS, hosted, own_settings, sets_anything
 from apps.methods import Run
 from apps.parts import training_of
 from apps.records import Config, config_of
@@ -37,7 +37,6 @@ _NOT_READ = (
     "validation-ratio",
     "test-ratio",
 )
-_FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
 
 ModelFn = Callable[[], nn.Module]
 DataFn = Callable[[int, int], Any]
@@ -65,16 +64,26 @@ class _Functions:
     data: DataFn | None
     evaluate: EvaluateFn | None
 
-    def of(self, run_config: Mapping[str, Any]) -> "_Functions":
-        """Return the functions of a run.
+    def of(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> "_Functions":
+        """Return the functions of a run: what was given, or else what its settings name.
+
+        A device that has settings of its own takes of the run-config no function but those that the app names itself.
 
         Raises:
-            ValueError: one is missing or can't be imported, naming the key.
+            ValueError: one is missing, can't be imported, or is not the app's own, naming the key.
         """
+        node = node_config or {}
         found = {
-            key: given or _named(key, str(run_config.get(key, ""))) for key, given in zip(_FUNCTIONS, self._all, strict=True)
+            key: given
+            or named(
+                key,
+                str(run_config.get(key, "")),
+                trusted=key in node,
+                default_alone=sets_anything(node),
+            )
+            for key, given in zip(FUNCTIONS, self._all, strict=True)
         }
-        for key in _FUNCTIONS[:2]:
+        for key in FUNCTIONS[:2]:
             if found[key] is None:
                 raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
         return _Functions(model=found["model-fn"], data=found["data-fn"], evaluate=found["evaluate-fn"])
@@ -152,19 +161,18 @@ def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, cont
     Raises:
         ValueError: the node's configuration does not say which clients the node hosts, or as `app`.
     """
-    for key in ("partition-id", "num-partitions"):
-        if key not in context.node_config:
-            raise ValueError(f"{key}: is missing from the node-config; it says which clients this node hosts")
+    hosted(context.node_config)
     return _client(model_fn, data_fn, loss, config_of(context.run_config), config_of(context.node_config))
 
 
 @lru_cache(maxsize=8)
 def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_config: Config, node_config: Config) -> NodeClient:
     node = dict(node_config)
-    part, parts = (int(node[key]) for key in ("partition-id", "num-partitions"))
+    part, parts = hosted(node)
     config = own_settings(whole(dict(run_config)), node)
     run = run_of(config)
-    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(config)
+    needed = {key: value for key, value in config.items() if key != "evaluate-fn"}  # which is the server's alone
+    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(needed, node)
     names = run.settings.client_names()
     clients = _Clients(functions.data, names, names[part::parts])
     everyone = _Clients(functions.data, names, names)
@@ -177,7 +185,7 @@ def run_of(run_config: Mapping[str, Any]) -> Run:
     Raises:
         ValueError: as `Run.of`, and for settings of flower-dp's own models and data.
     """
-    return Run.of({key: value for key, value in whole(run_config).items() if key not in _FUNCTIONS})
+    return Run.of({key: value for key, value in whole(run_config).items() if key not in FUNCTIONS})
 
 
 def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,16 +231,6 @@ class _Clients(Mapping[str, Records]):
     def sizes(self) -> dict[str, int]:
         """Return every client's number of records."""
         return {name: len(records) for name, records in self.items()}
-
-
-def _named(key: str, reference: str) -> Any:
-    if not reference:
-        return None
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key}={reference!r}: {error}; must be 'module:function' of the app") from None
 
 
 def _model(model_fn: ModelFn | None, seed: int) -> nn.Module:

@@ -7,9 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, SelfComposedDpEvent
+from dp_accounting import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
 from scipy import optimize, stats
 
 from flower_dp.clients import (
@@ -22,10 +30,23 @@ from flower_dp.clients import (
     NbAFLRecipe,
     ScaffoldRecipe,
 )
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, DPStrategy, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies import (
+    DPPASGD,
+    DPFedAvg,
+    DPFedPAQ,
+    DPFedSAM,
+    DPStrategy,
+    FedSGDDPC,
+    FedSMP,
+    NbAFL,
+    PrivateEvaluation,
+    Scaffold,
+)
 
 NUM_RECORDS = 8
 
@@ -632,3 +653,74 @@ METHODS = (
         sampling=lambda words: f"all clients of {words.num_clients} in every round, at most {words.num_rounds} replies",
     ),
 )
+
+
+# Private evaluation
+
+EVALUATION_NOISE = 2.0
+SAMPLERS: dict[str, Sampler] = {
+    "full": FullSampling(),
+    "poisson": PoissonSampling(sampling_rate=0.5),
+    "fixed size": FixedSizeSampling(cohort_size=2),
+    "in turn": RoundRobinSampling(cohort_size=1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """A run of `NUM_CLIENTS` clients with private evaluations, for methods with one noised sum.
+
+    Attributes:
+        cls: the strategy.
+        own: its arguments besides the common ones.
+        training: who trains, by the name of a sampler.
+        evaluation: who evaluates, by the name of a sampler.
+        every: rounds from one evaluation to the next.
+    """
+
+    cls: type[DPStrategy] = DPFedAvg
+    own: Mapping[str, Any]
+    training: str
+    evaluation: str
+    every: int
+
+    NUM_CLIENTS: ClassVar[int] = 4
+    DELTA: ClassVar[float] = 1e-3
+
+    @property
+    def relation(self) -> Relation:
+        return "replace-one" if "fixed size" in (self.training, self.evaluation) else "add-or-remove-one"
+
+    @property
+    def in_turn(self) -> bool:
+        return "in turn" in (self.training, self.evaluation)
+
+    def strategy(self) -> DPStrategy:
+        return self.cls(
+            clip_norm=0.5,
+            noise_multiplier=NOISE_MULTIPLIER,
+            sampling=SAMPLERS[self.training],
+            num_clients=self.NUM_CLIENTS,
+            delta=self.DELTA,
+            relation=self.relation,
+            evaluation=PrivateEvaluation(
+                noise_multiplier=EVALUATION_NOISE, sampling=SAMPLERS[self.evaluation], metrics={"accuracy": 1.0}, every=self.every
+            ),
+            **self.own,
+        )
+
+    def cost(self, trained: int, evaluated: int, num_rounds: int) -> float:
+        """What it costs a client, against outsiders, to train and to evaluate so often; a secret cohort, to be in the draw."""
+        parts = [
+            self._event(self.training, NOISE_MULTIPLIER, trained, num_rounds),
+            self._event(self.evaluation, EVALUATION_NOISE, evaluated, num_rounds // self.every),
+        ]
+        return accounting.epsilon(ComposedDpEvent(parts), delta=self.DELTA, relation=self.relation).epsilon
+
+    def _event(self, sampler: str, multiplier: float, asked: int, draws: int) -> DpEvent:
+        one: DpEvent = GaussianDpEvent(multiplier)
+        if sampler == "poisson":
+            one = PoissonSampledDpEvent(0.5, one)
+        if sampler == "fixed size":
+            one = SampledWithoutReplacementDpEvent(self.NUM_CLIENTS, 2, one)
+        return SelfComposedDpEvent(one, draws if sampler in ("poisson", "fixed size") else asked)

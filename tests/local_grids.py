@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -58,3 +58,9 @@ def start(strategy: Any, grid: LocalGrid, num_rounds: int, model: Callable[[], n
 
 def vector_of(model: nn.Module) -> Tensor:
     return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+
+def context_of(state=None, **node_config):
+    """Return the context of a node, on a state that is there already or an empty one."""
+    state = RecordDict() if state is None else state  # an empty one is false
+    return Context(run_id=1, node_id=1, node_config=node_config, state=state, run_config={})

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import DpEvent, SelfComposedDpEvent
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from scipy import stats
 from torch import nn
@@ -28,8 +29,9 @@ from torch import nn
 import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
-from flower_dp.strategies import DPStrategy
-from tests.contracts import METHODS, NUM_RECORDS, Method, Words, gaussian_delta
+from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
+from flower_dp.strategies.not_covered import OTHER_RUNS
+from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
@@ -560,22 +562,55 @@ def test_the_statement_says_what_the_settings_say(method, settings):
     exact = method.epsilon(words, words.num_rounds)
     assert exact * (1 - 1e-3) <= statement.epsilon <= exact * 1.01
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
+    against = {one.name: one for one in statement.adversaries}
+    assert against["the server"].noise_std == pytest.approx(method.message_noise(words), rel=2e-3)
+    assert text.count("Against ") == len({replace(one, name="", sees="") for one in statement.adversaries})
+    assert f"Not covered: {OTHER_RUNS}" in text
     assert statement.private
     assert not statement.incidents
 
 
-@pytest.mark.parametrize("whose", ["server", "clients"])
+def with_answer(reply: Message, **words: Any) -> Message:
+    """The same reply with other words in its answer."""
+    copied = copy.deepcopy(reply)
+    for record in copied.content.config_records.values():
+        if wire.KEY in record:
+            record[wire.KEY] = json.dumps(json.loads(str(record[wire.KEY])) | words)
+    return copied
+
+
 @every_method
-def test_noise_from_a_seed_is_not_private(method, whose):
-    if whose == "clients" and method.client is None:
-        pytest.skip("stock clients add no noise")
-    words = Words(num_rounds=1, noise_seed=SEED if whose == "server" else None)
-    strategy = run_of(method, words, noise_seed=SEED if whose == "clients" else None).strategy
+def test_noise_from_a_seed_is_not_private(method):
+    strategy = run_of(method, Words(num_rounds=1, noise_seed=SEED)).strategy
     statement = strategy.statement
     assert statement.epsilon == strategy.epsilon == math.inf
     assert not statement.private
     assert "NOT PRIVATE" in str(statement)
     assert statement.paper is None or not statement.paper.valid
+
+
+@own_clients
+def test_a_client_with_noise_from_a_seed_is_refused_and_changes_no_other_statement(method):
+    """As if it had not replied: a client that lies can't make the run of the others count as not private."""
+    words = Words(num_rounds=1)
+
+    def seeded_one(node, reply):
+        return [with_answer(reply, seeded_noise=True) if node == 1 else reply]
+
+    refused = run_of(method, words, tamper=seeded_one).strategy
+    missing = run_of(method, words, tamper=silent(1)).strategy
+    assert refused.statement.private == missing.statement.private
+    assert refused.statement.private
+    assert refused.statement.epsilon == missing.statement.epsilon
+    assert refused.epsilon == missing.epsilon < math.inf
+    assert (refused.missing.rejected, refused.rounds[0].replies) == (1, missing.rounds[0].replies)
+    assert any("fixed seed" in line for line in refused.statement.incidents) != refused.secret_cohort
+
+
+@own_clients
+def test_a_run_whose_clients_all_have_noise_from_a_seed_fails(method):
+    with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
+        run_of(method, Words(num_rounds=1), noise_seed=SEED)
 
 
 # Hosting
@@ -632,12 +667,18 @@ def copies(of: Any, how: str) -> list[Any]:
 @every_method
 def test_copies_of_a_strategy_repeat_no_noise(method, how):
     """All that differs between two runs is what the server draws: the clients' noise is fixed, and one is missing."""
+
+    def unsaid(node, reply):
+        """Clients do not say that their noise is fixed: the server would refuse it."""
+        return [] if node == 1 else [with_answer(reply, seeded_noise=False) if method.client else reply]
+
     words = Words(num_rounds=1)
     strategy = method.strategy(words)
     start(strategy, grid_of(method, words, STILL), words, STILL)
     released = []
     for one in copies(strategy, how):
-        run = start(one, grid_of(method, words, STILL, tamper=silent(1), noise_seed=SEED), words, STILL)
+        grid = grid_of(method, words, STILL, tamper=unsaid, noise_seed=SEED)
+        run = start(one, grid, words, STILL)
         released.append(increments(method, run)[0])
     if std := method.server_noise(words, 3):
         # What the clients have sent is in all four, and in no difference of two.
@@ -720,6 +761,87 @@ def test_a_client_whose_account_is_spent_sends_nothing(method):
         values = list(next(iter(reply.content.array_records.values())).values())[-1].numpy()
         assert not values.any()
     assert [report.replies for report in strategy.rounds] == [0, 0, 0]
+
+
+# Private evaluations: every sampler of training, every sampler of evaluation, every interval, with newcomers and without
+
+
+class JoinedGrid(LocalGrid):
+    """Two more nodes join after the second round of training."""
+
+    late = 2
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        replies = super().send_and_receive(messages, timeout=timeout)
+        self.late -= any(asks_to_train(message) for message in messages)
+        if not self.late:
+            for node in (5, 6):
+                config = {"partition-id": node - 1}
+                self.contexts[node] = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+        return replies
+
+
+def evaluating_stock_app() -> ClientApp:
+    app = stock_app(shifted(lambda node: 0.0))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message)
+
+    return app
+
+
+def evaluating_own_app() -> ClientApp:
+    def client_fn(context: Context) -> Any:
+        name = f"c{int(context.node_config['partition-id'])}"
+        return dp_client(Words(), model=linear(), clients={name: records(name, NUM_RECORDS)})
+
+    return client_app(client_fn)
+
+
+WITH_EVALUATION = {
+    "central": (DPFedAvg, {}, evaluating_stock_app, list(SAMPLERS)),
+    "distributed": (DPFedSAM, {"placement": "distributed"}, evaluating_own_app, ["full", "poisson", "in turn"]),
+    "untrusted": (DPFedSAM, {"placement": "distributed", "trusted_server": False}, evaluating_own_app, ["poisson", "in turn"]),
+}
+CASES = [
+    (kind, training, evaluation)
+    for kind, (*_, samplers) in WITH_EVALUATION.items()
+    for training in samplers
+    for evaluation in samplers
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("newcomers", [False, True], ids=["the same clients", "newcomers"])
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize(("kind", "training", "evaluation"), CASES)
+def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers):
+    cls, own, app, _ = WITH_EVALUATION[kind]
+    case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
+    strategy, num_rounds = case.strategy(), 10
+    grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
+    strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
+    asked = Counter((one.metadata.message_type, one.metadata.dst_node_id) for one in grid.sent)
+    nodes = {node for kind, node in asked if kind in ("train", "evaluate")}
+    evaluations = [asked["evaluate", node] for node in range(1, case.NUM_CLIENTS + 1)]
+    if evaluation == "full":
+        assert set(evaluations) == {num_rounds // every}
+    if evaluation == "in turn":
+        assert sum(evaluations) == num_rounds // every
+        assert max(evaluations) - min(evaluations) <= 1
+    if case.in_turn:
+        assert max(nodes) <= case.NUM_CLIENTS
+    elif newcomers and "full" in (training, evaluation):
+        assert max(nodes) > case.NUM_CLIENTS
+    statement = strategy.statement
+    assert statement.private
+    spent = [case.cost(asked["train", node], asked["evaluate", node], num_rounds) for node in nodes]
+    assert max(spent) <= statement.epsilon * (1 + 1e-6)
+    for part in statement.parts.values():
+        assert part <= statement.epsilon * (1 + 1e-6)
+    assert statement.epsilon <= strategy.epsilon * (1 + 1e-6)
 
 
 def test_the_closed_forms_are_those_of_the_literature():

@@ -5,14 +5,17 @@ knows what the client has spent. It is empty in the next run, and after a restar
 same records add up. A file keeps one count for all of them: `flower_dp.privacy.ledger_file`.
 """
 
+import copy
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
 
+from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.privacy.client_terms import Terms, value_of
 from flower_dp.privacy.ledger_file import LedgerFile, owner_of
 
@@ -37,16 +40,20 @@ class StateAccount:
     """The account of every client that a node hosts, in the node's state: it lasts one run.
 
     Raises:
-        ValueError: if the state's record isn't one that this class has written.
+        Declined: if the state's record isn't one that this class has written.
     """
 
     def __init__(self, state: RecordDict) -> None:
         self._state = state
         record = dict(state.config_records[KEY]) if KEY in state.config_records else {"clients": [], "replies": [], "terms": []}
         columns: list[Any] = [record.get(key) for key in ("clients", "replies", "terms")]
-        if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
-            raise ValueError(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
+        kinds = zip(columns, (str, int, str), strict=True)
+        right = all(isinstance(column, list) and all(type(value) is kind for value in column) for column, kind in kinds)
+        if not right or len({len(column) for column in columns}) != 1 or any(count < 1 for count in columns[1]):
+            raise Declined(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
         names, replies, terms = columns
+        if len(set(names)) != len(names):
+            raise Declined(f"state {KEY!r}: is damaged; it has a client twice, so this node does not reply")
         self._entries: dict[str, tuple[int, str]] = dict(zip(names, zip(replies, terms, strict=True), strict=True))
 
     def replies(self, name: str) -> int:
@@ -65,9 +72,10 @@ class StateAccount:
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
             if reason := terms.why_not(spent, opened):
-                refused[name] = reason
+                log.warning("client %s: no reply: %s", name, reason.own)
+                refused[name] = reason.told
             else:
-                paid[name] = (spent + 1, terms.text)
+                paid[name] = (spent + 1, opened or terms.text)
         self.note(paid)
         return refused
 
@@ -93,12 +101,12 @@ class FileAccount:
 
     Args:
         files: every client's file; several may share one.
-        state: the node's state; None if there is none, and then older copies are not noticed.
+        state: the node's state.
     """
 
-    def __init__(self, files: Mapping[str, LedgerFile], state: RecordDict | None) -> None:
+    def __init__(self, files: Mapping[str, LedgerFile], state: RecordDict) -> None:
         self._files = files
-        self._seen = StateAccount(RecordDict() if state is None else state)
+        self._seen = StateAccount(state)
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
         """Charge one reply to each client whose budget covers it, on the disk when this returns.
@@ -115,10 +123,12 @@ class FileAccount:
                 spent, counts = file.charge({name: asked[name] for name in names}, at_least=known)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
-                refused |= dict.fromkeys(names, f"its ledger can't be used ({type(error).__name__}); the node's own log says why")
+                refused |= dict.fromkeys(names, f"its ledger can't be used; {SEE_LOG}")
                 continue
             self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
-            refused |= spent
+            for name, reason in spent.items():
+                log.warning("client %s: no reply: %s", name, reason.own)
+                refused[name] = reason.told
         return refused
 
     def _by_file(self, names: Iterable[str]) -> list[tuple[LedgerFile, list[str]]]:
@@ -129,22 +139,57 @@ class FileAccount:
         return list(groups.values())
 
 
-def account_of(ledger: object, names: Iterable[str], state: RecordDict | None) -> Account:
-    """Return the account of a node's clients: in files if there is a ledger, else in the node's state.
+def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> Account:
+    """Return the account of a node's clients: in files if app or device have a ledger, else in the node's state.
 
     Args:
-        ledger: a path, or one for each client; None for none.
+        own: the app's own ledger, a path or one for each client; None for none.
         names: of the node's clients.
-        state: the node's state.
+        context: of the node. Its config has the ledger of the device's owner, if there is one.
 
     Raises:
-        ValueError: if there is neither, or the ledger is not a path.
+        Declined: if there is no context, so that nobody knows what was charged, and what the device's owner has set; or if the
+            ledger is no path, or there are two.
     """
-    if ledger is not None:
-        return FileAccount(ledger_files(ledger, names), state)
-    if state is None:
-        raise ValueError("state: this client has no account; pass state=context.state, or use flower_dp.clients.client_app")
-    return StateAccount(state)
+    listed = list(names)
+    if context is None:
+        raise Declined("context: this client has no account; pass context=context to it, or use flower_dp.clients.client_app")
+    if taken := next((name for name in listed if owner_of(name) != name), None):
+        raise Declined(f"client {taken!r}: its name is that of an account of evaluations; choose another")
+    ledger = ledger_of(own, listed, context)
+    return StateAccount(context.state) if ledger is None else FileAccount(ledger_files(ledger, listed), context.state)
+
+
+def ledger_of(own: LedgerPaths | None, names: Iterable[str], context: Context) -> LedgerPaths | None:
+    """Return the ledger of a node's clients: that of its owner, in the node's config, or the app's own; None for none.
+
+    Raises:
+        Declined: if the owner's is no path, or not the app's; the path is in the node's own log alone.
+    """
+    owners: Any = context.node_config.get(LEDGER_PATH)
+    if owners is None:
+        return own
+    if own not in (None, owners):
+        log.error("%s=%r: the app has its own, ledger=%r; give one of them", LEDGER_PATH, owners, own)
+        raise Declined(f"{LEDGER_PATH}: the app has its own ledger, and the device another; {SEE_LOG}")
+    try:
+        ledger_files(owners, names)
+    except ValueError as error:
+        log.error("%s: %s", LEDGER_PATH, error)
+        raise Declined(f"{LEDGER_PATH}: must be the path of a file; {SEE_LOG}") from error
+    path: LedgerPaths = owners
+    return path
+
+
+def refuse_ledger(context: Context) -> None:
+    """Refuse a node whose owner has named a ledger, for a client that keeps no account.
+
+    Raises:
+        Declined: if there is one.
+    """
+    if (path := context.node_config.get(LEDGER_PATH)) is not None:
+        log.error("%s=%r: this client keeps no account", LEDGER_PATH, path)
+        raise Declined(f"{LEDGER_PATH}: this client keeps no account, so its replies would not be counted")
 
 
 def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
@@ -164,12 +209,32 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
 
 @contextmanager
 def kept_account(context: Context) -> Iterator[None]:
-    """Let an app use the node's context, and restore the account in the node's state if the app has changed it."""
-    record = dict(context.state.config_records[KEY]) if KEY in context.state.config_records else None
+    """Let an app use the node's context, and restore the account and the ledger's path if the app has changed them."""
+    state, path = context.state, context.node_config.get(LEDGER_PATH)
+    # A deep copy: an app may change the lists in the record in place.
+    record = copy.deepcopy(dict(state.config_records[KEY])) if KEY in state.config_records else None
     try:
         yield
     finally:
+        if not isinstance(context.state, RecordDict):
+            context.state = state
         left = context.state.config_records.get(KEY)
-        if record is not None and (left is None or dict(left) != record):
+        if (None if left is None else dict(left)) != record or (KEY in context.state and left is None):
             log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
-            context.state[KEY] = ConfigRecord(record)
+            if record is not None:
+                context.state[KEY] = ConfigRecord(record)
+            else:
+                del context.state[KEY]
+        if path is not None and context.node_config.get(LEDGER_PATH) != path:
+            log.warning("the app has changed %r in the node's config; it was put back", LEDGER_PATH)
+            context.node_config[LEDGER_PATH] = path
+
+
+def keeping_account(app: ClientAppCallable) -> ClientAppCallable:
+    """Return an app that can't change the account of its node's client, whatever kind of message it gets."""
+
+    def kept(message: Message, context: Context) -> Message:
+        with kept_account(context):
+            return app(message, context)
+
+    return kept

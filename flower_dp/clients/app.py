@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
-from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.client import NodeClient
+from flower_dp.clients.reasons import SEE_LOG, Declined, in_own_words, reading
 
 log = logging.getLogger("flwr")
 
@@ -24,26 +24,30 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
     Args:
         client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
-            node's state is attached to the client before it trains, so that an account outlives client and process; so is the
-            file that the device's owner names as `ledger-path` in the node's config, so that it outlives the run.
+            node's context is attached to the client before it trains: its state, so that an account outlives client and process,
+            and the file that the device's owner names as `ledger-path` in the node's config, so that it outlives the run. Of an
+            error in `client_fn` the server learns only that there was one.
     """
     app = ClientApp()
+
+    def client_of(context: Context) -> NodeClient:
+        with in_own_words("client_fn"):
+            client = client_fn(context)
+            client.attach(context)
+            return client
 
     @app.query()
     def hosts(message: Message, context: Context) -> Message:
         try:
             text = str(client_fn(context).get_properties({})[wire.KEY])
         except Exception as error:  # after any error the server must learn that this node has no clients
-            text = json.dumps({"error": _failure(error)})
+            log.error("client_fn failed", exc_info=error)
+            text = json.dumps({"error": error.reason if type(error) is Declined else f"client_fn failed; {SEE_LOG}"})
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        try:
-            client = client_fn(context)
-        except Exception as error:
-            raise RuntimeError(_failure(error)) from None
-        client.attach(context.state, context.node_config.get(LEDGER_PATH))
+        client = client_of(context)
         trained, config = _trained(message)
         beside = trained.pop(wire.BESIDE, None)
         arrays, answer = client.answer(trained, config, beside)
@@ -52,11 +56,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        try:
-            client = client_fn(context)
-        except Exception as error:
-            raise RuntimeError(_failure(error)) from None
-        client.attach(context.state, context.node_config.get(LEDGER_PATH))
+        client = client_of(context)
         answer = client.evaluation(*_trained(message))
         return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
 
@@ -65,13 +65,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
 def _trained(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the arrays of a message that are trained, and its configuration."""
-    named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
-    config = dict(message.content.config_records[wire.MESSAGE_API.config])
-    frozen = wire.instruction_of(config).frozen
-    return {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}, config
-
-
-def _failure(error: Exception) -> str:
-    """Log why there is no client; return a text for the server, without the error's text, which may contain private data."""
-    log.error("client_fn failed", exc_info=error)
-    return f"client_fn failed: {type(error).__name__}; the node's own log says why"
+    with in_own_words("reading the message"), reading():
+        named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
+        config = dict(message.content.config_records.get(wire.MESSAGE_API.config, {}))
+        frozen = wire.instruction_of(config).frozen
+        return {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}, config

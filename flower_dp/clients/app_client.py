@@ -8,14 +8,15 @@ import numpy as np
 from flwr.app import Context
 
 from flower_dp import wire
-from flower_dp.clients.account import LEDGER_PATH, account_of
+from flower_dp.clients.account import account_of, refuse_ledger
 from flower_dp.clients.agreement import why_not
-from flower_dp.clients.app_evaluation import FullScale, local_row_of_app, metrics_of
+from flower_dp.clients.app_evaluation import local_row_of_app, metrics_of
 from flower_dp.clients.app_training import AppCall, AppTraining, Updates
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.metric_vector import protected_vector
 from flower_dp.clients.pipeline import Job, Pipeline, Train, failure
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import Declined, reading
 from flower_dp.clients.work import Work
 from flower_dp.core import noise
 from flower_dp.core.noise import Generator
@@ -24,6 +25,8 @@ from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import evaluation_account
 from flower_dp.privacy.release import Release
 from flower_dp.wire import EvaluationOrder, Instruction, LocalEvaluationOrder, LocalOrder
+
+_NO_TERMS = "this client's terms can't be made"
 
 
 class OwnTerms(Protocol):
@@ -60,18 +63,18 @@ class AppClient:
     def check(self, instruction: Instruction) -> None:
         """Refuse an instruction of another method, or one against the policy."""
         if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
-            raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
-        self.policy.check(instruction)
+            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        if self.terms is None:
+            self.policy.check(instruction)
+        self.policy.check_clip(instruction)
         if self.terms is not None and self.policy.min_noise_std:
-            raise ValueError(
-                f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
-            )
+            raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
 
     def check_evaluates(self, instruction: Instruction) -> None:
         """Refuse an instruction that is of no private evaluation, or of one without a budget that would pay for it."""
         if instruction.method != wire.EVALUATION or wire.EVALUATION not in self.methods:
             need = "evaluation=EvaluationBudget(...) beside its terms" if self.terms is not None else wire.EVALUATION
-            raise ValueError(f"method={instruction.method!r}: to evaluate, this client needs {need}")
+            raise Declined(f"method={instruction.method!r}: to evaluate, this client needs {need}")
 
     def evaluate(self, instruction: Instruction, app: AppCall) -> tuple[np.ndarray, dict[str, str]]:
         """Return this client's row [dimension] of a private evaluation, or zeros and why not; the app is called last."""
@@ -79,8 +82,9 @@ class AppClient:
         secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, f"evaluation of {self.name}")
         if self.terms is not None:
             return self._local_evaluation(instruction, app, secret())
-        _refuse_ledger(app.context)
-        order = EvaluationOrder.of(instruction)
+        refuse_ledger(app.context)
+        with reading():
+            order = EvaluationOrder.of(instruction)
         self.policy.check_evaluation(instruction, order)
         if self.name not in instruction.clients:
             return np.zeros(order.dimension), {}
@@ -90,7 +94,8 @@ class AppClient:
             return np.zeros(order.dimension), {self.name: failure(self.name, error).reason}
 
     def _local_evaluation(self, instruction: Instruction, app: AppCall, rng: Generator) -> tuple[np.ndarray, dict[str, str]]:
-        order = LocalEvaluationOrder.of(instruction)
+        with reading():
+            order = LocalEvaluationOrder.of(instruction)
         zeros = np.zeros(order.dimension)
         if self.name not in instruction.clients or self.terms is None or self.evaluation is None:
             return zeros, {}
@@ -98,14 +103,14 @@ class AppClient:
         try:
             terms = self.evaluation.terms(self.name, self.terms.terms())
             if terms.release.unit != "client":
-                raise ValueError("an app's metrics are means over records, and one record moves them by nobody knows how much")
-            self.policy.check_evaluation(instruction, FullScale(noise_std=terms.release.noise_scale))
-        except ValueError as error:
-            return zeros, {self.name: str(error)}
+                raise Declined("an app's metrics are means over records, and one record moves them by nobody knows how much")
+            self.policy.check_own_evaluation(terms.release)
+        except Exception as error:
+            return zeros, {self.name: failure(self.name, error, _NO_TERMS).reason}
         multiplier = order.noise_multipliers[place]
         if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier):
             return zeros, {self.name: reason}
-        account = account_of(app.context.node_config.get(LEDGER_PATH), [self.name], app.context.state)
+        account = account_of(None, [self.name], app.context)
         if unpaid := account.charge({evaluation_account(self.name): terms}):
             return zeros, {self.name: next(iter(unpaid.values()))}
         return order.weights[place] * local_row_of_app(app, order=order, release=terms.release, rng=rng), {}
@@ -115,26 +120,29 @@ class AppClient:
         refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
         if self.terms is not None:
             return self._local_work(instruction, train, context, refused)
-        _refuse_ledger(context)
-        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
+        refuse_ledger(context)
+        with reading():
+            pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
         self.policy.check_noise(pipeline.noise)
         jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
         return Work(groups=[(pipeline, jobs)], refused=refused)
 
     def _local_work(self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]) -> Work:
-        order = LocalOrder.of(instruction)
+        with reading():
+            order = LocalOrder.of(instruction)
         if self.terms is None or self.name not in instruction.clients:
             return Work(groups=[], refused=refused)
         place = instruction.clients.index(self.name)
         try:
             terms = self.terms.terms()
-        except ValueError as error:
-            return Work(groups=[], refused=refused | {self.name: str(error)})
+            self.policy.check_own(terms.release)
+        except Exception as error:
+            return Work(groups=[], refused=refused | {self.name: failure(self.name, error, _NO_TERMS).reason})
         multiplier = order.noise_multipliers[place]
         reason = why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier)
         if reason:
             return Work(groups=[], refused=refused | {self.name: reason})
-        account = account_of(context.node_config.get(LEDGER_PATH), [self.name], context.state)
+        account = account_of(None, [self.name], context)
         refused |= account.charge({self.name: terms})
         if self.name in refused:
             return Work(groups=[], refused=refused)
@@ -145,13 +153,6 @@ class AppClient:
         # A function, not a generator: every draw takes new entropy from the operating system.
         secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, self.name)
         return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=weight)
-
-
-def _refuse_ledger(context: Context) -> None:
-    if (ledger := context.node_config.get(LEDGER_PATH)) is not None:
-        raise ValueError(
-            f"{LEDGER_PATH}={ledger!r}: a client without terms of its own keeps no account, and would send without counting"
-        )
 
 
 class _Unseen:

@@ -1,7 +1,6 @@
 """Evaluation by an app that is not ours: its metrics of the global model, which stay on the device. NumPy only."""
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import RecordDict
@@ -34,13 +33,6 @@ def metrics_of(app: AppCall) -> dict[str, float]:
         Exception: what the app raises.
     """
     return wire.reported_metrics(app.content())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullScale:
-    """The noise that a client adds to its own vector in full, for its policy."""
-
-    noise_std: float
 
 
 def local_row_of_app(app: AppCall, *, order: LocalEvaluationOrder, release: Release, rng: Generator) -> np.ndarray:

@@ -12,7 +12,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp import wire
-from flower_dp.clients.account import kept_account
 from flower_dp.clients.pipeline import Job, Train, Trained
 from flower_dp.core.vectors import Array
 from flower_dp.wire import Model, RecordNames
@@ -30,7 +29,7 @@ class AppCall:
     """One message's call of the app's own function, which gets the model and the config that a stock server would send.
 
     Attributes:
-        call: the app, or the next mod before it.
+        call: the app, or the next mod before it, as `keeping_account` returns it.
         message: the server's.
         context: of the node.
         record_names: the record names that the message and the app use.
@@ -44,14 +43,13 @@ class AppCall:
     status: str
 
     def content(self) -> RecordDict:
-        """Return what the app replies; the client's account is kept, whatever the app does to the node's state.
+        """Return what the app replies.
 
         Raises:
             RuntimeError: if the app replies with an error.
             Exception: what the app raises.
         """
-        with kept_account(self.context):
-            reply = self.call(stock_message(self.message, self.record_names), self.context)
+        reply = self.call(stock_message(self.message, self.record_names), self.context)
         if reply.has_error():
             raise RuntimeError(f"the app replied with error {reply.error.code}")
         status = reply.content.config_records.get(self.status)

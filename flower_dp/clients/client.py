@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import RecordDict
+from flwr.app import Context
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
+from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
 from flower_dp.clients.evaluation import Metrics, loss_and_accuracy, private_vector
 from flower_dp.clients.pipeline import Job, failure
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import Declined, in_own_words, reading
 from flower_dp.clients.records import Records
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.clients.training import FlatModel, LocalTraining
@@ -25,7 +27,7 @@ from flower_dp.clients.updates import LocalUpdates
 from flower_dp.clients.work import Work, add_up
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
-from flower_dp.wire import Answer, Instruction
+from flower_dp.wire import Answer, EvaluationAnswer, Instruction
 
 
 class NodeClient(NumPyClient):
@@ -41,6 +43,7 @@ class NodeClient(NumPyClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+        context: of the node, as `client_fn` receives it; `client_app` attaches it itself.
     """
 
     def __init__(
@@ -52,16 +55,21 @@ class NodeClient(NumPyClient):
         device: torch.device | str | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
+        context: Context | None = None,
     ) -> None:
         if not clients:
             raise ValueError("clients: a node must host at least one client")
+        for name in clients:
+            checks.line("clients: name", name)
         chosen = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = FlatModel(model, chosen)
         self.clients = clients
-        self.policy = policy or ClientPolicy()
+        self.policy = ClientPolicy() if policy is None else policy
         self.seed = seed
-        self.state: RecordDict | None = None
+        self.context: Context | None = None
         self.noise_seed = noise_seed
+        if context is not None:
+            self.attach(context)
 
     @property
     @abstractmethod
@@ -76,21 +84,19 @@ class NodeClient(NumPyClient):
         """
         return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
 
-    def attach(self, state: RecordDict, ledger_path: object = None) -> None:
-        """Receive the node's Flower state and its config's `ledger-path`, for clients that keep an account; called before `fit`.
+    def attach(self, context: Context) -> None:
+        """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
 
         Raises:
-            ValueError: for a ledger, if this client keeps no account: its replies would not be counted there.
+            Declined: if its config names a ledger and this client keeps no account: its replies would not be counted there.
         """
-        if ledger_path is not None:
-            raise ValueError(
-                f"ledger-path={ledger_path!r}: {type(self).__name__} keeps no account, so its replies would not be counted"
-            )
-        self.state = state
+        refuse_ledger(context)
+        self.context = context
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the names of the hosted clients and of the methods that they run."""
-        return {wire.KEY: json.dumps({"clients": sorted(self.clients), "methods": list(self.methods)})}
+        with in_own_words("naming the clients"):
+            return {wire.KEY: json.dumps({"clients": sorted(self.clients), "methods": list(self.methods)})}
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.
@@ -100,16 +106,12 @@ class NodeClient(NumPyClient):
             config: holds the instruction.
 
         Raises:
-            ValueError: if the server's instruction is missing, malformed or against this client's policy, or the model does
-                not fit.
+            Declined: if the server's instruction is missing, malformed or against this client's policy, or the model does not
+                fit.
+            RuntimeError: if anything else fails; only that leaves the device.
         """
-        frozen = wire.instruction_of(config).frozen
-        trained = [array for position, array in enumerate(parameters) if position not in frozen]
-        names = self.model.layout.names
-        beside = trained.pop() if len(trained) == len(names) + 1 else None
-        if len(trained) != len(names):
-            raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
-        arrays, answer = self.answer(dict(zip(names, trained, strict=True)), config, beside)
+        trained, beside = self._received(parameters, config)
+        arrays, answer = self.answer(trained, config, beside)
         return arrays, 1, answer
 
     def answer(
@@ -123,20 +125,21 @@ class NodeClient(NumPyClient):
             beside: a vector [d] that the server has sent beside the model, for methods that read one.
 
         Raises:
-            ValueError: as `fit`.
+            Declined, RuntimeError: as `fit`.
         """
-        try:
+        with in_own_words("training"):
+            return self._answer(trained, config, beside)
+
+    def _answer(
+        self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any], beside: np.ndarray | None
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
+        with reading():
             instruction = wire.instruction_of(config)
-            if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
-                raise ValueError(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
-            self.policy.check(instruction)
-            layout = self.model.layout
-            if set(trained) != set(layout.names):
-                raise ValueError(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
-            vector = torch.from_numpy(layout.flatten(trained)).to(self.model.device)
-            work = self._work(vector, instruction, _beside(beside, vector))
-        except ValueError as error:
-            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
+            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        self._check(instruction)
+        vector = self._vector(trained)
+        work = self._work(vector, instruction, _beside(beside, vector))
         made = add_up(vector, work)
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and made.losses:
@@ -155,22 +158,60 @@ class NodeClient(NumPyClient):
         """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
 
         Raises:
-            ValueError: as `fit`.
+            Declined, RuntimeError: as `fit`.
         """
-        frozen = wire.instruction_of(config).frozen
-        trained = [array for position, array in enumerate(parameters) if position not in frozen]
-        names = self.model.layout.names
-        if len(trained) != len(names):
-            raise ValueError(f"{wire.DECLINED}: the server's model has {len(trained)} arrays, this client's {len(names)}")
-        return 0.0, 1, self.evaluation(dict(zip(names, trained, strict=True)), config)
+        trained, beside = self._received(parameters, config)
+        if beside is not None:
+            raise Declined("an evaluation: a vector came beside the model")
+        return 0.0, 1, self.evaluation(trained, config)
 
     def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a private evaluation; only `DPClient` has one.
+        """Return the answer to a private evaluation.
 
         Raises:
-            ValueError: as `fit`.
+            Declined, RuntimeError: as `fit`.
         """
-        raise ValueError(f"{wire.DECLINED}: this client does not evaluate")
+        with in_own_words("evaluation"):
+            with reading():
+                instruction = wire.instruction_of(config)
+            if instruction.method != wire.EVALUATION:
+                raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+            answer = self._evaluation(trained, instruction)
+            return {wire.KEY: answer.to_json(instruction.clients)}
+
+    def _received(
+        self, parameters: list[np.ndarray], config: Mapping[str, Any]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Return the arrays that are trained, by name, and the vector that was sent beside them, None for none."""
+        with in_own_words("training"):
+            with reading():
+                frozen = wire.instruction_of(config).frozen
+            trained = [array for position, array in enumerate(parameters) if position not in frozen]
+            names = self.model.layout.names
+            beside = trained.pop() if len(trained) == len(names) + 1 else None
+            if len(trained) != len(names):
+                raise Declined(f"the server's model has {len(trained)} arrays, this client's {len(names)}")
+            return dict(zip(names, trained, strict=True)), beside
+
+    def _vector(self, trained: Mapping[str, np.ndarray]) -> Tensor:
+        """Return the server's model as a vector [d].
+
+        Raises:
+            Declined: if it is not this client's model.
+        """
+        layout = self.model.layout
+        if set(trained) != set(layout.names):
+            raise Declined(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
+        with reading():
+            return torch.from_numpy(layout.flatten(trained)).to(self.model.device)
+
+    def _check(self, instruction: Instruction) -> None:
+        """Refuse an instruction to train that the policy does not allow."""
+        self.policy.check(instruction)
+
+    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
+        """Return the answer of this node's clients to a private evaluation."""
+        raise Declined("this client does not evaluate")
 
     @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
@@ -198,6 +239,8 @@ class DPClient(NodeClient):
         engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.engines`.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
             where targets are classes.
+        context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;
+            `client_app` attaches it itself.
 
     Example:
         >>> import torch
@@ -225,8 +268,11 @@ class DPClient(NodeClient):
         noise_seed: int | None = None,
         engine: str = "one_by_one",
         metrics: Metrics | None = None,
+        context: Context | None = None,
     ) -> None:
-        super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
+        super().__init__(
+            model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed, context=context
+        )
         self.training = training
         self.engine = checks.one_of("engine", engine, ENGINES)
         self.metrics = metrics or loss_and_accuracy(training.loss)
@@ -236,18 +282,13 @@ class DPClient(NodeClient):
         """The methods with one noised sum of clipped updates, and private evaluation."""
         return (*CLIENT_LEVEL, wire.EVALUATION)
 
-    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a private evaluation: the sum of its clients' vectors."""
-        try:
-            instruction = wire.instruction_of(config)
-            if instruction.method != wire.EVALUATION:
-                raise ValueError(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
+        with reading():
             order = wire.EvaluationOrder.of(instruction)
-            self.policy.check_evaluation(instruction, order)
-        except ValueError as error:
-            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        self.policy.check_evaluation(instruction, order)
+        vector = self._vector(trained)
         self.model.reset_buffers()
-        self.model.vector.copy_(torch.from_numpy(self.model.layout.flatten(trained)))
+        self.model.vector.copy_(vector)
         total, refused = np.zeros(order.dimension), {}
         for name in instruction.clients:
             if name not in self.clients:
@@ -260,14 +301,14 @@ class DPClient(NodeClient):
                 )
             except Exception as error:
                 refused[name] = failure(name, error).reason
-        answer = wire.EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
-        return {wire.KEY: answer.to_json(instruction.clients)}
+        return EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         if beside is not None:
-            raise ValueError(f"method={instruction.method!r}: uses the model only, but the server sent a second vector with it")
+            raise Declined(f"method={instruction.method!r}: uses the model only, but the server sent a second vector with it")
         train = LocalUpdates(training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine)
-        pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
+        with reading():
+            pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
         self.policy.check_noise(pipeline.noise)
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
         jobs = []
@@ -287,12 +328,12 @@ def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
     """Return the second vector that was sent with the model, in the same form as the model's vector [d].
 
     Raises:
-        ValueError: if it has another shape or type, or is not finite.
+        Declined: if it has another shape or type, or is not finite.
     """
     if array is None:
         return None
     if array.shape != tuple(vector.shape) or array.dtype != np.float32 or not np.isfinite(array).all():
-        raise ValueError(
+        raise Declined(
             f"the vector that was sent with the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape "
             f"{tuple(vector.shape)}"
         )

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from flower_dp.clients.convex import ConvexModel
 from flower_dp.clients.local_steps import ClippedSteps
 from flower_dp.clients.parts import Clip, FullNoise, RecordClip, RowClip
 from flower_dp.clients.pipeline import Pipeline
@@ -100,6 +101,13 @@ class DPFedPAQRecipe:
         return steps_pipeline(
             self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=None
         )
+
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
+        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is."""
+        if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
+            return None
+        convex = ConvexModel.of(model, self.loss, self.steps)
+        return convex.why_not(vector, self.steps, step_size=self.steps.step_size(server_round), drift=drift)
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
         return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)

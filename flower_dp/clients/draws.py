@@ -1,8 +1,40 @@
-"""Seeds for one client's training, and torch's own generators seeded for one client."""
+"""Seeds for one client's training, and process-wide generators seeded for one client or one record."""
 
 import hashlib
+import random
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+
+
+class _Lent(Protocol):
+    """A process-wide generator."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> Any: ...
+
+    def manual_seed(self, seed: int) -> Any: ...
+
+
+class _Python:
+    """The generator of the module `random`."""
+
+    get_state = staticmethod(random.getstate)
+    set_state = staticmethod(random.setstate)
+    manual_seed = staticmethod(random.seed)
+
+
+class _NumPy:
+    """The generator of the functions of `numpy.random`."""
+
+    get_state = staticmethod(np.random.get_state)
+    set_state = staticmethod(np.random.set_state)
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 (it is that one which is seeded)
 
 
 class OwnDraws:
@@ -14,9 +46,21 @@ class OwnDraws:
     def __init__(self, device: torch.device, seed: int) -> None:
         # The generators of every device that has its own; the CPU's are used besides a GPU's.
         others = None if device.type == "cpu" else getattr(torch.get_device_module(device), "default_generators", None)
-        self._lent: list[torch.Generator] = [torch.default_generator, *([others[device.index]] if others else [])]
+        self._lent: list[_Lent] = [torch.default_generator, *([others[device.index]] if others else [])]
         self._seed = seed
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[Any] = []
+
+    @classmethod
+    def of_data_sets(cls, device: torch.device) -> "OwnDraws":
+        """Return a context for whatever a data set may draw from, NumPy and Python included; call `restart` for every record."""
+        draws = cls(device, 0)
+        draws._lent += [_NumPy(), _Python()]
+        return draws
+
+    def restart(self, seed: int) -> None:
+        """Start the random sequence of another seed, within the context."""
+        for generator in self._lent:
+            generator.manual_seed(seed)
 
     def __enter__(self) -> None:
         outside = [generator.get_state() for generator in self._lent]
@@ -37,6 +81,12 @@ class OwnDraws:
 def draws_seed(seed: int) -> int:
     """Return the seed for all draws except the order of records, for which `seed` itself is used."""
     digest = hashlib.blake2b(f"{seed}/draws".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def record_seed(seed: int, position: int) -> int:
+    """Return the seed for the draws of one record: no other record changes them, whatever it draws itself."""
+    digest = hashlib.blake2b(f"{seed}/record/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 

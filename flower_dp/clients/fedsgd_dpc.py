@@ -31,12 +31,14 @@ class ClippedGradients:
         record_clip: bounds every record's gradient.
         sampling_rate: probability of every record to be in the batch; 1 for all.
         loss: model outputs, targets -> loss, for batches of one record.
+        relation: neighbouring relation.
     """
 
     model: FlatModel
     record_clip: RecordClip
     sampling_rate: float
     loss: Callable[[Tensor, Tensor], Tensor]
+    relation: Relation
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
@@ -54,7 +56,9 @@ class ClippedGradients:
         self.model.vector.copy_(vector)
         batch = secret_batch(len(job.records), self.sampling_rate, rng)
         seed = int(rng.integers(2**63))
-        return clipped_sum(self.model, job.records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
+        return clipped_sum(
+            self.model, job.records, batch, clip=self.record_clip, loss=self.loss, seed=seed, relation=self.relation
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +146,9 @@ class FedSGDDPCRecipe:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         clip = RecordClip(clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size), norm=release.mechanism.norm)
         return Pipeline(
-            train=ClippedGradients(model=model, record_clip=clip, sampling_rate=self.sampling_rate, loss=self.loss),
+            train=ClippedGradients(
+                model=model, record_clip=clip, sampling_rate=self.sampling_rate, loss=self.loss, relation=release.relation
+            ),
             clip=clip,
             noise=FullNoise(release=release),
             after_noise=MinusMean(expected_size=release.expected_cohort),

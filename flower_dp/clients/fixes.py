@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flower_dp.core.root_logger import untouched_root_logger
+
 # A group of one value without neighbours would always be normalised to zero.
 _FEWEST_IN_GROUP = 2
 _MOST_GROUPS = 32
@@ -34,7 +36,8 @@ def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Modu
         >>> fix_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
         4
     """
-    from opacus.validators import ModuleValidator  # noqa: PLC0415  (slow to load)
+    with untouched_root_logger():
+        from opacus.validators import ModuleValidator  # noqa: PLC0415  (slow to load)
 
     fixed = copy.deepcopy(model)
     replaced: dict[int, nn.Module] = {}  # a layer that is used twice stays one layer

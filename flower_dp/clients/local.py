@@ -2,25 +2,25 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import RecordDict
+from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.account import LedgerPaths, account_of, ledger_files
+from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
 from flower_dp.clients.agreement import why_not
-from flower_dp.clients.app_evaluation import FullScale
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.local_evaluation import RecordMetrics, evaluated_row, record_loss_and_accuracy
-from flower_dp.clients.local_recipe import LocalRecipe
+from flower_dp.clients.local_recipe import ConditionsOnModel, LocalRecipe
 from flower_dp.clients.losses import Loss
 from flower_dp.clients.pipeline import Job, Pipeline, failure
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import Declined, reading
 from flower_dp.clients.records import Records
 from flower_dp.clients.work import Work
 from flower_dp.core.noise import Generator
@@ -39,7 +39,9 @@ class LocalDPClient(NodeClient):
     or its own noise is less, it does not reply: the server would state too small an epsilon. Each reply is charged to the
     client's account before its records are read. A client whose budget is spent does not reply, whatever round number the server
     sends. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in a
-    file on the device (`ledger`), which counts the replies of all runs.
+    file on the device, which counts the replies of all runs: the `ledger-path` of the node's config, or `ledger`.
+
+    A client without the node's context can't know what the device's owner has set, nor what was charged. It does not reply.
 
     The node replies with the weighted sum of its clients' rows, with the server's weights: weighting a private row costs nothing.
 
@@ -47,9 +49,9 @@ class LocalDPClient(NodeClient):
         model: the architecture; its weights are overwritten. Without BatchNorm.
         clients: the records of every client that lives here, by its stable name; on a device one.
         recipe: how a reply is made, for example `FedSGDDPCRecipe`.
-        state: the node's state, `context.state` of the Context that `client_fn` receives; `client_app` attaches it itself.
-        ledger: the file of the clients' accounts, or one each by the client's name; `client_app` takes it from the node's config,
-            key `ledger-path`. None: the accounts last one run, in `state`.
+        context: of the node, as `client_fn` receives it; `client_app` attaches it itself. Its config may name a `ledger-path`.
+        ledger: the app's own file of the clients' accounts, or one each by the client's name. None, and no `ledger-path`: the
+            accounts last one run, in the node's state.
         policy: further limits of this client.
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never noise or the choice of records.
@@ -59,12 +61,13 @@ class LocalDPClient(NodeClient):
 
     Example:
         >>> import torch
-        >>> from flwr.app import RecordDict
+        >>> from flwr.app import Context, RecordDict
         >>> from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, TensorRecords
         >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
         >>> recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
+        >>> context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
         >>> client = LocalDPClient(
-        ...     model=torch.nn.Linear(3, 2), clients={"hospital-7": records}, recipe=recipe, state=RecordDict()
+        ...     model=torch.nn.Linear(3, 2), clients={"hospital-7": records}, recipe=recipe, context=context
         ... )
         >>> client.methods
         ('fedsgd-dpc',)
@@ -76,7 +79,7 @@ class LocalDPClient(NodeClient):
         model: nn.Module,
         clients: Mapping[str, Records],
         recipe: LocalRecipe,
-        state: RecordDict | None = None,
+        context: Context | None = None,
         ledger: LedgerPaths | None = None,
         policy: ClientPolicy | None = None,
         device: torch.device | str | None = None,
@@ -92,22 +95,17 @@ class LocalDPClient(NodeClient):
         self.record_metrics = record_metrics
         if ledger is not None:
             ledger_files(ledger, clients)
-        if state is not None:
-            self.attach(state)
+        if context is not None:
+            self.attach(context)
 
-    def attach(self, state: RecordDict, ledger_path: object = None) -> None:
-        """Receive the node's Flower state, and the ledger that the device's owner names in the node's config.
+    def attach(self, context: Context) -> None:
+        """Receive the context of the node, whose config may name a ledger of the device's owner.
 
         Raises:
-            ValueError: if the owner's ledger is not the app's.
+            Declined: if the owner's ledger is not the app's, or no path.
         """
-        self.state = state
-        if ledger_path is None:
-            return
-        if self.ledger not in (None, ledger_path):
-            raise ValueError(f"ledger-path={ledger_path!r}: the app has its own, ledger={self.ledger!r}; give one of them")
-        ledger_files(ledger_path, self.clients)
-        self.ledger = cast("LedgerPaths", ledger_path)
+        ledger_of(self.ledger, self.clients, context)
+        self.context = context
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -115,31 +113,26 @@ class LocalDPClient(NodeClient):
         evaluates = self.evaluation_budget is not None and self.policy.allow_evaluation
         return (self.recipe.method, wire.EVALUATION) if evaluates else (self.recipe.method,)
 
-    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+    def _check(self, instruction: Instruction) -> None:
+        self.policy.check_clip(instruction)
+
+    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
         """Return the answer to a private evaluation: the weighted sum of its clients' rows, each with its own full noise.
 
         Each is charged to its client's account of evaluations before a record is touched.
         """
         metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
-        try:
-            instruction = wire.instruction_of(config)
-            if instruction.method != wire.EVALUATION:
-                raise ValueError(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+        with reading():
             order = LocalEvaluationOrder.of(instruction)
-            if unknown := sorted(set(order.bounds) - set(metrics.names)):
-                raise ValueError(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
-            if set(trained) != set(self.model.layout.names):
-                raise ValueError(
-                    f"the server's model has arrays {sorted(trained)}, this client's {sorted(self.model.layout.names)}"
-                )
-            account = account_of(self.ledger, self.clients, self.state)
-            agreed, refused = self._agreed(instruction, order)
-        except ValueError as error:
-            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        if unknown := sorted(set(order.bounds) - set(metrics.names)):
+            raise Declined(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
+        vector = self._vector(trained)
+        account = account_of(self.ledger, self.clients, self.context)
+        agreed, refused = self._agreed(instruction, order)
         unpaid = account.charge({evaluation_account(name): terms for name, (terms, _) in agreed.items()})
         refused |= {owner_of(name): reason for name, reason in unpaid.items()}
         self.model.reset_buffers()
-        self.model.vector.copy_(torch.from_numpy(self.model.layout.flatten(trained)))
+        self.model.vector.copy_(vector)
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         total = np.zeros(order.dimension)
         for name, (terms, records) in agreed.items():
@@ -152,25 +145,35 @@ class LocalDPClient(NodeClient):
                 refused[name] = failure(name, error).reason
                 continue
             total += weights[name] * row
-        answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
-        return {wire.KEY: answer.to_json(instruction.clients)}
+        return EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
-        account = account_of(self.ledger, self.clients, self.state)
-        order = LocalOrder.of(instruction)
+        account = account_of(self.ledger, self.clients, self.context)
+        with reading():
+            order = LocalOrder.of(instruction)
         if self.policy.min_noise_std:
-            raise ValueError(
-                f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone"
-            )
+            raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
         keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
         if (keeps is None) != (beside is None):
             came = "a vector came" if keeps is None else "no vector came"
-            raise ValueError(f"method={instruction.method!r}: {came} beside the model")
-        if keeps is not None and self.state is None:
-            raise ValueError("state: control variates are kept in the node's state; pass state=context.state")
-        kept = ControlVariates(RecordDict() if self.state is None else self.state)
+            raise Declined(f"method={instruction.method!r}: {came} beside the model")
+        if self.context is None:
+            raise Declined("context: control variates are kept in the node's state; pass context=context")
+        kept = ControlVariates(self.context.state)
         weights = dict(zip(instruction.clients, order.weights, strict=True))
         agreed, refused = self._agreed(instruction, order)
+        number = instruction.server_round
+        own = {name: kept.read(name, vector.numel()) for name in agreed} if keeps else {}
+
+        def drift_of(name: str) -> Tensor | None:
+            read = own.get(name)
+            return beside if beside is None or read is None else beside - read.to(beside.device)
+
+        if isinstance(self.recipe, ConditionsOnModel):
+            for name in list(agreed):
+                if reason := self.recipe.why_not(vector, model=self.model, server_round=number, drift=drift_of(name)):
+                    refused[name] = reason
+                    del agreed[name]
         refused |= account.charge({name: terms for name, (terms, _) in agreed.items()})
 
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
@@ -180,20 +183,19 @@ class LocalDPClient(NodeClient):
                 job = Job(
                     name=name,
                     records=records,
-                    seed=batch_seed(self.seed, instruction.server_round, name),
+                    seed=batch_seed(self.seed, number, name),
                     secret=_Given(self.generator(instruction, name)),
                     weight=weights[name],
                 )
-                number = instruction.server_round
-                if keeps is None or beside is None:
+                drift = drift_of(name)
+                if keeps is None or beside is None or drift is None:
                     yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
                     continue
                 mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
-                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=beside - mine)
+                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=drift)
                 yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
-        own = {name: kept.read(name, vector.numel()) if keeps else None for name in agreed if name not in refused}
-        restarted = tuple(name for name, read in own.items() if keeps is not None and read is None)
+        restarted = tuple(name for name, read in own.items() if read is None and name not in refused)
         return Work(groups=groups(), refused=dict(refused), restarted=restarted)
 
     def _agreed(
@@ -217,9 +219,11 @@ class LocalDPClient(NodeClient):
                 terms = self.recipe.terms(name, records)
                 if instruction.method == wire.EVALUATION:
                     terms = self._evaluation_terms(name, terms)
-                    self.policy.check_evaluation(instruction, FullScale(noise_std=terms.release.noise_scale))
-            except ValueError as error:
-                refused[name] = str(error)
+                    self.policy.check_own_evaluation(terms.release)
+                else:
+                    self.policy.check_own(terms.release)
+            except Exception as error:
+                refused[name] = failure(name, error, "this client's terms can't be made").reason
                 continue
             if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=kind, noise_multiplier=multiplier):
                 refused[name] = reason
@@ -229,7 +233,7 @@ class LocalDPClient(NodeClient):
 
     def _evaluation_terms(self, name: str, training: Terms) -> Terms:
         if self.evaluation_budget is None:
-            raise ValueError("evaluation=None: this client has no budget of private evaluations")
+            raise Declined("evaluation=None: this client has no budget of private evaluations")
         return self.evaluation_budget.terms(name, training)
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.local_row import private_row
 from flower_dp.clients.losses import Loss, record_cross_entropy
 from flower_dp.clients.per_record import keeps_records_apart
-from flower_dp.clients.records import Records, outputs_of
+from flower_dp.clients.reading import apart
+from flower_dp.clients.records import Inputs, Records, outputs_of
 from flower_dp.clients.training import FlatModel
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
@@ -80,23 +82,24 @@ def evaluated_row(
     if release.unit == "record" and release.relation == "replace-one" and len(records) > release.num_clients:
         # Fewer are public, for example a batch. Under add-or-remove-one a record more could take another's place in the choice.
         positions = np.sort(rng.choice(len(records), release.num_clients, replace=False))
+    # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
+    together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
     was = model.module.training
     model.module.eval()
+    rows, seed = np.zeros((len(positions), order.dimension)), int(rng.integers(2**63))
     try:
-        made = [_contribution(metrics, one, order) for one in _outputs(model, records, positions)]
+        for index, record in _outputs(model, records, torch.from_numpy(positions), seed, together):
+            rows[index] = _contribution(metrics, record, order)
     finally:
         model.module.train(was)
         model.reset_buffers()
-    rows = np.asarray(made).reshape(-1, order.dimension)
     if release.unit == "client":
         rows = rows.sum(axis=0, keepdims=True) / max(1, len(rows))
     return private_row(rows, release, rng)
 
 
-def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor] | None, order: LocalEvaluationOrder) -> np.ndarray:
-    """Return a record's contribution [dimension]; zero for one without outputs, or with metrics that can't be computed."""
-    if record is None:
-        return np.zeros(order.dimension)
+def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], order: LocalEvaluationOrder) -> np.ndarray:
+    """Return a record's contribution [dimension]; zero for one whose metrics can't be computed."""
     try:
         told = metrics.of(*record)
         return np.asarray(order.contributions(np.asarray([[float(told[name]) for name in order.bounds]]))[0])
@@ -105,22 +108,26 @@ def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor] | None, 
         return np.zeros(order.dimension)
 
 
-def _outputs(model: FlatModel, records: Records, positions: np.ndarray) -> Iterator[tuple[Tensor, Tensor] | None]:
-    """Yield outputs and target of every record, each [1, ...]; None for one that can't be read or run."""
-    size = _CHUNK if keeps_records_apart(model.module) else 1
-    for start in range(0, len(positions), size):
-        chunk = positions[start : start + size]
-        together = _run(model, records, np.append(chunk, np.repeat(chunk[:1], size - len(chunk))))
-        for place, position in enumerate(chunk):
-            # A record that breaks its chunk must not change the others' bits: each runs again in the same place among its copies.
-            made = together or _run(model, records, np.repeat(position, size))
-            yield None if made is None else (made[0][place : place + 1], made[1][place : place + 1])
+def _outputs(
+    model: FlatModel, records: Records, positions: Tensor, seed: int, size: int
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield the index in `positions` of every record that can be read and run, and its outputs and target [1, ...]."""
+    start, problems = model.vector.clone(), set[str]()
 
+    def outputs(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # Every forward pass begins with the same weights, buffers and draws, however many there were before it.
+        model.vector.copy_(start)
+        model.reset_buffers()
+        with OwnDraws(model.vector.device, draws_seed(seed)):
+            made = outputs_of(model.module, inputs)
+        if len(made) != size:
+            raise ValueError(f"{size} records have {len(made)} outputs")
+        return made, targets
 
-def _run(model: FlatModel, records: Records, positions: np.ndarray) -> tuple[Tensor, Tensor] | None:
-    try:
-        inputs, targets = records.batch(torch.from_numpy(positions), model.device)
-        return outputs_of(model.module, inputs), targets
-    except Exception as error:
-        log.warning("%s records can't be evaluated together (%s)", len(positions), type(error).__name__)
-        return None
+    for first, places, (made, targets) in apart(
+        records, positions, outputs, size=size, device=model.device, seed=seed, problems=problems
+    ):
+        for place in places.tolist():
+            yield first + place, (made[place : place + 1], targets[place : place + 1])
+    if problems:
+        log.warning("records can't be evaluated and count as zero: %s", ", ".join(sorted(problems)))

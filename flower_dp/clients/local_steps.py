@@ -9,6 +9,7 @@ from torch import Tensor
 from flower_dp.clients.convex import ConvexModel
 from flower_dp.clients.engines.one_by_one import Trained
 from flower_dp.clients.parts import RecordClip
+from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.pipeline import Job
 from flower_dp.clients.record_clipping import clipped_sum
 from flower_dp.clients.training import FlatModel
@@ -53,6 +54,8 @@ class ClippedSteps:
         rng, steps = job.secret(), self.steps
         chosen = torch.from_numpy(rng.permutation(len(job.records))[: steps.num_records])
         here = vector.to(torch.float64)
+        if convex is not None and (reason := convex.why_not(vector, steps, step_size=self.step_size, drift=self.drift)):
+            raise UnfitModelError(reason)
         total, losses = torch.zeros_like(here), []
         for batch in torch.split(chosen, steps.batch_size):
             seed = int(rng.integers(2**63))

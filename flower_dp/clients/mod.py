@@ -10,10 +10,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
+from flower_dp.clients.account import keeping_account
 from flower_dp.clients.app_client import AppClient, OwnTerms
 from flower_dp.clients.app_evaluation import EVALUATE_STATUS, names_to_evaluate
 from flower_dp.clients.app_training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import SEE_LOG, Declined, in_own_words, reading
 from flower_dp.clients.work import add_up
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -68,8 +70,8 @@ def privacy_mod(
         >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
         >>> app = ClientApp(mods=[privacy_mod(name="hospital-7", policy=policy)])
     """
-    if isinstance(name, str):
-        _checked_name(name)
+    if name is not None and not callable(name):
+        checks.line("name", name)
     if noise_seed is not None:
         checks.integer("noise_seed", noise_seed, at_least=0)
     if terms is not None and not hasattr(terms, "terms") and not callable(terms):
@@ -97,56 +99,57 @@ class _PrivacyMod:
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer the roll call, or train or evaluate as the server instructs; refuse all other messages.
 
+        Whatever the message is, the client's account is kept while the app runs, and errors leave in this package's words alone.
+
         Raises:
-            ValueError: if the message is none of these, or the policy does not allow it.
-            RuntimeError: if this client's name or terms can't be made.
+            Declined: if the message is none of these, the policy does not allow it, or this client's name or terms can't be made.
+            RuntimeError: if anything else fails.
         """
+        with in_own_words("this client's app"):
+            return self._reply(message, context, keeping_account(call_next))
+
+    def _reply(self, message: Message, context: Context, app: ClientAppCallable) -> Message:
         kind = message.metadata.message_type
         train = kind.partition(".")[0] == "train"
         # Not a query: the server would take the app for one of the Message API, and it may be a `NumPyClient`.
         if kind == "get_properties" or (train and wire.is_roll_call(message)):
             return _config_reply(message, self._hosted(context))
         if train:
-            return self._train(message, context, call_next)
+            return self._train(message, context, app)
         if kind.partition(".")[0] == "evaluate" and (record_names := names_to_evaluate(message.content)):
-            return self._evaluate(message, context, call_next, record_names)
+            return self._evaluate(message, context, app, record_names)
         if not self.policy.allow_metrics:
-            raise ValueError(
-                f"{wire.DECLINED}: message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False"
-            )
-        return call_next(message, context)
+            raise Declined(f"message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False")
+        return app(message, context)
 
     def _hosted(self, context: Context) -> str:
         try:
             client = self._client(context)
-        except RuntimeError as error:
-            return json.dumps({"error": str(error)})
+        except Declined as error:
+            return json.dumps({"error": error.reason})
         return json.dumps({"clients": [client.name], "methods": list(client.methods)})
 
     def _client(self, context: Context) -> "AppClient":
-        """Return this node's client; of an error only the kind is told, because its text may contain data."""
+        """Return this node's client; of an error nothing is told, because its text and its class may contain data."""
         try:
-            name = _checked_name(self.name(context) if callable(self.name) else self.name or _default_name(context))
+            name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
             terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
             return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
         except Exception as error:
             log.error("this client's name or terms can't be made", exc_info=error)
-            raise RuntimeError(
-                f"this client's name or terms can't be made: {type(error).__name__}; the node's own log says why"
-            ) from None
+            raise Declined(f"this client's name or terms can't be made; {SEE_LOG}") from None
 
     def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         client = self._client(context)
-        try:
+        with reading():
             record_names = record_names_of(message.content)
             instruction = wire.instruction_of(message.content.config_records[record_names.config])
-            client.check(instruction)
+        client.check(instruction)
+        with reading():
             model = _model(wire.arrays_of(message.content), instruction)
-            app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=TRAIN_STATUS)
-            train = AppTraining(app=app, model=model)
-            work = client.work(instruction, train, context)
-        except ValueError as error:
-            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=TRAIN_STATUS)
+        train = AppTraining(app=app, model=model)
+        work = client.work(instruction, train, context)
         made = add_up(model.vector, work)
         allowed = instruction.report_metrics and self.policy.allow_metrics and bool(made.losses)
         answer = Answer(
@@ -160,13 +163,11 @@ class _PrivacyMod:
 
     def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, record_names: RecordNames) -> Message:
         client = self._client(context)
-        try:
+        with reading():
             instruction = wire.instruction_of(message.content.config_records[record_names.config])
-            client.check_evaluates(instruction)
-            app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=EVALUATE_STATUS)
-            total, refused = client.evaluate(instruction, app)
-        except ValueError as error:
-            raise ValueError(f"{wire.DECLINED}: {error}") from error
+        client.check_evaluates(instruction)
+        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=EVALUATE_STATUS)
+        total, refused = client.evaluate(instruction, app)
         refused |= {name: "not hosted here" for name in instruction.clients if name != client.name}
         answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
         return _config_reply(message, answer.to_json(instruction.clients))
@@ -188,12 +189,6 @@ def _default_name(context: Context) -> str:
         return f"node-{context.node_id}"
     width = len(str(parts - 1)) if isinstance(parts, int) else 1
     return f"client-{part:0{width}}"
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name={name!r}: must be a text that is not empty")
-    return name
 
 
 def _config_reply(message: Message, text: str, arrays: ArrayRecord | None = None) -> Message:

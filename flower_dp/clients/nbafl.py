@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_dp.clients.draws import OwnDraws
 from flower_dp.clients.engines.one_by_one import Trained
+from flower_dp.clients.losses import checked
 from flower_dp.clients.nbafl_weights import weights_pipeline
 from flower_dp.clients.per_record import UnfitModelError
 from flower_dp.clients.pipeline import Job, Pipeline
-from flower_dp.clients.records import Records, each, outputs_of
+from flower_dp.clients.records import Records, each, made_up, outputs_of
 from flower_dp.clients.training import FlatModel, LocalTraining
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
@@ -49,28 +51,37 @@ class TrainedWeights:
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         model = self.model
+        self._check_model(vector, job.records)
         model.vector.copy_(vector)
+        model.reset_buffers()
         try:
             loss = self.training.train(model, job.records, self.server_round, torch.Generator().manual_seed(job.seed))
         except Exception as error:
-            self._check_model(model, vector, job.records, error)
-            log.warning("training failed (%s): the reply is made from the global model", type(error).__name__)
+            log.error("training failed (%s): the reply is made from the global model", type(error).__name__)
             loss = torch.zeros((), device=vector.device)
             model.vector.copy_(vector)
         return (model.vector.clone() if bool(model.vector.isfinite().all()) else vector), loss
 
-    def _check_model(self, model: FlatModel, vector: Tensor, records: Records, error: Exception) -> None:
-        """Raise if the model can't be trained on a record of zeros either: then no record is the cause."""
+    def _check_model(self, vector: Tensor, records: Records) -> None:
+        """Raise if the model can't be trained on a batch of made-up records either: then no record is the cause.
+
+        They always decide, whatever the client's records do.
+        """
         try:
-            inputs, targets = records.batch(torch.zeros(1, dtype=torch.int64), model.device)
-        except Exception:
-            return
-        model.vector.copy_(vector)
-        try:
-            outputs = outputs_of(model.module, each(inputs, torch.zeros_like))
-            torch.autograd.grad(self.training.loss(outputs, torch.zeros_like(targets)), model.parameters, allow_unused=True)
-        except Exception:
+            made = made_up(records, self.model.device)
+            if made is None:
+                return
+            batch = each(made[0], self._repeated), self._repeated(made[1])
+            self.model.vector.copy_(vector)
+            with OwnDraws(self.model.vector.device, 0):
+                outputs = outputs_of(self.model.module, batch[0])
+                loss = checked(self.training.loss)(outputs, batch[1])
+                torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
+        except Exception as error:
             raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error
+
+    def _repeated(self, tensor: Tensor) -> Tensor:
+        return tensor.expand(self.training.batch_size, *tensor.shape[1:]).clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

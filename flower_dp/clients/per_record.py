@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.losses import record_cross_entropy
+from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
 from flower_dp.clients.records import Inputs, each, outputs_of, split
 from flower_dp.clients.training import FlatModel
 from flower_dp.core import checks
+from flower_dp.core.root_logger import untouched_root_logger
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -50,10 +52,6 @@ _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNo
 # What expanded weights are faster for. For linear layers alone both engines take the same time, and opacus takes time to import.
 _FASTER = (nn.Conv1d, nn.Conv2d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class UnfitModelError(RuntimeError):
-    """The model or the loss can't be differentiated record by record, whatever the record holds."""
 
 
 def record_gradients(
@@ -165,7 +163,8 @@ def _places(model: FlatModel) -> dict[str, str]:
 
 def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
     """Run the batch through the model once; every layer's backward pass keeps the records apart (opacus)."""
-    from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
+    with untouched_root_logger():
+        from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
 
     wrapped = GradSampleModuleExpandedWeights(model.module, loss_reduction="sum")
     try:

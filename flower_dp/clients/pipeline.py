@@ -24,7 +24,9 @@ from flower_dp.clients.parts import (
     ServerNoise,
     StepNoise,
 )
+from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
 from flower_dp.clients.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
+from flower_dp.core.clipping import NOT_FINITE
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
@@ -208,8 +210,10 @@ class Pipeline:
             row = self.before_clip.keep(row)
         try:
             clipped = self.clip(row)
-        except ValueError as error:  # it names no value of the row
-            return Refusal(reason=f"{FAILED}: {error}")
+        except ValueError as error:
+            if str(error) != NOT_FINITE:
+                raise
+            return Refusal(reason=f"{FAILED}: {NOT_FINITE}")
         secret = _Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
@@ -238,10 +242,20 @@ class _Once:
         return self._rng
 
 
-def failure(name: str, error: Exception) -> Refusal:
-    """Log why a client fails; return a text for the server: the kind of error, without the error's text."""
+def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
+    """Log why a client fails; return what the server learns: the client's own refusal, or that something has failed.
+
+    Neither the text nor the class of another error leaves: data may have chosen both.
+
+    Args:
+        name: the client.
+        error: why it fails.
+        what: has failed, in fixed words.
+    """
     log.warning("client %s: %s: %s", name, type(error).__name__, error)
-    return Refusal(reason=f"{FAILED}: {type(error).__name__}")
+    if type(error) is Declined:
+        return Refusal(reason=error.reason)
+    return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")
 
 
 def _kind(part: object) -> str:

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from flower_dp.clients.reasons import Declined
 from flower_dp.core import checks
+from flower_dp.privacy.release import Release
 from flower_dp.wire import Instruction
 
 
@@ -19,16 +21,28 @@ class ClientNoise(Protocol):
 class ClientPolicy:
     """Limits that a client sets for its own protection; instructions beyond them are refused.
 
+    A policy without any limit trusts the server: it accepts every instruction. A policy with one limit or more accepts nothing
+    that it has no limit for. It then refuses training unless it says how much noise training needs, in all
+    (`min_noise_multiplier`) or on the device (`min_noise_std`), and evaluations unless it says how much noise they need. Limits
+    of evaluation default to those of training. A limit of 0 is a limit: it says that no noise will do.
+
+    Where every message is private by the client's own terms (`LocalDPClient`, `privacy_mod` with terms), those terms are the
+    limit. What a policy names beside them is compared with the client's own noise, never with the server's word.
+
     Attributes:
         max_clip_norm: largest clip norm to work with; None for any.
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
-        min_noise_std: smallest std of the noise that this client itself adds; if > 0, instructions with less noise on the device
-            are refused.
+        min_noise_std: smallest std of the noise that this client itself adds; instructions with less noise on the device are
+            refused. It needs `max_clip_norm`: under a clip that the server chooses no noise is enough.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
-        min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation.
+        min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation; None:
+            `min_noise_multiplier`.
         min_evaluation_noise_std: smallest std of the noise that this client itself adds to its vector in a private evaluation,
-            whose norm is at most 1.
+            whose norm is at most 1; None: `min_noise_std` / `max_clip_norm`.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming it.
 
     Example:
         >>> from flower_dp.clients import ClientPolicy
@@ -37,64 +51,126 @@ class ClientPolicy:
         >>> policy.check(Instruction(server_round=1, method="dp-fedavg", clients=("a",), clip_norm=1.0, noise_multiplier=0.5))
         Traceback (most recent call last):
             ...
-        ValueError: noise_multiplier=0.5: this client's policy asks for 0.8
+        flower_dp.clients.reasons.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8
     """
 
     max_clip_norm: float | None = None
-    min_noise_multiplier: float = 0.0
-    min_noise_std: float = 0.0
+    min_noise_multiplier: float | None = None
+    min_noise_std: float | None = None
     allow_metrics: bool = False
     allow_evaluation: bool = True
-    min_evaluation_noise_multiplier: float = 0.0
-    min_evaluation_noise_std: float = 0.0
+    min_evaluation_noise_multiplier: float | None = None
+    min_evaluation_noise_std: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("min_noise_multiplier", "min_noise_std", "min_evaluation_noise_multiplier", "min_evaluation_noise_std"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), at_least=0)
         if self.max_clip_norm is not None:
             checks.number("max_clip_norm", self.max_clip_norm, above=0)
-        checks.number("min_noise_multiplier", self.min_noise_multiplier, at_least=0)
-        checks.number("min_noise_std", self.min_noise_std, at_least=0)
+        checks.flag("allow_metrics", self.allow_metrics)
         checks.flag("allow_evaluation", self.allow_evaluation)
-        checks.number("min_evaluation_noise_multiplier", self.min_evaluation_noise_multiplier, at_least=0)
-        checks.number("min_evaluation_noise_std", self.min_evaluation_noise_std, at_least=0)
+        if self.min_noise_std and self.max_clip_norm is None:
+            raise ValueError(
+                f"min_noise_std={self.min_noise_std:g}: protects nothing while the server chooses the clip norm; set "
+                "max_clip_norm too"
+            )
+
+    @property
+    def least_evaluation_multiplier(self) -> float | None:
+        """The smallest noise multiplier of an evaluation, None if no limit says it."""
+        own = self.min_evaluation_noise_multiplier
+        return self.min_noise_multiplier if own is None else own
+
+    @property
+    def least_evaluation_std(self) -> float | None:
+        """The smallest std of the noise on the device in an evaluation, None if no limit says it."""
+        if self.min_evaluation_noise_std is not None or self.min_noise_std is None:
+            return self.min_evaluation_noise_std
+        return self.min_noise_std / (self.max_clip_norm or 1.0)
+
+    @property
+    def trusting(self) -> bool:
+        """Whether there is no limit at all."""
+        return (
+            self.max_clip_norm is None
+            and self.min_noise_multiplier is None
+            and self.min_noise_std is None
+            and self.min_evaluation_noise_multiplier is None
+            and self.min_evaluation_noise_std is None
+        )
 
     def check(self, instruction: Instruction) -> None:
-        """Refuse an instruction that this policy does not allow.
+        """Refuse an instruction to train that this policy does not allow.
 
         Raises:
-            ValueError: naming the limit and the value asked for.
+            Declined: naming the limit and the value asked for.
         """
-        if self.max_clip_norm is not None and instruction.clip_norm > self.max_clip_norm:
-            raise ValueError(f"clip_norm={instruction.clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
-        if instruction.noise_multiplier < self.min_noise_multiplier:
-            raise ValueError(
-                f"noise_multiplier={instruction.noise_multiplier:g}: this client's policy asks for {self.min_noise_multiplier:g}"
-            )
+        self.check_clip(instruction)
+        if not self.trusting and self.min_noise_multiplier is None and self.min_noise_std is None:
+            raise Declined("training: this client's policy has limits, but none of its noise; set min_noise_multiplier too")
+        _at_least("noise_multiplier", instruction.noise_multiplier, self.min_noise_multiplier)
 
-    def check_evaluation(self, instruction: Instruction, noise: ClientNoise) -> None:
-        """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
+    def check_clip(self, instruction: Instruction) -> None:
+        """Refuse a clip norm that this policy does not allow.
 
         Raises:
-            ValueError: naming the limit and the value asked for.
+            Declined: naming the limit and the value asked for.
         """
-        if not self.allow_evaluation:
-            raise ValueError("an evaluation: this client's policy has allow_evaluation=False")
-        if instruction.noise_multiplier < self.min_evaluation_noise_multiplier:
-            raise ValueError(
-                f"noise_multiplier={instruction.noise_multiplier:g} of an evaluation: this client's policy asks for "
-                f"{self.min_evaluation_noise_multiplier:g}"
-            )
-        if noise.noise_std < self.min_evaluation_noise_std:
-            raise ValueError(
-                f"noise_std={noise.noise_std:g} of an evaluation: this client's policy asks for {self.min_evaluation_noise_std:g}"
-            )
-        if self.min_noise_std and not noise.noise_std:
-            raise ValueError("noise_std=0 of an evaluation: this client's policy asks for noise on the device")
+        if self.max_clip_norm is not None and not instruction.clip_norm <= self.max_clip_norm:
+            raise Declined(f"clip_norm={instruction.clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
     def check_noise(self, noise: ClientNoise) -> None:
         """Refuse an instruction under which this client would add less noise itself than this policy needs.
 
         Raises:
-            ValueError: naming the limit and the value asked for.
+            Declined: naming the limit and the value asked for.
         """
-        if noise.noise_std < self.min_noise_std:
-            raise ValueError(f"noise_std={noise.noise_std:g}: this client's policy asks for {self.min_noise_std:g}")
+        _at_least("noise_std", noise.noise_std, self.min_noise_std)
+
+    def check_evaluation(self, instruction: Instruction, noise: ClientNoise) -> None:
+        """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
+
+        Raises:
+            Declined: naming the limit and the value asked for.
+        """
+        self._check_evaluates()
+        if not self.trusting and self.least_evaluation_multiplier is None and self.least_evaluation_std is None:
+            raise Declined(
+                "an evaluation: this client's policy has limits, but none of its noise; set min_evaluation_noise_multiplier too"
+            )
+        _at_least("noise_multiplier", instruction.noise_multiplier, self.least_evaluation_multiplier, " of an evaluation")
+        _at_least("noise_std", noise.noise_std, self.least_evaluation_std, " of an evaluation")
+
+    def check_own(self, release: Release) -> None:
+        """Refuse to train if the client's own noise, where its every message is private on its own, is below a limit.
+
+        Raises:
+            Declined: naming the limit.
+        """
+        _own_at_least("min_noise_multiplier", release.mechanism.noise_multiplier, self.min_noise_multiplier)
+
+    def check_own_evaluation(self, release: Release) -> None:
+        """Refuse an evaluation if the client's own noise, where its every message is private on its own, is below a limit.
+
+        Raises:
+            Declined: naming the limit.
+        """
+        self._check_evaluates()
+        multiplier, std = self.min_evaluation_noise_multiplier, self.min_evaluation_noise_std
+        _own_at_least("min_evaluation_noise_multiplier", release.mechanism.noise_multiplier, multiplier)
+        _own_at_least("min_evaluation_noise_std", release.noise_scale, std)
+
+    def _check_evaluates(self) -> None:
+        if not self.allow_evaluation:
+            raise Declined("an evaluation: this client's policy has allow_evaluation=False")
+
+
+def _at_least(name: str, value: float, least: float | None, of: str = "") -> None:
+    if least is not None and not value >= least:
+        raise Declined(f"{name}={value:g}{of}: this client's policy asks for {least:g}")
+
+
+def _own_at_least(limit: str, value: float, least: float | None) -> None:
+    if least is not None and not value >= least:
+        raise Declined(f"{limit}={least:g}: this client's own terms have less noise")

@@ -1,7 +1,7 @@
 """Per-record clipping: the sum of some records' clipped gradients, for the training of any method."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 from flower_dp.clients.draws import OwnDraws, draws_seed
 from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.per_record import UnfitModelError, record_gradients
-from flower_dp.clients.records import Inputs, Records, TensorRecords, each, num_rows
+from flower_dp.clients.reading import apart
+from flower_dp.clients.records import Inputs, Records, canonical, each, made_up
 from flower_dp.clients.training import FlatModel
+from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
 
@@ -32,7 +34,14 @@ def secret_batch(num_records: int, sampling_rate: float, rng: np.random.Generato
 
 
 def clipped_sum(
-    model: FlatModel, records: Records, positions: Tensor, *, clip: RecordClip, loss: Loss, seed: int
+    model: FlatModel,
+    records: Records,
+    positions: Tensor,
+    *,
+    clip: RecordClip,
+    loss: Loss,
+    seed: int,
+    relation: Relation = "replace-one",
 ) -> tuple[Tensor, Tensor]:
     """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss.
 
@@ -46,22 +55,34 @@ def clipped_sum(
         clip: bounds every record's gradient, and rounds it to the lattice.
         loss: model outputs, targets -> loss, for batches of one record.
         seed: secret; determines the random numbers of the model and the data set.
+        relation: under add-or-remove-one a record more moves the others to other places, and the last bits of a product may
+            depend on the place: each record is computed alone, which is slower.
 
     Raises:
         UnfitModelError: if the model has no gradient even for a record of zeros.
     """
+    _check_model(model, records, loss)
     total = torch.zeros_like(model.vector, dtype=torch.float64)
     losses = [torch.zeros(0, device=model.device)]
     problems: set[str] = set()
-    reading = OwnDraws(model.vector.device, draws_seed(seed))
-    for part in torch.split(positions, _chunk(model)):
-        for rows, values in _gradients(model, records, part, reading, seed, loss, problems):
-            finite = rows.isfinite().all(dim=1) & values.isfinite()
-            clipped = clip.records(rows.where(finite[:, None], 0.0))
-            total += clipped.sum(dim=0, dtype=torch.float64)
-            losses.append(values[finite])
-            if len(losses[-1]) < len(values):
-                problems.add("loss or gradient not finite")
+    start, size = model.vector.clone(), _chunk(model) if relation == "replace-one" else 1
+
+    def gradients(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # A forward pass may change buffers: those of one must not depend on how many there were, which one record could change.
+        model.vector.copy_(start)
+        model.reset_buffers()
+        with OwnDraws(model.vector.device, seed):
+            return record_gradients(model, inputs, targets, loss=loss, chunk=size)
+
+    computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
+    for _, places, (made, values) in computed:
+        rows, found = made[places], values[places]
+        finite = rows.isfinite().all(dim=1) & found.isfinite()
+        clipped = clip.records(rows.where(finite[:, None], 0.0))
+        total += clipped.sum(dim=0, dtype=torch.float64)
+        losses.append(found[finite])
+        if len(losses[-1]) < len(found):
+            problems.add("loss or gradient not finite")
     counted = torch.cat(losses)
     if problems:
         what = "records count as zero" if len(counted) else "all records count as zero, the reply is noise alone"
@@ -69,43 +90,27 @@ def clipped_sum(
     return total, counted.mean() if len(counted) else torch.zeros((), device=model.device)
 
 
-def _gradients(
-    model: FlatModel, records: Records, positions: Tensor, reading: OwnDraws, seed: int, loss: Loss, problems: set[str]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield gradients [n, d] and losses [n] of some records: of all together, or, if that fails, of each record that has them."""
-    if len(positions) == 0:
-        return
+def _check_model(model: FlatModel, records: Records, loss: Loss) -> None:
+    """Raise if the model has no gradient even for a made-up record: then the model is at fault, and noise would hide it.
+
+    It is always the made-up record that decides, whatever the client's records do.
+    """
     try:
-        with reading:
-            inputs, targets = records.batch(positions, model.device)
-        if not num_rows(inputs) == len(targets) == len(positions):
-            raise ValueError(f"{len(positions)} records came with {num_rows(inputs)} inputs and {len(targets)} targets")
-        try:
-            with OwnDraws(model.vector.device, seed):
-                gradients = record_gradients(model, inputs, targets, loss=loss, chunk=_chunk(model))
-        except Exception as error:
-            if len(positions) > 1 or isinstance(records, TensorRecords):  # of one shape, which no single record changes
-                _check_model(model, inputs, targets, loss, error)
-            raise
-    except UnfitModelError:
-        raise
-    except Exception as error:
-        if len(positions) == 1:
-            problems.add(type(error).__name__)
+        made = made_up(records, model.device)
+        if made is None:
             return
-        for position in torch.split(positions, 1):
-            yield from _gradients(model, records, position, reading, seed, loss, problems)
-        return
-    yield gradients
-
-
-def _check_model(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss, error: Exception) -> None:
-    """Raise if the model has no gradient even for a record of zeros: then the model is at fault, and noise would hide it."""
-    try:
-        zeros = each(inputs, lambda tensor: torch.zeros_like(tensor[:1])), torch.zeros_like(targets[:1])
-        record_gradients(model, *zeros, loss=loss, chunk=_chunk(model))
-    except Exception:
+        inputs, targets = each(made[0], canonical), canonical(made[1])
+        kinds = {"": inputs} if isinstance(inputs, Tensor) else inputs
+        key = ("fits", loss, tuple((name, one.shape, one.dtype) for name, one in kinds.items()), targets.shape, targets.dtype)
+        if key in model.programs:
+            return
+        start = model.vector.clone()
+        with OwnDraws(model.vector.device, 0):
+            record_gradients(model, inputs, targets, loss=loss, chunk=_chunk(model))
+        model.vector.copy_(start)
+    except Exception as error:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
+    model.programs[key] = True
 
 
 def _chunk(model: FlatModel) -> int:

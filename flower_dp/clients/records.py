@@ -1,7 +1,7 @@
 """Records: one client's data, in batches that are ready for the model."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,14 @@ Inputs = Tensor | Mapping[str, Tensor]
 def each(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """Return inputs with a function applied to every tensor."""
     return function(inputs) if isinstance(inputs, Tensor) else {name: function(value) for name, value in inputs.items()}
+
+
+def canonical(tensor: Tensor) -> Tensor:
+    """Return numbers as float32 or int64, the types of a model's weights and of classes; other types as they are."""
+    plain = tensor.detach().as_subclass(Tensor)
+    if plain.is_floating_point():
+        return plain.to(torch.float32)
+    return plain if plain.is_complex() or plain.dtype == torch.bool else plain.to(torch.int64)
 
 
 def num_rows(inputs: Inputs) -> int:
@@ -45,8 +53,22 @@ def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
     return outputs
 
 
+def made_up(records: "Records", device: torch.device) -> tuple[Inputs, Tensor] | None:
+    """Return inputs and target [1, ...] of a record that nobody has, of the kind of the client's; None if its kind is not public.
+
+    Whether a model and a loss work at all is judged on it: judged on a client's own records, one of them could decide.
+    """
+    make = getattr(records, "made_up", None)
+    return None if make is None else make(device)
+
+
 class Records(Protocol):
-    """One client's records."""
+    """One client's records.
+
+    Methods whose unit of privacy is a record ask for one at a time, except from `TensorRecords`. A class may have a method
+    `made_up(device)`, which returns inputs and target [1, ...] of a record that nobody has, or None; see
+    `DatasetRecords.example`.
+    """
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -64,7 +86,11 @@ class TensorRecords:
             arguments, such as {"input_ids": ..., "attention_mask": ...}.
         targets: [n, ...].
         indices: the rows that are this client's [records], int64; None for all of them.
-        transform: turns a batch of raw inputs, on the device, into the model's inputs.
+        transform: turns a batch of raw inputs, on the device, into the model's inputs. Methods whose unit of privacy is a record
+            call it so that it sees one record at a time.
+
+    Shapes and types of the tensors are public: a client whose tensors do not fit the model says so. Make tensors of a fixed type,
+    such as `torch.tensor(labels, dtype=torch.int64)`; without it a single label that is no whole number decides the type of all.
 
     Raises:
         ValueError: for a value that is not a tensor, or inputs and targets of different length, naming it.
@@ -111,9 +137,26 @@ class TensorRecords:
 
     def batch(self, positions: Tensor, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and targets of some records."""
+        inputs, targets = self.rows(positions, device)
+        return (inputs if self.transform is None else self.transform(inputs)), targets
+
+    def rows(self, positions: Tensor, device: torch.device) -> tuple[Any, Tensor]:
+        """Return inputs and targets of some records, before the transform."""
         rows = positions if self.indices is None else self.indices[positions]
         inputs = each(self.inputs, lambda tensor: tensor.index_select(0, rows).to(device))
-        targets = self.targets.index_select(0, rows).to(device)
+        return inputs, self.targets.index_select(0, rows).to(device)
+
+    def zeros(self, device: torch.device) -> tuple[Any, Tensor]:
+        """Return inputs and target [1, ...] of a record of zeros, before the transform."""
+
+        def zero(tensor: Tensor) -> Tensor:
+            return torch.zeros(1, *tensor.shape[1:], dtype=tensor.dtype, device=device)
+
+        return each(self.inputs, zero), zero(self.targets)
+
+    def made_up(self, device: torch.device) -> tuple[Any, Tensor]:
+        """Return inputs and target [1, ...] of a record of zeros: shapes and types of the tensors are public."""
+        inputs, targets = self.zeros(device)
         return (inputs if self.transform is None else self.transform(inputs)), targets
 
 
@@ -121,19 +164,32 @@ class TensorRecords:
 class DatasetRecords:
     """Records of a map-style torch data set, read one by one and stacked.
 
+    Where the unit of privacy is a record, each is judged by itself: floats count as float32 and whole numbers as int64, and a
+    record of another shape or type than the model and the loss accept counts as zero. What the others are does not matter.
+
     Attributes:
         dataset: with a length, whose items are pairs: inputs (a tensor, number or dict of them) and target.
+        example: an item that nobody has, such as `(torch.zeros(3), 0)`; it is public, so take none from the data set. Records
+            have its names, shapes and types: float64 becomes float32 and whole numbers become floats, and any other record does
+            not fit. If the model can't be trained on the example, the client says so and does not reply. None: only the client's
+            log tells of a model that fits no record; its replies are noise alone.
 
     Example:
         >>> import torch
         >>> from flower_dp.clients import DatasetRecords
-        >>> pairs = [(torch.zeros(3), 1), (torch.ones(3), 0)]
-        >>> inputs, targets = DatasetRecords(dataset=pairs).batch(torch.tensor([1]), torch.device("cpu"))
-        >>> inputs.tolist(), targets.tolist()
-        ([[1.0, 1.0, 1.0]], [0])
+        >>> pairs = [(torch.zeros(3), 1), (torch.ones(3, dtype=torch.float64), 0)]
+        >>> records = DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
+        >>> inputs, targets = records.batch(torch.tensor([1]), torch.device("cpu"))
+        >>> inputs.tolist(), inputs.dtype, targets.tolist()
+        ([[1.0, 1.0, 1.0]], torch.float32, [0])
     """
 
     dataset: Any
+    example: Any = None
+    _like: tuple[Inputs, Tensor] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_like", None if self.example is None else _pairs([self.example]))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -142,13 +198,60 @@ class DatasetRecords:
         """Return inputs and targets of some records.
 
         Raises:
-            ValueError: if an item is not a pair.
+            ValueError: if an item is not a pair, or does not fit the example.
         """
         items = [self.dataset[position] for position in positions.tolist()]
-        if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
-            raise ValueError("dataset: its items must be pairs of inputs and target")
-        inputs, targets = default_collate(items)
+        if self._like is None:
+            inputs, targets = _pairs(items)
+        else:
+            found = [_fitting(_pairs([item]), self._like) for item in items]
+            targets = torch.cat([target for _, target in found])
+            inputs = stacked([one for one, _ in found])
         return each(inputs, lambda tensor: tensor.to(device)), targets.to(device)
+
+    def made_up(self, device: torch.device) -> tuple[Inputs, Tensor] | None:
+        """Return inputs and target [1, ...] of the example; None without one."""
+        if self._like is None:
+            return None
+        inputs, targets = self._like
+        return each(inputs, lambda tensor: tensor.to(device)), targets.to(device)
+
+
+def stacked(parts: Sequence[Inputs]) -> Inputs:
+    """Return inputs of several batches [n, ...] as those of one."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return {name: torch.cat([part[name] for part in parts if not isinstance(part, Tensor)]) for name in first}
+
+
+def _pairs(items: list[Any]) -> tuple[Inputs, Tensor]:
+    if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
+        raise ValueError("dataset: its items must be pairs of inputs and target")
+    inputs, targets = default_collate(items)
+    return inputs, targets
+
+
+def _fitting(record: tuple[Inputs, Tensor], like: tuple[Inputs, Tensor]) -> tuple[Inputs, Tensor]:
+    """Return a record [1, ...] with the types of another one.
+
+    Raises:
+        ValueError: if it has other names, shapes, or types that can't be converted; without a value of the record.
+    """
+    (inputs, target), (wanted, label) = record, like
+    if isinstance(inputs, Tensor) != isinstance(wanted, Tensor):
+        raise ValueError("dataset: a record does not fit the example: one has a tensor, the other several by name")
+    if isinstance(inputs, Tensor) or isinstance(wanted, Tensor):
+        return _cast(inputs, wanted), _cast(target, label)
+    if set(inputs) != set(wanted):
+        raise ValueError("dataset: a record does not fit the example: its inputs have other names")
+    return {name: _cast(inputs[name], wanted[name]) for name in wanted}, _cast(target, label)
+
+
+def _cast(tensor: Any, wanted: Any) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape or not torch.can_cast(tensor.dtype, wanted.dtype):
+        raise ValueError("dataset: a record does not fit the example: it has another shape or type")
+    return tensor.to(wanted.dtype)
 
 
 def as_records(data: Any) -> Records:

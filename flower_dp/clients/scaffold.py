@@ -63,6 +63,10 @@ class ScaffoldRecipe:
         """
         return self._plain().terms(name, records)
 
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
+        """Return why a client must not reply to a model and a drift [d] each, as `DPFedPAQRecipe`; None if it may."""
+        return self._plain().why_not(vector, model=model, server_round=server_round, drift=drift)
+
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of a client's reply if its control variate and the server's are zero."""
         return self._plain().pipeline(release, model=model, server_round=server_round)

@@ -52,17 +52,16 @@ class FlatModel:
         # One copy of a buffer that two layers share.
         saved = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}
         self._buffers = [
-            (owner, name, saved[id(buffer)])
+            (owner, {name: None if buffer is None else saved[id(buffer)] for name, buffer in owner._buffers.items()})
             for owner in self.module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
         ]
 
     def reset_buffers(self) -> None:
-        """Restore the initial buffers: training may have stored information on one client's data in them."""
-        fresh = {id(saved): saved.clone() for _, _, saved in self._buffers}
-        for owner, name, saved in self._buffers:
-            owner._buffers[name] = fresh[id(saved)]
+        """Restore the initial buffers: training may have stored information on one client's data in them, or in new ones."""
+        fresh = {id(one): one.clone() for _, buffers in self._buffers for one in buffers.values() if one is not None}
+        for owner, buffers in self._buffers:
+            owner._buffers.clear()
+            owner._buffers.update({name: None if one is None else fresh[id(one)] for name, one in buffers.items()})
 
     def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
         """Make the tensors views of consecutive parts of the vector."""

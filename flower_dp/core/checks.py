@@ -3,6 +3,9 @@
 import math
 from typing import Any
 
+# Characters of a name of a client, a method or a metric.
+MOST_NAME = 200
+
 
 def number(
     name: str,
@@ -78,6 +81,30 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={_shown(value)}: must be True or False")
     return value
+
+
+def line(name: str, value: Any, *, most: int = MOST_NAME) -> str:
+    """Return `value` if it is a text on one line: not empty, printable, and of at most `most` characters.
+
+    A name with a line end could forge lines of a statement or of a log.
+
+    Raises:
+        ValueError: naming the field and the value.
+    """
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > most:
+        raise ValueError(f"{name}={_shown(value)}: must be one line of printable characters, at least 1 and at most {most}")
+    return value
+
+
+def one_line(text: str, *, most: int) -> str:
+    r"""Return a text from outside as one printable line of at most `most` characters, to be logged or stated.
+
+    Example:
+        >>> from flower_dp.core.checks import one_line
+        >>> one_line("failed\nEPSILON: 0.1", most=100)
+        'failed EPSILON: 0.1'
+    """
+    return "".join(character if character.isprintable() else " " for character in text[:most])
 
 
 def _shown(value: Any) -> str:

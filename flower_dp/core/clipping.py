@@ -20,6 +20,7 @@ _MARGIN = 2.0**-22
 _SAFE = 1e-100
 _BLOCK = 2**15
 # Smaller factors lose precision as float32 numbers.
+NOT_FINITE = "update has NaN or infinite entries: it can't be clipped"
 _SMALLEST_FACTOR = 1e-30
 # Below this the rounding of subnormal float32 entries could exceed the margin.
 _SMALLEST_BOUND = 1e-30
@@ -108,7 +109,7 @@ def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Arra
         # One vector is the common case, and Python's own numbers are faster than arrays without dimensions.
         return xp.astype(rows, xp.float32, copy=True) if norm <= bound else rows * (bound / norm)
     if not bool(xp.all(xp.isfinite(norms))):
-        raise ValueError("update has NaN or infinite entries: it can't be clipped")
+        raise ValueError(NOT_FINITE)
     if bool(xp.all(norms <= bound)):
         return xp.astype(rows, xp.float32, copy=True)
     factors = xp.where(norms > bound, bound / xp.where(norms > 0, norms, xp.ones_like(norms)), xp.ones_like(norms))

@@ -46,3 +46,16 @@ class LocalSteps:
         """
         steps = self.num_local_steps
         return self.step_size(server_round) * (steps * (gradient + self.weight_decay * start) + math.sqrt(steps) * noise)
+
+    def noise_std(self, server_round: int, *, noise: float) -> float:
+        """Return the std of the noise on the change of a weight in one round, if every gradient has its own noise.
+
+        Weight decay shrinks the noise of a step in every later step of the round.
+
+        Args:
+            server_round: 1, 2, ...
+            noise: std of the noise on the gradient of one step.
+        """
+        size = self.step_size(server_round)
+        kept = 1 - size * self.weight_decay
+        return size * noise * math.sqrt(sum(kept ** (2 * step) for step in range(self.num_local_steps)))

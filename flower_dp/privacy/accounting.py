@@ -75,6 +75,11 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
     return Cost(epsilon=max(0.0, value), delta=delta, relation=relation, accountant=name)
 
 
+def counts_sampling(cost: Cost) -> bool:
+    """Return whether a cost may be the less because units were sampled in secret: `gaussian-exact` takes all to take part."""
+    return not cost.accountant.startswith(("gaussian-exact", "none"))
+
+
 def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float | None:
     """Return the Renyi accountant's epsilon, or None where it has no bound for the event under this relation.
 

@@ -19,7 +19,25 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
 
+# By how much the noise of terms may differ from that of the terms on which an account was opened. Noise that is calibrated anew
+# may be up to 1e-4 larger than before (`accounting.calibrate`); a difference far above that is another budget.
+_LESS_NOISE, _MORE_NOISE = 1e-9, 1e-3
+_NOISE = ", noise_multiplier="
+
 SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Why a client can't be charged for another reply.
+
+    Attributes:
+        told: for the server; without the client's own terms, which may tell how many records it has.
+        own: for the device's own log.
+    """
+
+    told: str
+    own: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +48,14 @@ class Terms:
         release: one release.
         num_replies: the most replies that the client will ever send.
         num_releases: releases in one reply, for example one for each local step, each with its own noise.
+        num_records: the client's public data size, where a release draws from fewer records than it has, such as a batch of fixed
+            size; None: those that the release draws from.
     """
 
     release: Release
     num_replies: int
     num_releases: int = 1
+    num_records: int | None = None
 
     def __post_init__(self) -> None:
         checks.integer("num_replies", self.num_replies, at_least=1)
@@ -52,27 +73,48 @@ class Terms:
         release = self.release
         each = "" if self.num_releases == 1 else f" of {self.num_releases} releases"
         return (
-            f"{self.num_replies} replies{each}, {type(release.mechanism).__name__}, clip_norm={release.clip_norm!r}, "
+            f"{self.num_replies} replies{each}, {type(release.mechanism).__name__}, clip_norm={float(release.clip_norm)!r}, "
             f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_clients}"
         )
 
     @property
     def text(self) -> str:
         """The terms as one line; different terms have different lines."""
-        return f"{self.kind}, noise_multiplier={self.release.mechanism.noise_multiplier!r}"
+        return f"{self.kind}{_NOISE}{float(self.release.mechanism.noise_multiplier)!r}"
 
-    def why_not(self, replies: int, opened: str | None) -> str | None:
+    def why_not(self, replies: int, opened: str | None) -> Spent | None:
         """Return why a client that has been charged for so many replies can't be charged for another one; None if it can.
+
+        The account goes on if all but the noise is as it was when it was opened, and the noise is not less: at most 1e-9 of it,
+        for the last digits of a calibration that another release of a library has made. Replies of both noises together then
+        cost at most what the terms allowed that opened the account. Nor may the noise be more than 1e-3 larger: that is another,
+        smaller budget, and replies with the noise of the larger one do not fit into it.
 
         Args:
             replies: the number of replies that it has been charged for.
             opened: `text` of the terms on which its account was opened, which can't change; None if there is none yet.
         """
-        if opened is not None and opened != self.text:
-            return f"its account was opened on other terms ({opened}), not {self.text}"
+        if opened is not None and not self._goes_on(opened):
+            told = "its account was opened on other terms"
+            return Spent(told=told, own=f"{told} ({opened}), not {self.text}; for new terms create a new ledger")
         if replies >= self.num_replies:
-            return f"its budget is spent: num_replies={self.num_replies}, all of them sent"
+            told = f"its budget is spent: num_replies={self.num_replies}, all of them sent"
+            return Spent(told=told, own=told)
         return None
+
+    def _goes_on(self, opened: str) -> bool:
+        kind, _, _ = opened.rpartition(_NOISE)
+        before, now = noise_multiplier_of(opened), float(self.release.mechanism.noise_multiplier)
+        return kind == self.kind and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
+
+
+def noise_multiplier_of(text: str) -> float:
+    """Return the noise multiplier of terms as one line, `Terms.text`; NaN if the line has none."""
+    number = text.rpartition(_NOISE)[2].removeprefix("np.float64(").removesuffix(")")
+    try:
+        return float(number)
+    except ValueError:
+        return math.nan
 
 
 def value_of(field: str, value: Any, name: str) -> Any:

@@ -22,11 +22,17 @@ from flower_dp.privacy.release import Release
 
 # How the sensitivity of an update is proved, under replace-one.
 SENSITIVITIES = ("clip-update", "per-step", "convex-glm")
-# Where nothing bounds the whole sum (`convex-glm`), rounding adds to the distance of two neighbours' sums: to the lattice at most
-# 2^-20 of the clip norm, the lattice is that much finer; to float32 2^-24 of each sum, which is at most E b clip norms long.
+# Where nothing bounds the whole sum (`convex-glm`), rounding adds to half of the distance of two neighbours' sums, in clip norms:
+# to the lattice, which is that much finer, at most 2^-21, and float64 steps at most _STEPS (`longest_weights`), 2^-18 in all; to
+# float32 2^-24 a record, and float64 sums of n records n 2^-52 a record.
 _ROUNDING = 2.0**-18
+_STEPS = 2.0**-19
 _ROUNDING_A_RECORD = 2.0**-22
 _FINER = 2.0**-12
+_FLOAT64 = 2.0**-52
+_MOST_ROUNDS = 2**63
+# Numbers beyond it could leave float64's range in a step.
+_MODERATE = 2.0**200
 # How many clients may find their budget spent before the run ends, where nobody says how often they reply.
 _SPENT_EARLY = 0.01
 # Beyond this base epsilon 2 gamma epsilon is no bound of the amplified one (the paper's eq. 16).
@@ -107,7 +113,9 @@ class FedPAQSteps:
         """Return eta_k of round 1, 2, ..., k = round - 1."""
         if self.decay_iterations is None:
             return self.learning_rate
-        return self.learning_rate / (1 + (server_round - 1) * self.num_local_steps / self.decay_iterations)
+        # The number is the server's: a larger one is no float.
+        before = min(server_round - 1, _MOST_ROUNDS)
+        return self.learning_rate / (1 + before * self.num_local_steps / self.decay_iterations)
 
     @property
     def sum_norm(self) -> float:
@@ -117,6 +125,32 @@ class FedPAQSteps:
         if self.sensitivity == "per-step":
             return ((self.num_local_steps - 1) * self.batch_size + 1) * self.clip_norm
         return self.clip_norm * (1 + _ROUNDING + self.num_records * _ROUNDING_A_RECORD)
+
+    def longest_weights(self, step_size: float, *, columns: int) -> float:
+        """Return how long weights may be, at the start and at every step of a round, for `convex-glm` to hold in float64.
+
+        The proof is about real numbers, and the server chooses where steps begin. With weights of norm up to Y, a step of eta
+        along a sum of b gradients is computed with two errors. The gradients' is at most
+        a = b (m L Y + 16 sqrt(L)) 2^-52, for a score computed with m additions in a row (`block_of`) and a slope of
+        smoothness L. That of the subtraction, r, is at most 2^-52 Y, and those of all E steps together at most (E + 4) 2^-52 Y.
+        Steps without errors bring no two models further apart (a record's features exceed their bound by less than
+        2^-52 (2 n + 16) of it for n columns, the distance grows by no more), so errors add up: the sums of gradients of two
+        neighbours, which are b / eta times how far their models have moved, are apart by at most
+        2 C + 2 [C (5 n + 32) E 2^-52 + E a + 2 (b / eta) sum of r]. The bracket is at most 2^-19 C, which the sensitivity
+        contains, for every Y up to the result. It is 0, or less, if there is no such Y.
+
+        Args:
+            step_size: of the round, whose number comes from the server.
+            columns: features, and one more for a bias.
+        """
+        smoothness = self.smoothness or 0.0
+        if not all(1 / _MODERATE < number < _MODERATE for number in (step_size, smoothness, self.clip_norm)):
+            return 0.0
+        steps, records = self.num_local_steps, self.num_records
+        in_a_row = 2 * block_of(columns) + 4
+        fixed = self.clip_norm * (5 * columns + 32) * steps + 16 * records * math.sqrt(smoothness)
+        grows = records * in_a_row * smoothness + 2 * (self.batch_size / step_size) * (steps + 4)
+        return (_STEPS / _FLOAT64 * self.clip_norm - fixed) / grows
 
     @property
     def longest_sum(self) -> float:
@@ -146,6 +180,11 @@ class FedPAQSteps:
             "convex-glm": "steps on convex losses of a linear model with one score bring models no further apart: 2 eta C / b",
         }
         return f"sensitivity of an update by {self.sensitivity!r} ({words[self.sensitivity]})"
+
+
+def block_of(columns: int) -> int:
+    """Return how many columns of a score are added up in one block: sums of blocks have the fewest additions in a row."""
+    return math.isqrt(max(columns - 1, 0)) + 1
 
 
 @lru_cache(maxsize=4096)

@@ -151,7 +151,7 @@ def step_terms(
         # A batch of fixed size: its records are all that take part.
         num_clients=num_records if poisson else batch_size,
     )
-    return Terms(release=release, num_replies=total // tau, num_releases=tau)
+    return Terms(release=release, num_replies=total // tau, num_releases=tau, num_records=num_records)
 
 
 def _log_inverse(delta: float) -> float:

@@ -68,6 +68,6 @@ class EvaluationBudget:
             clip_norm=1.0,
             mechanism=Laplace(noise_multiplier=scale),
             sampler=FullSampling(),
-            num_clients=release.num_clients,
+            num_clients=training.num_records or release.num_clients,
         )
         return Terms(release=own, num_replies=self.num_evaluations)

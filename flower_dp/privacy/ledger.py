@@ -2,6 +2,7 @@
 
 from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
+from flower_dp.core import checks
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation
@@ -9,6 +10,8 @@ from flower_dp.privacy.events import Relation
 
 class Ledger:
     """Events charged to one owner: every client of a central release, or one client with its own local releases.
+
+    The owner is one printable line, since it stands in statements.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
@@ -23,7 +26,7 @@ class Ledger:
     """
 
     def __init__(self, *, owner: str, relation: Relation) -> None:
-        self.owner = owner
+        self.owner = checks.line("owner", owner, most=2 * checks.MOST_NAME)
         self.relation = relation
         self.num_charges = 0
         self._counts: dict[DpEvent, int] = {}

@@ -1,99 +1,36 @@
 """A client's account in a file on its device: how many replies it has been charged for, over all runs, restarts and crashes.
 
-The file is JSON. A charge takes a lock (flock), reads the file, writes a new one beside it, and renames that over the old one.
-File and folder are on the disk (fsync) before it returns. A file that fails any check is an error, and without an account there
-is no reply.
+The file is JSON with a checksum. A charge takes a lock (flock), reads the file, writes a new one beside it, and renames that over
+the old one. File and folder are on the disk (fsync) before it returns. A file that fails any check is an error, and without an
+account there is no reply. The file is its owner's alone, to read too: whoever can open it can hold the lock.
 
 An older copy of the file that is restored between runs can't be noticed. Anyone who may write the file can reset the budgets of
 its clients.
 """
 
-import json
 import os
+import re
+import secrets
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO
 
-import dp_accounting as dp
+from flower_dp.privacy.client_terms import Spent, Terms
+from flower_dp.privacy.ledger_format import Entry, LedgerError, content_of, entries_of, evaluation_account, owner_of
 
-from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.events import RELATIONS, Relation
+__all__ = ["Entry", "LedgerError", "LedgerFile", "evaluation_account", "owner_of"]
 
-FORMAT = 1
-_EVALUATION = ", evaluation"
-_KEY = "flower-dp-ledger"
 _LOCK_SECONDS, _POLL_SECONDS = 10.0, 0.02
-_EVENTS = {
-    event.__name__: event
-    for event in (
-        dp.GaussianDpEvent,
-        dp.LaplaceDpEvent,
-        dp.NoOpDpEvent,
-        dp.NonPrivateDpEvent,
-        dp.PoissonSampledDpEvent,
-        dp.SampledWithoutReplacementDpEvent,
-    )
-}
-
-
-def evaluation_account(name: str) -> str:
-    """Return the name of the account of a client's evaluations, beside that of its replies in training."""
-    return name + _EVALUATION
-
-
-def owner_of(account: str) -> str:
-    """Return the client whose account this is."""
-    return account.removesuffix(_EVALUATION)
-
-
-class LedgerError(ValueError):
-    """A ledger file that can't be used; nothing that it should count may be released."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One client's account.
-
-    Attributes:
-        replies: how many replies the client has been charged for.
-        terms: the terms with which it was opened, as one line; None before the first reply. They can't change.
-        num_replies: the most replies that the terms allow.
-        relation: the neighbouring relation of the terms.
-        event: what one reply costs.
-    """
-
-    replies: int = 0
-    terms: str | None = None
-    num_replies: int = 0
-    relation: Relation = "add-or-remove-one"
-    event: dp.DpEvent | None = None
-
-    def charged(self, terms: Terms) -> "Entry":
-        """Return the account with one more reply."""
-        return Entry(
-            replies=self.replies + 1,
-            terms=terms.text,
-            num_replies=terms.num_replies,
-            relation=terms.release.relation,
-            event=terms.event,
-        )
-
-    @property
-    def spent(self) -> dp.DpEvent:
-        """All that was charged, as one event."""
-        return dp.SelfComposedDpEvent(self.event, self.replies) if self.event is not None and self.replies else dp.NoOpDpEvent()
 
 
 class LedgerFile:
     """The accounts of a device's clients in one file, which the device's owner creates.
 
     It is an error, and never a new account, if the file is missing, unreadable, damaged, locked by another process for 10
-    seconds, owned by another user, writable by others, or without an account of a client that is asked.
+    seconds, owned by another user, open to others, or without an account of a client that is asked.
 
     Args:
         path: of the file. Its folder must be writable by this user alone: others could restore an older copy. Links are followed;
@@ -128,8 +65,7 @@ class LedgerFile:
             if not ledger.path.parent.is_dir():
                 raise LedgerError("its folder does not exist")
             _check_folder(ledger.path.parent)
-            descriptor = os.open(ledger.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            _write(descriptor, dict.fromkeys(listed, Entry()))
+            _write(_create(ledger.path), dict.fromkeys(listed, Entry()))
             _sync_folder(ledger.path.parent)
         return ledger
 
@@ -139,12 +75,12 @@ class LedgerFile:
         Raises:
             LedgerError: if it is missing, unreadable or damaged.
         """
-        with self._naming_file():
-            return _entries(self.path.read_bytes())
+        with self._naming_file(), os.fdopen(_open(self.path, os.O_RDONLY), "rb") as file:
+            return entries_of(file.read())
 
     def charge(
         self, asked: Mapping[str, Terms], *, at_least: Mapping[str, int] | None = None
-    ) -> tuple[dict[str, str], dict[str, int]]:
+    ) -> tuple[dict[str, Spent], dict[str, int]]:
         """Charge one reply to each client that can pay it, on the disk when this returns.
 
         To be called before anything is computed from the clients' records.
@@ -159,9 +95,9 @@ class LedgerFile:
         Raises:
             LedgerError: if the file can't be used; no client may reply then.
         """
-        refused: dict[str, str] = {}
+        refused: dict[str, Spent] = {}
         with self._naming_file(), self._locked() as (path, file):
-            entries = _entries(file.read())
+            entries = entries_of(file.read())
             for name in asked:
                 if name not in entries and owner_of(name) in entries:
                     entries[name] = Entry()  # no evaluation yet; an account that was there before is in `at_least`
@@ -177,7 +113,7 @@ class LedgerFile:
                 else:
                     entries[name] = entries[name].charged(terms)
             if len(refused) < len(asked):
-                _replace(path, entries, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+                _replace(path, entries)
         return refused, {name: entries[name].replies for name in asked if name not in refused}
 
     @contextmanager
@@ -203,7 +139,7 @@ class LedgerFile:
         while True:
             # Follow links: otherwise a rename would replace a link, and its target would keep the old count.
             path = self.path.resolve(strict=True)
-            with os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), "rb+") as file:
+            with os.fdopen(_open(path, os.O_RDWR | os.O_NOFOLLOW), "rb+") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -214,40 +150,58 @@ class LedgerFile:
                     if (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino):
                         _check_owner(held)
                         _check_folder(path.parent)
+                        _clear(path)
                         yield path, file
                         return
             time.sleep(_POLL_SECONDS)
 
 
-def _check_owner(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
+def _open(path: Path, flags: int) -> int:
+    """Open a regular file; anything else, which might block or never end, is an error."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise LedgerError("is no regular file")
+    return descriptor
+
+
+def _check_owner(status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise LedgerError(f"belongs to user {status.st_uid}; this process is user {os.geteuid()}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise LedgerError(
-            f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}); chmod 600 makes it the owner's alone"
+            f"is open to others (mode {stat.S_IMODE(status.st_mode):o}): who can write it can change it, and who can read it can "
+            "hold its lock; chmod 600 makes it the owner's alone"
         )
     if status.st_nlink != 1:
         raise LedgerError(f"has {status.st_nlink} hard links: must have one")
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder in which others could rename an older copy over the file; where the sticky bit is set they can't."""
-    mode = folder.stat().st_mode
-    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-        raise LedgerError(
-            f"is in a folder that others can write to (mode {stat.S_IMODE(mode):o}); chmod 700 makes it the owner's alone"
-        )
+    """Refuse a folder in which others could rename an older copy over the file; with the sticky bit only its owner could."""
+    status = folder.stat()
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+        mode = stat.S_IMODE(status.st_mode)
+        raise LedgerError(f"is in a folder that others can write to (mode {mode:o}); chmod 700 makes it the owner's alone")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise LedgerError(f"is in a folder of user {status.st_uid}; this process is user {os.geteuid()}")
 
 
-def _replace(path: Path, entries: Mapping[str, Entry], mode: int) -> None:
+def _clear(path: Path) -> None:
+    """Remove what processes that died have left beside the file; called with the lock, so that none of it is in use."""
+    half_written = re.compile(re.escape(path.name) + r"(\.[0-9a-f]{32})?\.new")
+    for name in os.listdir(path.parent):
+        if half_written.fullmatch(name):
+            with suppress(OSError):  # in a sticky folder it may be another user's, and is in nobody's way
+                (path.parent / name).unlink()
+
+
+def _replace(path: Path, entries: Mapping[str, Entry]) -> None:
     """Put a new file in the place of the one at the path, on the disk when this returns."""
-    new = path.with_name(path.name + ".new")
+    # A name that nobody else can guess and take first, in a sticky folder.
+    new = path.with_name(f"{path.name}.{secrets.token_hex(16)}.new")
     try:
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-        os.fchmod(descriptor, mode)
-        _write(descriptor, entries)
+        _write(_create(new), entries)
         os.replace(new, path)
     except OSError:
         with suppress(OSError):
@@ -256,11 +210,18 @@ def _replace(path: Path, entries: Mapping[str, Entry], mode: int) -> None:
     _sync_folder(path.parent)
 
 
+def _create(path: Path) -> int:
+    """Create a file that is this user's alone; it must not be there yet, not even as a link."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 def _write(descriptor: int, entries: Mapping[str, Entry]) -> None:
     """Write a file, and close it when it is on the disk."""
-    as_json = {name: _entry_as_json(entry) for name, entry in entries.items()}
+    content = content_of(entries)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(json.dumps({_KEY: FORMAT, "clients": as_json}, indent=1).encode() + b"\n")
+        file.write(content)
         file.flush()
         _sync(file.fileno())
 
@@ -279,59 +240,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _entries(content: bytes) -> dict[str, Entry]:
-    """Read the accounts off a file's content."""
-    try:
-        data = json.loads(content)
-        if data[_KEY] != FORMAT:
-            raise ValueError(f"format {data[_KEY]!r}: must be {FORMAT}")
-        clients = data["clients"]
-        if not isinstance(clients, dict) or not clients:
-            raise ValueError("clients: must be at least one")
-        return {name: _entry(told) for name, told in clients.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"is damaged, or no ledger ({type(error).__name__}: {error})") from error
-
-
-def _entry_as_json(entry: Entry) -> dict[str, Any]:
-    if entry.terms is None:
-        return {"replies": 0, "terms": None}
-    return {
-        "replies": entry.replies,
-        "terms": entry.terms,
-        "num_replies": entry.num_replies,
-        "relation": entry.relation,
-        "event": _event_as_json(entry.event),
-    }
-
-
-def _entry(told: Mapping[str, Any]) -> Entry:
-    replies = checks.integer("replies", told["replies"], at_least=0)
-    if told["terms"] is None:
-        if replies:
-            raise ValueError(f"replies={replies}: without terms")
-        return Entry()
-    if not isinstance(told["terms"], str):
-        raise TypeError("terms: must be text")
-    return Entry(
-        replies=replies,
-        terms=told["terms"],
-        num_replies=checks.integer("num_replies", told["num_replies"], at_least=1),
-        relation=cast("Relation", checks.one_of("relation", told["relation"], RELATIONS)),
-        event=_event(told["event"]),
-    )
-
-
-def _event_as_json(event: dp.DpEvent) -> Any:
-    if type(event).__name__ not in _EVENTS:
-        raise LedgerError(f"can't hold event {event}")
-    fields = {field: getattr(event, field) for field in event.__annotations__}
-    told = {name: _event_as_json(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
-    return {"kind": type(event).__name__, **told}
-
-
-def _event(told: Mapping[str, Any]) -> dp.DpEvent:
-    values = {name: _event(value) if isinstance(value, dict) else value for name, value in told.items() if name != "kind"}
-    return _EVENTS[told["kind"]](**values)

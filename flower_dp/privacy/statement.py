@@ -5,8 +5,8 @@ flag that says whether its assumptions held.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
@@ -32,7 +32,7 @@ class Adversary:
         sees: what it is assumed to see.
         epsilon: the tight epsilon against it.
         accountant: what proves it.
-        noise_std: the smallest standard deviation of the noise on any released value that it sees.
+        noise_std: the smallest standard deviation of the noise on any number that it sees, or that what it sees is made of.
         paper: the paper's epsilon against it, if there is one.
         trusted: whether the statement trusts it, and guarantees nothing against it.
     """
@@ -149,13 +149,15 @@ class PrivacyStatement:
         if self.parts:
             alone = ", ".join(f"{name} {_shown(value)}" for name, value in self.parts.items())
             lines.append(f"Each part alone: {alone}; together {_shown(self.epsilon)}")
-        for adversary in self.adversaries:
+        for alike in _alike(self.adversaries):
+            one = alike[0]
+            trusted = " (trusted)" if one.trusted else ""
             lines.append(
-                f"Against {adversary.name}{' (trusted)' if adversary.trusted else ''}: {adversary.sees}: tight epsilon "
-                f"{_shown(adversary.epsilon)}, accountant {adversary.accountant}, noise std {adversary.noise_std:.6g}"
+                f"Against {'; '.join(f'{entry.name}{trusted}: {entry.sees}' for entry in alike)}: tight epsilon "
+                f"{_shown(one.epsilon)}, accountant {one.accountant}, noise std {one.noise_std:.6g}"
             )
-            if adversary.paper is not None:
-                lines.append("  " + _paper_line(adversary.paper))
+            if one.paper is not None:
+                lines.append("  " + _paper_line(one.paper))
         if self.clients is not None:
             costs = self.clients
             lines.append(
@@ -183,6 +185,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_finite(item) for item in value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _alike(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
+    """Return adversaries in groups against whom the same is proved, in order."""
+    groups: list[list[Adversary]] = []
+    for one in adversaries:
+        if groups and replace(one, name="", sees="") == replace(groups[-1][0], name="", sees=""):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
 
 
 def _paper_line(paper: PaperEpsilon) -> str:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -12,12 +12,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flower_dp.running.run_folder import RunFolder
+from flower_dp.strategies.rules import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 
 log = logging.getLogger("flwr")
 
 _LARGEST_ARRAY = 2**40
+# The columns of `metrics.jsonl` that are the run's own, whether a line has them or not.
+_OWN = frozenset(
+    {"round", "num-rounds", "delta", "elapsed", "seconds"} | {field.name.replace("_", "-") for field in fields(RoundReport)}
+)
 
 
 def record_run(
@@ -45,7 +50,8 @@ def record_run(
         config: the run's settings, such as `context.run_config`.
         name: the name of the run, used in the name of a new folder.
         path: the folder; by default that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
-        evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round.
+        evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round, but
+            for names of the run's own columns (`epsilon`, `round`, `private-...`), which the log then warns of.
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         words: further arguments of `strategy.start`.
 
@@ -62,12 +68,15 @@ def record_run(
     folder = RunFolder.create(path, config, name)
     log.info("The run's folder is %s", folder.path)
     started = time.monotonic()
+    told: set[str] = set()
 
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
-        line: dict[str, Any] = {"round": server_round, "num-rounds": num_rounds, **(metrics or {})}
+        line: dict[str, Any] = {**_users(metrics or {}, told), "round": server_round, "num-rounds": num_rounds}
         line |= strategy.line_of(server_round)
-        folder.append(line | {"delta": strategy.delta, "elapsed": round(time.monotonic() - started, 3)})
+        # Rounds take the longer, the more clients are in them.
+        elapsed = {} if strategy.secret_cohort else {"elapsed": round(time.monotonic() - started, 3)}
+        folder.append(line | {"delta": strategy.delta} | elapsed)
         return metrics
 
     try:
@@ -78,3 +87,16 @@ def record_run(
         folder.state(statement.to_dict(), str(statement))
     folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
     return result
+
+
+def _users(metrics: Mapping[str, Any], told: set[str]) -> dict[str, Any]:
+    """Return the metrics that are no column of the run's own; warn of each of the others once.
+
+    In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised mean,
+    or for the size of a cohort that is secret.
+    """
+    taken = {name for name in metrics if name in _OWN or name.startswith("private-")}
+    for name in sorted(taken - told):
+        log.warning("evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name)
+    told |= taken
+    return {name: value for name, value in metrics.items() if name not in taken}

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import Any, Protocol, Required
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent
+from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
 
 from flower_dp import wire
 from flower_dp.core import checks, compression, noise
 from flower_dp.core.noise import Generator
-from flower_dp.core.sampling import FixedSizeSampling, RoundRobinSampling, Sampler, check_sampler
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler, check_sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
@@ -36,6 +36,9 @@ _SEEN_BY = {
 _MIN_REPLY_RATIO = 0.75
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
+# Whose cohorts and charges are the same whatever rounds came before, and hold for more clients than were accounted for. Any other
+# sampler, of a user's own too, is taken for one whose charges follow from whose turn it is.
+_WITHOUT_ORDER = (FullSampling, PoissonSampling, FixedSizeSampling)
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
 
 
@@ -202,12 +205,14 @@ class ClientLevelRules:
         # Against any single client; against those who are no clients.
         self.ledger = Ledger(owner="every client", relation=self._relation)
         self.outside_ledger = Ledger(owner="every client, against outsiders", relation=self._relation)
+        # What this release alone has charged to the first one, which evaluations share.
+        self.own_ledger = Ledger(owner=f"every client, {self.title}", relation=self._relation)
         self.num_rounds = 0
         self.least_noise_multiplier = math.inf
         self._planned = PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
         if self._evaluation is not None:
+            self._evaluation[0].begin()
             self._evaluation[0].ledger, self._evaluation[0].outside_ledger = self.ledger, self.outside_ledger
-            self._evaluation[0].num_rounds = 0
 
     def evaluating(self, noise_multiplier: float, sampling: Sampler, every: int) -> "ClientLevelRules":
         """Return the rules of private evaluations: a release of its own, with the placement of this one and its ledgers.
@@ -243,12 +248,12 @@ class ClientLevelRules:
         return None if self._evaluation is None else self._evaluation[0]
 
     def _events(self, num_rounds: int) -> DpEvent:
-        """Return what rounds 1 to `num_rounds` cost at most, their evaluations with them."""
+        """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
         events = self.noise.charged.events(num_rounds)
         if self._evaluation is None:
             return events
         rules, every = self._evaluation
-        return ComposedDpEvent([events, *(rules.noise.charged.event(number) for number in range(every, num_rounds + 1, every))])
+        return ComposedDpEvent([events, rules.noise.charged.events(num_rounds // every)])
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.
@@ -270,9 +275,10 @@ class ClientLevelRules:
         """Whether clients that come later may take part.
 
         Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
-        round robin would another number change whose turn it is.
+        round robin would another number change whose turn it is. That holds for every release of the run: training, evaluation.
         """
-        return not isinstance(self.release.sampler, RoundRobinSampling)
+        evaluates_in_turn = self._evaluation is not None and not self._evaluation[0].open_population
+        return type(self.release.sampler) in _WITHOUT_ORDER and not evaluates_in_turn
 
     def _step(self, layout_size: int, cohort_size: int) -> float:
         """Return the step of the lattice on which the clients of a cohort, and the server, work."""
@@ -369,29 +375,36 @@ class ClientLevelRules:
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
-        if isinstance(self.sampling, RoundRobinSampling) and server_round != self.num_rounds + 1:
-            # Its charge follows from the round's number, as if every round before had been run once.
-            return f"with round-robin sampling it must be round {self.num_rounds + 1}"
+        number = self.num_rounds + 1
+        if type(self.sampling) not in _WITHOUT_ORDER and server_round != number:
+            # Its cohort follows from the round's number, its charge from how many there were.
+            return f"with round-robin sampling it must be round {number}"
         if self.target_epsilon is None or (cohort_size is None) == self.noise.shares_vary:
             return None
         charged = self.noise.charged if cohort_size is None else self.noise.charged_for(cohort_size)
-        event = charged.event(server_round)
-        if self._evaluation is not None and server_round % self._evaluation[1] == 0:
-            event = ComposedDpEvent((event, self._evaluation[0].noise.charged.event(server_round)))
-        in_order = self.num_rounds == server_round - 1
-        if self._planned.allows(server_round, in_order=in_order, ledger=self.ledger, event=event):
+        event = charged.event(number)
+        if self._evaluation is not None:
+            rules, every = self._evaluation
+            # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
+            owed = range(rules.num_rounds + 1, number // every + 1)
+            event = ComposedDpEvent((event, *(rules.noise.charged.event(one) for one in owed)))
+        if self._planned.allows(number, ledger=self.ledger, event=event):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round to both ledgers, as this cohort's shares are computed; choose the mask of a method that has one."""
+        """Charge the round to the ledgers, as this cohort's shares are computed; choose the mask of a method that has one.
+
+        What it costs follows from how often this release was charged, not from `server_round`, which a caller may repeat or skip.
+        """
         if self.mask is not None:
             self.mask.draw()
         charged = self.noise.charged_for(len(names))
         self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
         self.num_rounds += 1
-        self.ledger.charge(charged.event(server_round))
-        self.outside_ledger.charge(self.noise.outside.event(server_round))
+        self.ledger.charge(charged.event(self.num_rounds))
+        self.own_ledger.charge(charged.event(self.num_rounds))
+        self.outside_ledger.charge(self.noise.outside.event(self.num_rounds))
 
     @property
     def charges(self) -> object:
@@ -437,17 +450,17 @@ class ClientLevelRules:
         if self._evaluation is None:
             raise RuntimeError("there is no evaluation")
         rules = self._evaluation[0]
-        events = {
-            "training": self.noise.charged.events(self.num_rounds),
-            "evaluation": rules.noise.charged.events(rules.num_rounds),
-        }
         return EvaluationFacts(
             num_evaluations=rules.num_rounds,
             noise_multiplier=rules.release.mechanism.noise_multiplier,
             sampling=str(rules.sampling),
             smallest_share=rules.noise.smallest_share,
-            parts={
-                name: accounting.epsilon(event, delta=self.delta, relation=self._relation).epsilon
-                for name, event in events.items()
-            },
+            hidden_cohort=_hidden(rules.noise.outside),
+            secret_cohort=rules.noise.secret_cohort,
+            parts={name: part.own_ledger.cost(self.delta).epsilon for name, part in (("training", self), ("evaluation", rules))},
         )
+
+
+def _hidden(release: Release) -> bool:
+    """Return whether the cost of a release counts on nobody knowing who takes part."""
+    return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())

@@ -8,10 +8,11 @@ from dp_accounting import ComposedDpEvent
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_in_words
+from flower_dp.strategies.not_covered import not_covered
 from flower_dp.strategies.rules import RunFacts
 
 
@@ -25,6 +26,8 @@ class EvaluationFacts:
         sampling: who evaluated.
         smallest_share: std of the least noise that a client adds to its own vector; 0 where the server adds it.
         parts: what training alone, and evaluation alone, would have cost at most.
+        hidden_cohort: whether the cost counts on nobody knowing who evaluates.
+        secret_cohort: whether it counts on nobody knowing how many do.
     """
 
     num_evaluations: int
@@ -32,6 +35,8 @@ class EvaluationFacts:
     sampling: str
     smallest_share: float
     parts: Mapping[str, float]
+    hidden_cohort: bool
+    secret_cohort: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +111,7 @@ def state(facts: ClientLevelFacts) -> PrivacyStatement:
         sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
         events=facts.events,
         assumptions=tuple(_assumptions(facts)),
-        not_covered=tuple(_not_covered(facts)),
+        not_covered=_not_covered(facts),
         parts=dict(facts.evaluation.parts) if facts.evaluation is not None and private else {},
         incidents=tuple(_incidents(facts)),
         adversaries=_adversaries(facts) if private else (),
@@ -118,6 +123,8 @@ def _adversaries(facts: ClientLevelFacts) -> tuple[Adversary, ...]:
     inside, outside = facts.costs
     release = facts.outside
     secret = ", not how many clients took part" if facts.secret_cohort else ", and who took part"
+    if facts.evaluation is not None and facts.evaluation.hidden_cohort:
+        secret += " in training; not who evaluated"
     knows = "" if facts.placement == "central" else ", each its own share of the noise"
     if facts.placement == "central":
         server, accountant, std, sees = math.inf, "none", 0.0, "every client's update without noise"
@@ -197,9 +204,12 @@ def _assumptions(facts: ClientLevelFacts) -> list[str]:
         lines.append(
             "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
         )
-    elif 0 < release.expected_cohort < release.num_clients:
+    elif release.expected_cohort < release.num_clients and any(counts_sampling(cost) for cost in facts.costs):
         size = ", nor its size: not from logs or timing either" if facts.secret_cohort else ""
         lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
+    if facts.evaluation is not None and facts.evaluation.hidden_cohort:
+        size = ", nor how many do: not from logs or timing either" if facts.evaluation.secret_cohort else ""
+        lines.append(f"who evaluates is known to nobody who is protected against{size}")
     if facts.delta * release.num_clients >= 1:
         lines.append(
             f"DELTA IS NO GUARANTEE: {delta_in_words(facts.delta)} is at least 1 / {release.num_clients} clients, and a "
@@ -217,22 +227,15 @@ def _made(facts: ClientLevelFacts) -> str:
     return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
 
 
-def _not_covered(facts: ClientLevelFacts) -> list[str]:
-    lines = ["everything else that is computed from client data: choice of settings, timing, logs on devices and on the server"]
-    if facts.run.report_client_metrics:
-        lines.append("CLIENT METRICS: clients sent training metrics without noise")
-    if facts.evaluation is not None:
-        lines.append(
-            f"which metrics are evaluated, and their bounds, are taken as public: {facts.evaluation.num_evaluations} private "
-            f"evaluations, {facts.evaluation.sampling}, are covered"
-        )
-    if facts.run.own_evaluation:
-        lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
-    return lines
+def _not_covered(facts: ClientLevelFacts) -> tuple[str, ...]:
+    own = facts.evaluation
+    evaluations = None if own is None else f"{own.num_evaluations} private evaluations, {own.sampling},"
+    return not_covered(facts.run, accounts=False, logs="logs on devices and on the server", evaluations=evaluations)
 
 
 def _incidents(facts: ClientLevelFacts) -> list[str]:
     lines = list(facts.run.incidents)
-    if facts.run.missing.total:
+    # Their number would tell how large cohorts were, and the fact alone that a client that always fails has taken part.
+    if facts.run.missing.total and not facts.secret_cohort:
         lines.append(f"{facts.run.missing.total} updates that were asked for did not count: {facts.run.missing}")
     return lines

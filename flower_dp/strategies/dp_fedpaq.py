@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Required, Unpack
 
 import numpy as np
@@ -23,6 +24,19 @@ _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
 _NORM_DEVIATIONS = 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Honest:
+    """Bounds of what honest clients make, each exceeded with a probability below 1e-20: norms of noised mean gradients.
+
+    Attributes:
+        single: of any one client's.
+        mean: of the mean over all clients, in which their independent noises partly cancel.
+    """
+
+    single: float
+    mean: float
+
+
 class Control(Protocol):
     """A vector that the server sends with the model and computes from the messages (SCAFFOLD's c)."""
 
@@ -32,10 +46,10 @@ class Control(Protocol):
     def vector(self, size: int) -> np.ndarray:
         """Return the vector that is sent with a model of `size` parameters [d], float32."""
 
-    def learn(self, collected: Collected, *, divisor: float, num_clients: int) -> None:
+    def learn(self, collected: Collected, *, divisor: float, num_clients: int, honest: Honest) -> None:
         """Update the vector by the messages of a round; an update is `divisor` = E eta times a mean gradient."""
 
-    def longest(self, sum_norm: float) -> float:
+    def longest(self, sum_norm: float, *, honest: Honest) -> float:
         """Return the largest norm of a mean gradient and its correction, given that of the noised gradient."""
 
     @property
@@ -157,15 +171,25 @@ class DPFedPAQRules:
         size, factor = now.layout.size, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
 
+        divisor, honest = self._divisor(now.server_round), self._honest(size)
+
         def row(name: str) -> float:
             noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
             longest = factor * (self.steps.longest_sum + noise)
-            if self.control is None:
-                return longest
-            divisor = self._divisor(now.server_round)
-            return divisor * self.control.longest(longest / divisor)
+            return longest if self.control is None else divisor * self.control.longest(longest / divisor, honest=honest)
 
         return Bounds(clip_norm=None, step=0.0, honest_norm=lambda names: ratio * sum(row(name) for name in names))
+
+    def _honest(self, size: int) -> Honest:
+        """Return how long noised mean gradients [size] of honest clients are, from public numbers: clip norm and noises."""
+        stds = [terms.release.noise_scale for terms in self.books.terms.values()]
+        deviations = math.sqrt(size) + _NORM_DEVIATIONS
+
+        def gradient(std: float) -> float:
+            return (self.steps.longest_sum + std * deviations) / self.steps.num_records
+
+        # Clients that have not replied yet count as zero in the mean.
+        return Honest(single=gradient(max(stds)), mean=gradient(math.hypot(*stds) / self.num_clients))
 
     def _divisor(self, server_round: int) -> float:
         """Return the ratio of an update to the mean gradient: E eta."""
@@ -180,7 +204,8 @@ class DPFedPAQRules:
         if not collected.clients:
             raise RoundLeftOut("no client has answered")
         if self.control is not None:
-            self.control.learn(collected, divisor=self._divisor(now.server_round), num_clients=self.num_clients)
+            divisor, honest = self._divisor(now.server_round), self._honest(now.layout.size)
+            self.control.learn(collected, divisor=divisor, num_clients=self.num_clients, honest=honest)
         return np.asarray(now.vector + collected.total / len(collected.clients))
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
@@ -218,15 +243,23 @@ class DPFedPAQRules:
         sizes = self.books.num_records.values()
         whole = bool(sizes) and all(size == steps.num_records for size in sizes)
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        secret = () if whole else ("only the client knows which of its records it takes",)
+        local = local_facts(self.title, self.books, self.sampling, facts)
+        secret = ("only the client knows which of its records it takes",) if local.counts_sampling else ()
         return state(
-            local_facts(self.title, self.books, self.sampling, facts),
+            local,
+            message_std=self._message_std(),
             noise=self._noise_numbers(),
             paper=self._paper(facts),
             sampling=f"{self.sampling}: at most {most} replies a client; {each} in each",
             assumptions=(steps.proof, *secret),
             incidents=self._incidents(),
         )
+
+    def _message_std(self) -> float:
+        """The least std of the noise on a number that a client sends: on its update, before that is quantised."""
+        stds = [terms.release.noise_std for terms in self.books.terms.values()]
+        # Steps shrink from round to round, and the noise on an update with them.
+        return -self.steps.update_factor(max(1, self.books.num_rounds)) * min(stds, default=0.0)
 
     def _noise_numbers(self) -> dict[str, float]:
         steps = self.steps

@@ -200,6 +200,12 @@ class DPPASGDRules:
             calibration=self.calibration,
         )
 
+    def _message_std(self) -> float:
+        """The least std of the noise on a number that a device sends: on the change of a weight in all steps of a round."""
+        stds = [terms.release.noise_std / terms.release.expected_cohort for terms in self.books.terms.values()]
+        least = min(stds, default=0.0)
+        return min(self.steps.noise_std(1 + done, noise=least) for done in range(max(1, self.books.num_rounds)))
+
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
         return state_dp_pasgd(
@@ -209,6 +215,7 @@ class DPPASGDRules:
                 num_clients=self.num_clients,
                 num_steps=self.num_steps,
                 num_local_steps=self.steps.num_local_steps,
+                message_std=self._message_std(),
                 batch_sampling=self.batch_sampling,
                 resources=self.resources.line() if self.resources.budget.has_costs and self.books.num_rounds else None,
                 chosen=self.best.in_words() if self.best is not None else None,
@@ -266,7 +273,7 @@ class DPPASGD(DPStrategy):
         batch_sampling: `fixed-size`, without amplification as in the paper, or `poisson`, with it.
         calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9 (not its eq. 23, which has a
             wrong sign).
-        num_records: public data sizes, needed for `poisson`: one number, a sequence or a mapping.
+        num_records: public data sizes, needed for `poisson` and for an `evaluation`: one number, a sequence or a mapping.
         cost_per_aggregation: of one round to a device (paper: c1).
         cost_per_step: of one local step to a device (paper: c2).
         max_cost: of a device in a run (paper: C_th); None: no limit.
@@ -303,6 +310,10 @@ class DPPASGD(DPStrategy):
 
     def __init__(self, **words: Unpack[DPPASGDArguments]) -> None:
         own, options = split(words, DPPASGDArguments)
+        if options.get("evaluation") is not None and own.get("num_records") is None:
+            raise ValueError(
+                "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
+            )
         super().__init__(DPPASGDRules(**own), **options)
 
     def start(

@@ -23,6 +23,7 @@ class DPPASGDFacts:
         num_clients: number of devices.
         num_steps: steps that the noise is made for.
         num_local_steps: steps of a round.
+        message_std: the smallest std of the noise on a number in a device's message.
         batch_sampling: `fixed-size` or `poisson`.
         resources: the resources that the run has cost a device, in words; None if no costs were given.
         chosen: which model the server chose, in words; None if it is the last.
@@ -33,6 +34,7 @@ class DPPASGDFacts:
     num_clients: int
     num_steps: int
     num_local_steps: int
+    message_std: float
     batch_sampling: str
     resources: str | None
     chosen: str | None
@@ -45,6 +47,7 @@ def state_dp_pasgd(facts: DPPASGDFacts) -> PrivacyStatement:
         local = replace(local, run=replace(local.run, incidents=(*local.run.incidents, facts.resources)))
     return state(
         local,
+        message_std=facts.message_std,
         noise=_noise_numbers(facts),
         paper=_paper(facts),
         sampling=f"all clients of {facts.num_clients} in every round, at most {facts.num_steps} local steps of one client, "
@@ -55,10 +58,10 @@ def state_dp_pasgd(facts: DPPASGDFacts) -> PrivacyStatement:
 
 def _assumptions(facts: DPPASGDFacts) -> list[str]:
     lines = ["the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"]
-    if facts.batch_sampling == "poisson":
+    if facts.local.counts_sampling:
         lines.append("which records are in a batch is known to the client alone")
     if facts.chosen:
-        lines.append(f"{facts.chosen} on the server's data, which are public: choosing by public data costs nothing")
+        lines.append(f"{facts.chosen} on data that are taken as public: choosing by public data costs nothing")
     return lines
 
 

@@ -46,9 +46,12 @@ class Evaluator:
         """Forget the last run."""
         self._now, self._sent = None, []
 
-    def cohort(self, server_round: int, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that evaluate."""
-        return self.plan.sampling.choose(server_round, len(names), rng)
+    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
+        """Return the indices of the clients that take part in the next evaluation.
+
+        Whose turn it is follows from the number of evaluations, as their charge does, and not from the number of the round.
+        """
+        return self.plan.sampling.choose(self.num_charged + 1, len(names), rng)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge an evaluation to the method's ledgers."""
@@ -90,12 +93,12 @@ class Evaluator:
         ]
         return self._sent
 
-    def collect(self, replies: Iterable[Message]) -> Collected:
+    def collect(self, replies: Iterable[Message], *, seeded: bool = False) -> Collected:
         """Add up the vectors of a round's replies; an invalid reply is left out, as if its clients had sent zeros."""
         now = self._now
         if now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.order.dimension))
+        collected = Collected(total=np.zeros(self.order.dimension), seeded=seeded)
         bounds = self.rules.bounds(now)
         for node, names, reply in answering_nodes(collected, replies, now.asked, self._sent):
             try:
@@ -144,6 +147,6 @@ class Evaluator:
                 raise ValueError("a stock client's reply can stand for one client only")
             return names, self.order.vector(wire.reported_metrics(reply.content))
         answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
-        collected.seeded_noise |= answer.seeded_noise
+        collected.check_seed(answer.seeded_noise)
         collected.add_refused(answer.refused)
         return tuple(name for name in names if name not in answer.refused), answer.total

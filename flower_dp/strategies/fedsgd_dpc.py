@@ -14,7 +14,7 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.local_statement import LocalFacts, local_facts, state
+from flower_dp.strategies.local_statement import local_facts, state
 from flower_dp.strategies.replies import Bounds, Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts, split
 from flower_dp.strategies.strategy import DPStrategy
@@ -199,17 +199,22 @@ class FedSGDDPCRules:
         batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
         replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
         most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
-        secret = ("which records are in a batch is known to the client alone",) if self.sampling_rate < 1 else ()
+        local = local_facts(self.title, self.books, self.sampling, facts)
+        secret = ("which records are in a batch is known to the client alone",) if local.counts_sampling else ()
         return state(
-            self._facts(facts),
+            local,
+            message_std=self._message_std(),
             noise=self._noise_numbers(),
             paper=self._paper(facts),
             sampling=f"{self.sampling}: at most {most} replies a client; {batch} in each",
             assumptions=secret,
         )
 
-    def _facts(self, facts: RunFacts) -> LocalFacts:
-        return local_facts(self.title, self.books, self.sampling, facts)
+    def _message_std(self) -> float:
+        """The least std of the noise on a number that a client sends: on its weighted mean gradient."""
+        releases = {name: terms.release for name, terms in self.books.terms.items()}
+        stds = [self._weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
+        return min(stds, default=0.0)
 
     def _noise_numbers(self) -> dict[str, float]:
         numbers = {"clip_norm": self.clip_norm}

@@ -47,9 +47,12 @@ class LocalEvaluator:
         """Return whether clients were asked in this round, and their replies were not used yet."""
         return self._now is not None and self._now[0] == server_round
 
-    def cohort(self, server_round: int, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that evaluate: those drawn who can pay."""
-        chosen = self.plan.sampling.choose(server_round, len(names), rng)
+    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
+        """Return the indices of the clients that take part in the next evaluation: those drawn who can pay.
+
+        Whose turn it is follows from the number of evaluations: by that of the round some clients might never have one.
+        """
+        chosen = self.plan.sampling.choose(self.num_charged + 1, len(names), rng)
         return np.asarray([index for index in chosen if self.evaluations.can_pay(names[index])], dtype=chosen.dtype)
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
@@ -86,20 +89,20 @@ class LocalEvaluator:
             order=asdict(order),
         )
 
-    def collect(self, replies: Iterable[Message]) -> Collected:
+    def collect(self, replies: Iterable[Message], *, seeded: bool = False) -> Collected:
         """Add up the rows of a round's replies; an invalid reply is left out."""
         if self._now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.order.dimension))
+        collected = Collected(total=np.zeros(self.order.dimension), seeded=seeded)
         bounds = Bounds(clip_norm=None, step=0.0, honest_norm=self._longest)
         for node, names, reply in answering_nodes(collected, replies, self._now[1], self._sent):
             try:
                 answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
+                collected.check_seed(answer.seeded_noise)
                 clients = tuple(name for name in names if name not in answer.refused)
                 if clients:
                     collected.total += accepted(answer.total, clients, bounds)
                     collected.clients.extend(clients)
-                collected.seeded_noise |= answer.seeded_noise
                 collected.add_refused(answer.refused)
             except Exception as error:  # whatever a forged reply may raise, it must not end the run
                 collected.leave_out(node, names, str(error), Missing(rejected=len(names)))

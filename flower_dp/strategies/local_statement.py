@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flower_dp.core.sampling import Sampler
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluation_books import EvaluationBooks
 from flower_dp.strategies.local_level import ClientBooks
+from flower_dp.strategies.not_covered import not_covered
 from flower_dp.strategies.rules import RunFacts
 
 _LISTED = 100
@@ -67,6 +68,15 @@ class LocalFacts:
     run: RunFacts
     evaluation: LocalEvaluationFacts | None = None
 
+    @property
+    def counts_sampling(self) -> bool:
+        """Whether a client's epsilon is the less because nobody else knows which of its records it draws."""
+        return any(self._samples(name) and counts_sampling(cost) for name, cost in self.costs.items())
+
+    def _samples(self, name: str) -> bool:
+        release = self.terms[name].release
+        return release.unit == "record" and release.expected_cohort < release.num_clients
+
 
 def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts) -> LocalFacts:
     """Return the facts from a method's client ledgers."""
@@ -98,6 +108,7 @@ def _evaluated(books: ClientBooks, evaluations: EvaluationBooks) -> LocalEvaluat
 def state(
     facts: LocalFacts,
     *,
+    message_std: float = 0.0,
     noise: dict[str, float] | None = None,
     paper: PaperEpsilon | None = None,
     sampling: str = "",
@@ -109,6 +120,8 @@ def state(
 
     Args:
         facts: before the first round they have no clients.
+        message_std: the smallest std of the noise on a number in a client's message, over clients and rounds, with the client's
+            public weight.
         noise: the method's numbers.
         paper: the paper's epsilon of the worst client.
         sampling: who was asked, in words.
@@ -146,9 +159,9 @@ def state(
         sampling=sampling or str(facts.sampling),
         events=_events(facts, worst) if worst is not None else (),
         assumptions=(*_assumptions(facts), *assumptions),
-        not_covered=tuple(_not_covered(facts)),
+        not_covered=_not_covered(facts),
         incidents=(*_incidents(facts), *incidents),
-        adversaries=(adversaries or _everyone(costs, worst, facts)) if private else (),
+        adversaries=(adversaries or _everyone(costs, worst, message_std)) if private else (),
         parts=_parts(evaluation, worst) if evaluation is not None and worst in costs else {},
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, evaluation),
     )
@@ -178,18 +191,17 @@ def _parts(evaluation: LocalEvaluationFacts, worst: str | None) -> dict[str, flo
     return {"training": evaluation.training[worst], "evaluation": evaluation.alone[worst]}
 
 
-def _everyone(costs: dict[str, Cost], worst: str | None, facts: LocalFacts) -> tuple[Adversary, ...]:
+def _everyone(costs: dict[str, Cost], worst: str | None, message_std: float) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
     if worst is None:
         return ()
-    release = facts.terms[worst].release
     return tuple(
         Adversary(
             name=name,
             sees=sees,
             epsilon=costs[worst].epsilon,
             accountant=costs[worst].accountant,
-            noise_std=release.noise_std / release.expected_cohort,
+            noise_std=message_std,
         )
         for name, sees in (
             ("the server", "every message of a client"),
@@ -224,23 +236,9 @@ def _assumptions(facts: LocalFacts) -> list[str]:
     return lines
 
 
-def _not_covered(facts: LocalFacts) -> list[str]:
-    lines = [
-        "other runs on the same records: a client's account lasts one run, and budgets of several runs add up, unless its device "
-        "keeps "
-        "a ledger file (docs/deployment.md), which this statement can't know",
-        "everything else that is computed from client data: choice of settings, timing, logs on devices",
-    ]
-    if facts.run.report_client_metrics:
-        lines.append("CLIENT METRICS: clients sent training metrics without noise")
-    if facts.evaluation is not None:
-        lines.append(
-            f"which metrics are evaluated, and their bounds, are taken as public: {facts.evaluation.num_evaluations} private "
-            "evaluations are covered"
-        )
-    if facts.run.own_evaluation:
-        lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
-    return lines
+def _not_covered(facts: LocalFacts) -> tuple[str, ...]:
+    evaluations = None if facts.evaluation is None else f"{facts.evaluation.num_evaluations} private evaluations"
+    return not_covered(facts.run, accounts=True, logs="logs on devices", evaluations=evaluations)
 
 
 def _incidents(facts: LocalFacts) -> list[str]:

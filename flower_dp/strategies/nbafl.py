@@ -244,6 +244,7 @@ class NbAFLRules:
                 min_records=self.min_records,
                 cohort_size=self.cohort_size,
                 uplink_noise_std=self.uplink_noise_std,
+                message_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
                 downlink_noise_std=self.downlink_noise_std,
                 added_noise_stds=tuple(self.added_noise_stds),
                 least_broadcast_std=self.least_broadcast_std,

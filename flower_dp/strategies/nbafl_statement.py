@@ -30,6 +30,7 @@ class NbAFLFacts:
         min_records: the fewest records of a client.
         cohort_size: clients a round.
         uplink_noise_std: of every client.
+        message_std: the smallest std of the noise on a number in a client's message, with its public weight.
         downlink_noise_std: the paper's, of the server.
         added_noise_stds: std of the noise that the server added to each broadcast.
         least_broadcast_std: least noise on a broadcast.
@@ -47,6 +48,7 @@ class NbAFLFacts:
     min_records: int
     cohort_size: int
     uplink_noise_std: float
+    message_std: float
     downlink_noise_std: float
     added_noise_stds: tuple[float, ...]
     least_broadcast_std: float
@@ -66,7 +68,7 @@ def state_nbafl(facts: NbAFLFacts) -> PrivacyStatement:
             sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
             epsilon=uplink.epsilon,
             accountant=uplink.accountant,
-            noise_std=facts.uplink_noise_std,
+            noise_std=facts.message_std,
             paper=_paper(facts, exposures=replies, limit=facts.uplink_exposures, what="uplink"),
         ),
         Adversary(

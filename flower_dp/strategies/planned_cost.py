@@ -47,24 +47,21 @@ class PlannedCost:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
         return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
 
-    def allows(self, server_round: int, *, in_order: bool, ledger: Ledger, event: DpEvent) -> bool:
-        """Return whether the target allows a round.
+    def allows(self, number: int, *, ledger: Ledger, event: DpEvent) -> bool:
+        """Return whether the target allows one more round.
 
         Args:
-            server_round: the number of the round.
-            in_order: whether rounds 1 to `server_round` - 1 were run, each once.
+            number: how many rounds there are with it; those before were each charged, and cost at most as planned.
             ledger: what was charged for them.
-            event: what this round costs.
+            event: what this round costs, and what else may still be asked for without another round.
         """
         if self._target is None:
             return True
-        if in_order:
-            # Rounds in order, each charged at most as planned, cost at most what is planned.
-            if server_round > self._affordable and self._all_affordable:
-                self._count_affordable(max(2 * self._affordable, _FIRST_HORIZON), self._target)
-            if server_round <= self._affordable:
-                return True
-        # All others are composed anew: what was charged, and this round.
+        if number > self._affordable and self._all_affordable:
+            self._count_affordable(max(2 * self._affordable, _FIRST_HORIZON), self._target)
+        if number <= self._affordable:
+            return True
+        # Less may have been charged than was planned: what was charged, and this round.
         key = (*ledger.lines(), event)
         if key != self._asked:  # a run that has to end is often asked again
             ahead = ComposedDpEvent([ledger.event, event])

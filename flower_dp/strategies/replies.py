@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import Message
 
 from flower_dp import wire
-from flower_dp.core import compression, noise
+from flower_dp.core import checks, compression, noise
 from flower_dp.core.clipping import clip_l2, l2_norms
 from flower_dp.wire import Model
 
@@ -20,7 +20,7 @@ log = logging.getLogger("flwr")
 # Codes of error replies in which the app itself raised an error: unknown, and an exception in the ClientApp.
 APP_RAISED = (0, 2)
 # The longest text of an exception in a reply that is kept.
-_MOST_REASON = 500
+MOST_REASON = 500
 # Of a reply, besides the model's arrays: a stock client's metrics, for example.
 _MOST_ENTRIES = 1000
 # The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
@@ -68,7 +68,13 @@ class Missing:
 
 @dataclass(slots=True, kw_only=True)
 class Collected:
-    """The sum of a round's accepted updates, and the clients whose updates are in it."""
+    """The sum of a round's accepted updates, and the clients whose updates are in it.
+
+    Attributes:
+        seeded: whether the server's own noise is from a fixed seed, as in a test; the run is not private then, and replies with
+            noise from a fixed seed count.
+        seeded_clients: whether a client has said that its noise is from a fixed seed, and was refused for that.
+    """
 
     total: np.ndarray
     clients: list[str] = field(default_factory=list)
@@ -77,19 +83,30 @@ class Collected:
     metrics: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
     payload_bytes: int = 0
-    seeded_noise: bool = False
+    seeded: bool = False
+    seeded_clients: bool = False
     restarted: list[str] = field(default_factory=list)
+
+    def check_seed(self, seeded_noise: bool) -> None:
+        """Refuse a reply with noise from a fixed seed, which is no noise, as one without its share of the noise.
+
+        Raises:
+            ValueError: if it is one, and this is no test with a fixed seed of the server's own.
+        """
+        if seeded_noise and not self.seeded:
+            self.seeded_clients = True
+            raise ValueError("its noise is from a fixed seed (noise_seed), which is for tests only")
 
     def leave_out(self, node: int, names: tuple[str, ...], reason: str, missing: Missing) -> None:
         """Record why a node's clients do not count."""
-        reason = reason[:_MOST_REASON]
+        reason = checks.one_line(reason, most=MOST_REASON)
         log.warning("node %s: %s", node, reason)
         self.refused |= dict.fromkeys(names, reason)
         self.missing += missing
 
     def add_refused(self, refused: Mapping[str, str]) -> None:
         """Record the clients that a node itself has left out."""
-        self.refused |= refused
+        self.refused |= {name: checks.one_line(reason, most=MOST_REASON) for name, reason in refused.items()}
         failed = sum(reason.startswith(wire.FAILED) for reason in refused.values())
         self.missing += Missing(failed=failed, declined=len(refused) - failed)
 
@@ -121,6 +138,7 @@ def collect(
     model: Model,
     bounds: Bounds,
     stock: bool,
+    seeded: bool = False,
 ) -> Collected:
     """Add up the replies of a round; exactly, where they lie on a lattice.
 
@@ -132,8 +150,9 @@ def collect(
         bounds: the limits that the server enforces.
         stock: whether the nodes are stock clients. Otherwise a reply without an answer is refused, since its sender has not
             followed the instruction and may have added no noise.
+        seeded: whether the server's own noise is from a fixed seed: see `Collected`.
     """
-    collected = Collected(total=np.zeros(model.layout.size, np.float64))
+    collected = Collected(total=np.zeros(model.layout.size, np.float64), seeded=seeded)
     for node, names, reply in answering_nodes(collected, replies, asked, sent):
         try:
             _add(collected, reply, names, model, bounds, stock)
@@ -201,6 +220,7 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Mo
     if answer is None:
         update, clients = model.read(record) - model.vector, names
     else:
+        collected.check_seed(answer.seeded_noise)
         clients = tuple(name for name in names if name not in answer.refused)
         update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size, mask=bounds.mask)
     if bounds.mask is not None:
@@ -217,7 +237,6 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Mo
     collected.clients.extend(clients)
     if answer is not None:
         collected.add_refused(answer.refused)
-        collected.seeded_noise |= answer.seeded_noise
         collected.restarted.extend(name for name in answer.restarted if name not in answer.refused)
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
@@ -230,6 +249,6 @@ def _clipped(update: np.ndarray, bound: float) -> np.ndarray:
 
 def _end_of(reason: str | None) -> str:
     """Return the text of an exception, from the traceback that Flower's simulation sends."""
-    tail = (reason or "")[-4 * _MOST_REASON :]
+    tail = (reason or "")[-4 * MOST_REASON :]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return lines[-1].rpartition(" Message: ")[2].removesuffix("'>") if len(lines) > 1 else tail

@@ -28,6 +28,11 @@ class Options(TypedDict, total=False):
         evaluation: private evaluation on clients' own data: see `PrivateEvaluation`, for methods that release one noised sum, and
             `LocalEvaluation`, for methods in which every message is private on its own.
         server_optimizer: a Flower strategy that moves the model by the noised mean, such as FedAdam: see `ServerOptimizer`.
+        most_clients_per_node: how many clients one node may name; a node that names more is not asked. None: at the start as many
+            as may take part in all, later as many as the largest node of the start. Set 1 where every node is a device.
+        most_newcomers: how many clients more than `num_clients` may take part in the whole run, where a method takes newcomers.
+            None: `num_clients`. With Poisson or full sampling the mean can so be moved at most
+            (num_clients + most_newcomers) / num_clients times as far as by `num_clients` clients.
     """
 
     report_client_metrics: bool
@@ -36,6 +41,8 @@ class Options(TypedDict, total=False):
     frozen_arrays: Sequence[str]
     server_optimizer: Strategy | None
     evaluation: PrivateEvaluation | LocalEvaluation | None
+    most_clients_per_node: int | None
+    most_newcomers: int | None
 
 
 def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -55,8 +62,8 @@ def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[s
 class RoundReport:
     """The numbers of one round.
 
-    If cohorts are secret (`secret_cohort`), `cohort_size`, `replies`, `bytes_down` and `bytes_up` must stay on the server: they
-    reveal how many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
+    If cohorts are secret (`secret_cohort`), `cohort_size`, `replies`, `bytes_down`, `bytes_up` and `seconds` must stay on the
+    server: they reveal how many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
 
     Attributes:
         server_round: 1, 2, ...
@@ -84,7 +91,7 @@ class RoundReport:
 
     def public(self) -> dict[str, int | float]:
         """Return the numbers that may be published, under names in the style of run-config keys."""
-        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up") if self.secret_cohort else ()
+        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up", "seconds") if self.secret_cohort else ()
         left_out = ("server_round", "secret_cohort", *hidden)
         told = {key: value for key, value in asdict(self).items() if key not in left_out and value is not None}
         return {key.replace("_", "-"): value for key, value in told.items()}

@@ -7,7 +7,8 @@ from typing import Unpack
 import numpy as np
 
 from flower_dp.core import compression
-from flower_dp.strategies.dp_fedpaq import DPFedPAQArguments, DPFedPAQRules
+from flower_dp.core.clipping import l2_norms
+from flower_dp.strategies.dp_fedpaq import DPFedPAQArguments, DPFedPAQRules, Honest
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rules import split
 from flower_dp.strategies.strategy import DPStrategy
@@ -24,6 +25,9 @@ class ControlVariate:
     by the sum of that over N, and no second message is needed. A client that rejoins without its c_i starts at zero again, while
     its earlier contributions stay in c. Then c has an error of these contributions over N, and corrections are a little less
     accurate. Privacy does not depend on it.
+
+    A client that lies changes c by up to twice what an honest one may send, in every round, and honest ones carry it on. So c is
+    shortened after each round to what honest clients can make: their c_i are noised mean clipped gradients.
 
     Args:
         quantization_levels: of the messages; None: float32.
@@ -56,10 +60,16 @@ class ControlVariate:
             self._vector = np.zeros(size, np.float64)
         return self._vector.astype(np.float32)
 
-    def learn(self, collected: Collected, *, divisor: float, num_clients: int) -> None:
-        """Update c by the messages of a round; an update is `divisor` = E eta times a mean gradient."""
+    def learn(self, collected: Collected, *, divisor: float, num_clients: int, honest: Honest) -> None:
+        """Update c by the messages of a round; an update is `divisor` = E eta times a mean gradient.
+
+        With `honest` clients alone c is not changed further, but with few levels or clients that lost their c_i it may be.
+        """
         sent = self._vector.astype(np.float32).astype(np.float64)  # the c that clients have received
         self._vector += (-len(collected.clients) * sent - collected.total / divisor) / num_clients
+        norm, most = float(l2_norms(self._vector)), self._radius(honest)
+        if norm > most:
+            self._vector *= most / norm
         lost = [name for name in collected.restarted if name in self._replied]
         for name in lost:
             self._restarts[name] = self._restarts.get(name, 0) + 1
@@ -67,13 +77,23 @@ class ControlVariate:
             log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
         self._replied.update(collected.clients)
 
-    def longest(self, sum_norm: float) -> float:
+    def longest(self, sum_norm: float, *, honest: Honest) -> float:
         """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round."""
-        plain = 2 * sum_norm + float(np.linalg.norm(self._vector))
         if self._levels is None:
-            return plain
+            return 2 * sum_norm + float(l2_norms(self._vector))
         # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
-        return plain / (1 - math.sqrt(compression.qsgd_variance(self._vector.size, self._levels)))
+        return (2 * sum_norm + self._radius(honest)) / (1 - self._error)
+
+    def _radius(self, honest: Honest) -> float:
+        """Return the largest norm of c: of the mean of honest gradients, and of the errors of their messages."""
+        if self._levels is None:
+            return honest.mean
+        return (honest.mean + 2 * self._error * honest.single) / (1 - self._error)
+
+    @property
+    def _error(self) -> float:
+        """The norm of a message's error, as a part of the message's."""
+        return 0.0 if self._levels is None else math.sqrt(compression.qsgd_variance(self._vector.size, self._levels))
 
     @property
     def incidents(self) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ log = logging.getLogger("flwr")
 _PULL_SECONDS = 0.002
 # Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
 _LOG_SECONDS = 1.0
+_SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
 
 
@@ -90,6 +91,8 @@ class DPStrategy(Strategy):
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
         self.noise_seed = options.get("noise_seed")
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
+        self.most_clients_per_node = _optional("most_clients_per_node", options.get("most_clients_per_node"), at_least=1)
+        self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         plan = options.get("evaluation")
@@ -146,6 +149,12 @@ class DPStrategy(Strategy):
         return math.inf if self.seeded_noise else self.rules.epsilon
 
     @property
+    def secret_cohort(self) -> bool:
+        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
+        evaluating = self._evaluator.rules if isinstance(self._evaluator, Evaluator) else self.rules
+        return self.rules.secret_cohort or evaluating.secret_cohort
+
+    @property
     def facts(self) -> RunFacts:
         """Facts for the statement, besides the ledgers."""
         return RunFacts(
@@ -158,8 +167,11 @@ class DPStrategy(Strategy):
 
     @property
     def _evaluates_itself(self) -> bool:
-        """Whether a subclass asks clients to evaluate, in its own `configure_evaluate`."""
-        return type(self).configure_evaluate is not DPStrategy.configure_evaluate
+        """Whether another `configure_evaluate` than this one asks clients to evaluate: that of a subclass, or of one object."""
+        return self._overrides("configure_evaluate")
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(getattr(self, name), "__func__", None) is not getattr(DPStrategy, name)
 
     @property
     def statement(self) -> PrivacyStatement:
@@ -307,8 +319,9 @@ class DPStrategy(Strategy):
             model=now.model,
             bounds=self.rules.bounds(now),
             stock=now.stock,
+            seeded=self.seeded_noise,
         )
-        self.seeded_noise |= collected.seeded_noise
+        self._note_seeds(collected)
         self._warn_of_constants(now, collected)
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
@@ -322,14 +335,15 @@ class DPStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
 
-        A subclass may override this and `aggregate_evaluate`; the statement then says that such metrics are not covered.
+        A subclass may override this and `aggregate_evaluate`, both or neither; the statement then says that such metrics are not
+        covered.
         """
         evaluator = self._evaluator
         if evaluator is None or server_round in self._unpaid or not evaluator.due(server_round):
             return []
         roster = self._call_roll(grid)
         rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.cohort(server_round, roster.names, rng))
+        asked = roster.by_node(evaluator.cohort(roster.names, rng))
         evaluator.charge(server_round, tuple(name for names in asked.values() for name in names))
         if self.rounds:
             self.rounds[-1] = replace(self.rounds[-1], epsilon=self.epsilon)
@@ -340,8 +354,8 @@ class DPStrategy(Strategy):
         evaluator = self._evaluator
         if evaluator is None or not evaluator.asked(server_round):
             return None
-        collected = evaluator.collect(replies)
-        self.seeded_noise |= collected.seeded_noise
+        collected = evaluator.collect(replies, seeded=self.seeded_noise)
+        self._note_seeds(collected)
         try:
             told = evaluator.result(collected, self._generator("evaluation", server_round))
         except RoundLeftOut as why:
@@ -401,12 +415,15 @@ class DPStrategy(Strategy):
         """Return the current roster: nodes may have joined, left or rejoined since the last round."""
         first = self._register is None
         if self._register is None:
+            self._check_evaluation_is_whole()
             rules = self.rules
             self._register = Register(
                 rules.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=rules.open_population,
                 unfit=self._unfit,
+                most_clients_per_node=self.most_clients_per_node,
+                most_newcomers=self.most_newcomers,
             )
         roster = self._register.roster(grid)
         if first:
@@ -415,6 +432,17 @@ class DPStrategy(Strategy):
                 raise ValueError(reason)
             self.rules.open(roster.names)
         return roster
+
+    def _check_evaluation_is_whole(self) -> None:
+        """Refuse a strategy that asks clients to evaluate and does not read what they reply, or the other way round."""
+        names = ("configure_evaluate", "aggregate_evaluate")
+        own = [name for name in names if self._overrides(name)]
+        if len(own) == 1:
+            (other,) = set(names) - set(own)
+            raise ValueError(
+                f"{type(self).__name__} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
+                "asked and what their replies are read for go together"
+            )
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
         self.missing += collected.missing
@@ -432,6 +460,11 @@ class DPStrategy(Strategy):
         )
         self.rounds.append(report)
         return report
+
+    def _note_seeds(self, collected: Collected) -> None:
+        """Record, once, that replies with noise from a fixed seed were refused; not where that tells who was in a cohort."""
+        if collected.seeded_clients and _SEEDED not in self.incidents and not self.secret_cohort:
+            self.incidents.append(_SEEDED)
 
     def _stop(self, server_round: int, reason: str) -> list[Message]:
         """Record, once, that this round and all later ones are not run; return no messages.
@@ -536,3 +569,7 @@ class DPStrategy(Strategy):
         if metrics is not None:
             log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
             result.evaluate_metrics_serverapp[server_round] = metrics
+
+
+def _optional(name: str, value: int | None, *, at_least: int) -> int | None:
+    return None if value is None else checks.integer(name, value, at_least=at_least)

@@ -16,6 +16,7 @@ from flower_dp.wire.evaluation import (
     evaluation_answer_of,
     reported_metrics,
 )
+from flower_dp.wire.hosted import Hosted, hosted_of
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
@@ -50,6 +51,7 @@ __all__ = [
     "EvaluationAnswer",
     "EvaluationOrder",
     "FedSMPOrder",
+    "Hosted",
     "Instruction",
     "LocalEvaluationOrder",
     "LocalOrder",
@@ -61,6 +63,7 @@ __all__ = [
     "content_bytes",
     "evaluate_message",
     "evaluation_answer_of",
+    "hosted_of",
     "instruction_of",
     "is_roll_call",
     "most_answer_characters",

@@ -30,7 +30,7 @@ class Answer:
     Example:
         >>> from flower_dp.wire import Answer
         >>> header = {"codec": "dense", "length": 10}
-        >>> answer = Answer(refused={"b": "training failed: ValueError"}, payload=header, seeded_noise=False, metrics={})
+        >>> answer = Answer(refused={"b": "training failed"}, payload=header, seeded_noise=False, metrics={})
         >>> Answer.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
         True
     """
@@ -70,7 +70,7 @@ class Answer:
         if len(metrics) > _MOST_METRICS or len(payload) > _MOST_METRICS:
             raise ValueError(f"answer: has {len(metrics)} metrics, {len(payload)} header words: too many")
         for name, value in metrics.items():
-            checks.number(f"metric {name}", value)
+            checks.number(f"metric {checks.line('metric', name)}", value)
         refused = refused_at(data["refused"], asked)
         length = payload.get("length")
         # Whoever decodes the payload compares this length with the model's.

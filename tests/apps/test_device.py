@@ -19,6 +19,8 @@ from tests.grids import LocalGrid
 SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "engine": "one-by-one"}
 LAPLACE = {**SMALL, "method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4, "fedsgd-dpc.epsilon": 100.0}
 LAPLACE.pop("engine")
+# A device that has settings of its own says itself which records its clients have.
+HERE = {"partition": "sample", "records-per-client": 20}
 FEDAVG = {**SMALL, "method": "dp-fedavg", "sampling": "full", "dp-fedavg.noise-multiplier": 0.9, "dp-fedavg.delta": 1e-3}
 
 
@@ -27,7 +29,7 @@ def context_of(run_config, **own):
 
 
 def client_of(run_config, **own):
-    return client_app.client_fn(context_of(run_config, **own))
+    return client_app.client_fn(context_of(run_config, **(HERE if own else {}), **own))
 
 
 def terms_of(client):
@@ -96,7 +98,7 @@ def test_devices_that_want_more_noise_than_the_server_states_send_nothing(tmp_pa
     config = {**DEFAULTS, **FEDAVG, "dp-fedavg.target-epsilon": 0.0, "output-dir": str(tmp_path / "run")}
     grid = LocalGrid(client_app.app, 4, **config)
     for context in grid.contexts.values():
-        context.node_config.update({"dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3})
+        context.node_config.update({**HERE, "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3})
     with pytest.raises(RuntimeError, match=r"noise_multiplier=0\.9: this client's policy asks for 2"):
         server_app(grid, Context(1, 0, {}, RecordDict(), config))
 
@@ -106,7 +108,7 @@ def test_a_smaller_budget_of_one_device_is_more_noise_of_its_own(tmp_path):
     """The server charges by its own, which is the larger epsilon, and says so."""
     config = {**DEFAULTS, **LAPLACE, "output-dir": str(tmp_path / "run")}
     grid = LocalGrid(client_app.app, 4, **config)
-    grid.contexts[2].node_config.update({"fedsgd-dpc.epsilon": 1e-3, "fedsgd-dpc.num-replies": 2})
+    grid.contexts[2].node_config.update({**HERE, "fedsgd-dpc.epsilon": 1e-3, "fedsgd-dpc.num-replies": 2})
     server_app(grid, Context(1, 0, {}, RecordDict(), config))
     sent = {}
     for reply in grid.received:

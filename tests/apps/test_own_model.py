@@ -1,6 +1,7 @@
 """flower_dp.app: somebody's own model and data with every method, on a grid in this process."""
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -11,8 +12,9 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import flower_dp
+from apps import app_functions
 from apps.methods import METHODS
-from apps.own_model import run_of
+from apps.own_model import client_of, run_of
 from flower_dp.clients.registry import LOCAL
 from flower_dp.reporting import compare
 from flower_dp.running.apps import flatten, read_app
@@ -102,21 +104,151 @@ def test_the_loss_is_the_one_that_was_given(tmp_path):
     assert seen
 
 
-def test_functions_may_stand_in_the_run_config(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
+PYPROJECT = """
+[project]
+name = "named"
+[tool.flwr.app.components]
+serverapp = "flower_dp.from_config:app.server"
+clientapp = "flower_dp.from_config:app.client"
+[tool.flwr.app.config]
+data-fn = "my_functions:load_records"
+"""
+FUNCTIONS = """
+import torch
+from os import kill
+from torch import nn
+
+def make_model():
+    return nn.Linear(3, 2)
+
+def load_records(client, num_clients):
+    return torch.randn(20, 3), torch.randint(0, 2, (20,))
+
+def load_others(client, num_clients):
+    return load_records(client, num_clients)
+
+def evaluate(model):
+    return {"size": 1.0}
+"""
+NAMES = {
+    "model-fn": "my_functions:make_model",
+    "data-fn": "my_functions:load_records",
+    "evaluate-fn": "my_functions:evaluate",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of an app that names its functions in the run-config, importable as Flower makes it."""
+    made = tmp_path / "app"
+    (made / "pack").mkdir(parents=True)
+    (made / "pyproject.toml").write_text(PYPROJECT)
+    (made / "my_functions.py").write_text(FUNCTIONS)
+    (made / "pack" / "inner.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(made))
+    yield made
+    for name in ("my_functions", "pack", "pack.inner", "elsewhere", "trap"):
+        sys.modules.pop(name, None)
+
+
+def test_functions_may_stand_in_the_run_config(tmp_path, folder):
     from flower_dp.from_config import app
 
-    names = {
-        "model-fn": "my_functions:make_model",
-        "data-fn": "my_functions:load_records",
-        "evaluate-fn": "my_functions:evaluate",
-    }
-    play(app, tmp_path / "run", **PRIVATE, **names)
+    play(app, tmp_path / "run", **PRIVATE, **NAMES)
     assert (tmp_path / "run" / "model.safetensors").is_file()
     with pytest.raises(ValueError, match=r"model-fn='my_functions:absent': .* must be 'module:function'"):
-        play(app, tmp_path / "absent", **PRIVATE, **names | {"model-fn": "my_functions:absent"})
+        play(app, tmp_path / "absent", **PRIVATE, **NAMES | {"model-fn": "my_functions:absent"})
     with pytest.raises(ValueError, match="data-fn: is missing; give data_fn, or set data-fn='module:function'"):
         play(app, tmp_path / "missing", **PRIVATE, **{"model-fn": "my_functions:make_model"})
+    assert callable(app_functions.named("data-fn", "pack.inner:load_records", trusted=False))
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "os:kill",
+        "posix:_exit",
+        "builtins:print",
+        "flower_dp.running.launch:launch",
+        "apps.check:check",
+        "tests.grids:LocalGrid",
+        "pytest:main",
+        "torch.nn:Linear",
+        "my_functions:kill",
+        "my_functions:nn",
+        "my_functions:__builtins__",
+        "my_functions.os:kill",
+        "elsewhere:load_records",
+        "pack.trap:load_records",
+        "..my_functions:load_records",
+        ":load_records",
+        "trap",
+    ],
+)
+def test_a_server_names_no_function_but_those_of_the_apps_own_modules(reference, folder, tmp_path, monkeypatch):
+    """`data-fn = "os:kill"` once ended the process group of a device with a pinned app."""
+    (tmp_path / "lib").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    marked = "import pathlib\npathlib.Path(r'{}').touch()\n{}".format(tmp_path / "executed", FUNCTIONS)
+    (tmp_path / "lib" / "elsewhere.py").write_text(marked)
+    (folder / "pack" / "trap.py").symlink_to(tmp_path / "lib" / "elsewhere.py")
+    with pytest.raises(ValueError, match=re.escape(f"data-fn={reference!r}: ")):
+        app_functions.named("data-fn", reference, trusted=False)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(folder, tmp_path, monkeypatch):
+    (folder / "flower_dp").mkdir()
+    (folder / "flower_dp" / "fake.py").write_text(FUNCTIONS)
+    with pytest.raises(ValueError, match="module 'flower_dp' is not the app's own"):
+        app_functions.own_modules("flower_dp.fake")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_text(PYPROJECT)
+    (other / "theirs.py").write_text(FUNCTIONS)
+    (folder / "pack" / "theirs.py").symlink_to(other / "theirs.py")
+    with pytest.raises(ValueError, match="module 'pack.theirs' is in .*, and not in the app's folder"):
+        app_functions.own_modules("pack.theirs")
+
+
+def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
+    with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
+        app_functions.named("data-fn", "my_functions:load_records", trusted=False)
+
+
+def test_a_package_among_the_installed_ones_is_no_app(folder, monkeypatch):
+    monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))
+    with pytest.raises(ValueError, match="is in no folder of a Flower app"):
+        app_functions.named("data-fn", "my_functions:load_records", trusted=False)
+
+
+def test_what_a_device_names_itself_wins(folder):
+    def made(run, **node):
+        context = Context(
+            1, 1, {"partition-id": 0, "num-partitions": 4, **node}, RecordDict(), {"num-clients": 4, **PRIVATE, **run}
+        )
+        return client_of(None, None, nn.functional.cross_entropy, context)
+
+    mine = {"data-fn": f"{__name__}:load_records", "model-fn": f"{__name__}:make_model"}
+    for run in (NAMES, {**NAMES, "data-fn": "os:getpid", "model-fn": "os:getpid", "evaluate-fn": "os:getpid"}):
+        assert len(made(run, **mine).clients["client-0"]) == 20
+    with pytest.raises(ValueError, match="data-fn='os:kill': module 'os' is not the app's own"):
+        made({**NAMES, "data-fn": "os:kill"})
+
+
+def test_a_device_with_settings_of_its_own_takes_the_functions_that_its_app_names(folder):
+    def made(run, **node):
+        context = Context(
+            1, 1, {"partition-id": 0, "num-partitions": 4, **node}, RecordDict(), {"num-clients": 4, **PRIVATE, **run}
+        )
+        return client_of(make_model, None, nn.functional.cross_entropy, context)
+
+    own = {"dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
+    assert len(made(NAMES, **own).clients["client-0"]) == 20
+    assert len(made({**NAMES, "data-fn": "my_functions:load_others"}).clients["client-0"]) == 20
+    with pytest.raises(ValueError, match=r"data-fn='my_functions:load_others': this device has settings of its own, and its app"):
+        made({**NAMES, "data-fn": "my_functions:load_others"}, **own)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
 from tests.grids import LocalGrid
-from tests.local_grids import linear, records, start
+from tests.local_grids import context_of, linear, records, start
 
 WORDS = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 3.0}
 NAMES = ("c0", "c1")
@@ -99,7 +99,7 @@ def test_a_reply_is_charged_before_a_record_is_touched(path):
 def client(path, state=None, names=("c0",)):
     recipe = FedSGDDPCRecipe(**WORDS, num_replies=3)
     data = {name: records(name) for name in names}
-    return LocalDPClient(model=linear(), clients=data, recipe=recipe, state=state, ledger=path, device="cpu")
+    return LocalDPClient(model=linear(), clients=data, recipe=recipe, context=context_of(state), ledger=path, device="cpu")
 
 
 def ask(made, names=("c0",)):
@@ -115,11 +115,10 @@ def ask(made, names=("c0",)):
     return wire.Answer.from_json(answer[wire.KEY], names).refused, arrays[-1]
 
 
-@pytest.mark.parametrize("state", [None, RecordDict()], ids=["without a state", "with one"])
-def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path(path, state, caplog):
+def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path(path, caplog):
     path.write_text("{")
-    refused, row = ask(client(path, state))
-    assert refused == {"c0": "its ledger can't be used (LedgerError); the node's own log says why"}
+    refused, row = ask(client(path))
+    assert refused == {"c0": "its ledger can't be used; the node's own log says why"}
     assert not row.any()
     assert f"ledger {path}: is damaged" in caplog.text
 
@@ -157,9 +156,7 @@ def test_a_client_without_an_account_refuses_a_ledger():
     grid = LocalGrid(client_app(client_fn), 1)
     grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
-    with pytest.raises(
-        RuntimeError, match=r"ledger-path='ledger.json': DPClient keeps no account, so its replies would not be counted"
-    ):
+    with pytest.raises(RuntimeError, match="ledger-path: this client keeps no account, so its replies would not be counted"):
         start(strategy, grid, 1)
 
 
@@ -172,7 +169,8 @@ def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
     grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
     message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
     (reply,) = grid.send_and_receive([message])
-    assert "ledger-path='ledger.json': DPClient keeps no account" in reply.error.reason
+    assert "ledger-path: this client keeps no account" in reply.error.reason
+    assert "ledger.json" not in reply.error.reason
 
 
 @pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.json"}, {"c0": None}])
@@ -181,11 +179,13 @@ def test_a_ledger_is_a_path_or_one_for_every_client(ledger):
         client(ledger)
 
 
-def test_the_owners_ledger_and_the_apps_must_be_one(path):
+def test_the_owners_ledger_and_the_apps_must_be_one(path, caplog):
     made = client(str(path))
-    made.attach(RecordDict(), str(path))
-    with pytest.raises(ValueError, match="ledger-path='other': the app has its own"):
-        made.attach(RecordDict(), "other")
+    made.attach(context_of(**{LEDGER_PATH: str(path)}))
+    with pytest.raises(ValueError, match="ledger-path: the app has its own ledger") as told:
+        made.attach(context_of(**{LEDGER_PATH: "other"}))
+    assert str(path) not in str(told.value)
+    assert str(path) in caplog.text  # the device's own log says more
     for wrong in (3, ""):
         with pytest.raises(ValueError, match="must be the path of a file"):
-            client(None).attach(RecordDict(), wrong)
+            client(None).attach(context_of(**{LEDGER_PATH: wrong}))

@@ -198,6 +198,23 @@ def test_no_neighbours_of_a_convex_model_are_further_apart(loss, outputs, bias):
     assert 0.8 * steps.update_sensitivity(1) < largest <= steps.update_sensitivity(1)
 
 
+def test_rounding_to_the_lattice_moves_neighbours_no_further_apart():
+    """Sums of 3 C / 16 and C / 16 in each of 256 places, both rounded down, one by hardly anything: a step as coarse as that of
+    other sensitivities brings them further apart than the noise is made for."""
+    clip_norm = 1 + 0.677 / 256  # of 256.677 such steps in every place, of which 0.031 and 0.677 are rounded away
+    steps = convex(num_local_steps=1, batch_size=3, clip_norm=clip_norm)
+    inputs = torch.ones(3, 256)
+    targets = torch.full((3,), -1e9)
+    others = targets.clone()
+    others[1] = 1e9
+    one, other = (TensorRecords(inputs=inputs, targets=labels) for labels in (targets, others))
+    apart = distance(logistic(256), steps, one, other, nn.functional.mse_loss, seed=0)
+    assert 2 * 0.5 * clip_norm / 3 * (1 - 1e-6) < apart <= steps.update_sensitivity(1)
+    # At most 2^-20 of the clip norm in all places together.
+    for noise_scale in (1e-3, 1.0, 1e6):
+        assert steps.lattice_step(noise_scale, 256) * 16 <= 2.0**-20 * clip_norm
+
+
 def steep(scale: float) -> tuple[TensorRecords, TensorRecords]:
     """The first record drives two models apart, nearly across the second one's features; and that one is steep between the two."""
     first = first_of(2, seed=0)

@@ -92,9 +92,9 @@ def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
     ("words", "changes", "match"),
     [
         ({"budget": EvaluationBudget(epsilon=4.0, num_evaluations=1)}, {}, "are not this client's own"),
-        ({}, {"noise_multipliers": (1.1,)}, "by this client's own budget it is 1"),
+        ({}, {"noise_multipliers": (1.1,)}, "by this client's own budget it is less"),
         ({"policy": ClientPolicy(allow_evaluation=False)}, {}, "allow_evaluation=False"),
-        ({"policy": ClientPolicy(min_evaluation_noise_std=2.0)}, {}, "asks for 2"),
+        ({"policy": ClientPolicy(min_evaluation_noise_std=2.0)}, {}, "own terms have less noise"),
     ],
 )
 def test_what_its_own_terms_do_not_allow_never_reaches_the_app(words: Any, changes: Any, match: str) -> None:

@@ -325,31 +325,47 @@ def test_the_bits_of_a_row_depend_on_no_other_record(name, engine):
 
 
 def test_a_reply_computes_a_record_the_same_among_any_others(monkeypatch):
-    """In the first part of many, in the last part of few, and beside a record whose failure sends each by itself."""
+    """At its place in the first part of many, in the last part of few, and without the records for which the loss raises."""
     made = []
 
     def kept(*args, **words):
-        rows = record_gradients(*args, **words)
+        try:
+            rows = record_gradients(*args, **words)
+        except RuntimeError:
+            made.append(None)
+            raise
         made.append(rows[0])
         return rows
 
-    monkeypatch.setattr(record_clipping, "record_gradients", kept)
     flat, inputs, targets = case("mlp")
 
     def failing(outputs, targets):
         return nn.functional.nll_loss(outputs.log_softmax(1), targets)
 
-    for count, label in ((12, 0), (7, 0), (1, 0), (12, 10)):
+    def rows_of(count, **labels):
+        made.clear()
         some = targets[:count].clone()
-        some[1:2] = label
+        for place, label in labels.items():
+            some[int(place[1:])] = label
         data = TensorRecords(inputs=inputs[:count], targets=some)
         record_clipping.clipped_sum(
             flat, data, torch.arange(count), clip=RecordClip(clip_norm=1.0, step=0.0), loss=failing, seed=1
         )
-    # The fourth is a record of zeros, which tells whether the model is at fault.
-    assert [len(rows) for rows in made[:5]] == [12, 7, 1, 1, 1]
-    for rows in (made[1], made[2], made[4]):
-        assert torch.equal(rows[0], made[0][0])
+        return list(made)
+
+    rows_of(1)  # the first time the model is tried on a record of zeros
+    monkeypatch.setattr(record_clipping, "record_gradients", kept)
+    size = record_clipping._chunk(flat)
+    (twelve,), (seven,) = rows_of(12), rows_of(7)
+    assert len(twelve) == len(seven) == size > 12
+    assert torch.equal(twelve[:7], seven[:7])
+    # Twelve; six; three, and three of them: one, two, ...
+    found = rows_of(12, p1=10)
+    assert [one is None for one in found] == [True, True, True, False, True, True, False, False, False]
+    assert torch.equal(found[3][0], twelve[0])
+    assert torch.equal(found[6][2], twelve[2])
+    assert torch.equal(found[7][3:6], twelve[3:6])
+    assert torch.equal(found[8][6:12], twelve[6:12])
 
 
 @pytest.mark.parametrize("label", [10, 2**40, -1, -100])

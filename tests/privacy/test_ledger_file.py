@@ -1,12 +1,14 @@
 """Ledger files: what was paid stays paid, whatever happens to processes; and whatever is wrong with a file is an error."""
 
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dp_accounting import (
     GaussianDpEvent,
@@ -53,10 +55,11 @@ def replies(path, name="a"):
 
 def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
     assert [LedgerFile(path).charge({"a": terms()}) for _ in range(3)] == [({}, {"a": count}) for count in (1, 2, 3)]
-    assert LedgerFile(path).charge({"a": terms(), "b": terms()}) == (
-        {"a": "its budget is spent: num_replies=3, all of them sent"},
-        {"b": 1},
-    )
+    refused, counts = LedgerFile(path).charge({"a": terms(), "b": terms()})
+    assert {name: reason.told for name, reason in refused.items()} == {
+        "a": "its budget is spent: num_replies=3, all of them sent"
+    }
+    assert counts == {"b": 1}
     assert (replies(path, "a"), replies(path, "b")) == (3, 1)
 
 
@@ -64,7 +67,8 @@ def test_an_account_keeps_its_terms(path):
     LedgerFile(path).charge({"a": terms(3)})
     for other in (terms(100), terms(3, Laplace(noise_multiplier=0.1)), terms(3, Gaussian(noise_multiplier=4.0))):
         refused, _ = LedgerFile(path).charge({"a": other})
-        assert refused["a"].startswith("its account was opened on other terms (3 replies, Laplace")
+        assert refused["a"].told == "its account was opened on other terms"
+        assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
 
 
@@ -98,8 +102,11 @@ def test_the_file_says_what_was_spent(path, words, event):
 
 
 def tamper(path, change):
+    """Change a file, and its checksum with it, as anyone can."""
     data = json.loads(path.read_text())
     change(data)
+    told = json.dumps(data["clients"], sort_keys=True, separators=(",", ":"))
+    data["sha256"] = hashlib.sha256(told.encode()).hexdigest()
     path.write_text(json.dumps(data))
 
 
@@ -113,7 +120,14 @@ FAULTS = {
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "is damaged"),
     "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is damaged"),
     "no object": (lambda path: path.write_text("[1]"), "is damaged"),
-    "another format": (lambda path: tamper(path, lambda data: data.update({"flower-dp-ledger": 2})), "format 2: must be 1"),
+    "another format": (lambda path: tamper(path, lambda data: data.update({"flower-dp-ledger": 3})), "format 3: must be 2"),
+    "format true": (lambda path: tamper(path, lambda data: data.update({"flower-dp-ledger": True})), "format True: must be 2"),
+    "another digit": (lambda path: path.write_text(path.read_text().replace('"replies": 2', '"replies": 1', 1)), "its checksum"),
+    "a checksum, and a format without": (
+        lambda path: path.write_text(path.read_text().replace('"flower-dp-ledger": 2', '"flower-dp-ledger": 1')),
+        "are not those of format 1",
+    ),
+    "no checksum": (lambda path: path.write_text(path.read_text().replace('"sha256"', '"sha"')), "are not those of format 2"),
     "no clients": (lambda path: tamper(path, lambda data: data.update(clients={})), "at least one"),
     "negative": (lambda path: tamper(path, set_entry(replies=-1)), "replies"),
     "a float": (lambda path: tamper(path, set_entry(replies=0.5)), "replies"),
@@ -124,17 +138,20 @@ FAULTS = {
         lambda path: tamper(path, lambda data: data["clients"].pop("a")),
         "has no account of client 'a'; it is the ledger of b",
     ),
-    "for all to write": (lambda path: path.chmod(0o622), "can be written by others"),
+    "for all to write": (lambda path: path.chmod(0o622), "is open to others .mode 622"),
+    "for all to read": (lambda path: path.chmod(0o604), "is open to others .mode 604"),
+    "for the group to read": (lambda path: path.chmod(0o640), "is open to others .mode 640"),
     "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write to .mode 777"),
     "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "ledger .*: "),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "ledger .*: "),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is no regular file"),
     "a link to nowhere": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "does not exist"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_file_that_does_not_look_right_pays_nothing(path, fault):
+    LedgerFile(path).charge({"a": terms()})
     LedgerFile(path).charge({"a": terms()})
     break_it, why = FAULTS[fault]
     break_it(path)
@@ -197,6 +214,21 @@ def test_who_gets_the_lock_of_a_file_that_has_just_been_replaced_reads_the_new_o
         flock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", lock)
+    assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
+
+
+def test_who_has_opened_a_file_that_is_replaced_then_reads_the_new_one(path, monkeypatch):
+    """The file that it holds has no link any more, which is no fault of the ledger."""
+    opened, late = ledger_file._open, []
+
+    def open_late(*arguments):
+        descriptor = opened(*arguments)
+        if not late:
+            late.append(True)
+            LedgerFile(path).charge({"a": terms()})
+        return descriptor
+
+    monkeypatch.setattr(ledger_file, "_open", open_late)
     assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
 
 
@@ -282,3 +314,146 @@ def test_a_ledger_is_created_once_and_for_its_owner_alone(tmp_path):
             LedgerFile.create(tmp_path / "other.json", names)
     with pytest.raises(LedgerError, match="its folder does not exist"):
         LedgerFile.create(tmp_path / "no" / "ledger.json", ["a"])
+
+
+# What others on the machine can do
+
+
+def test_a_pipe_where_the_new_file_was_to_be_does_not_hold_up_a_reply(path):
+    """In a folder with the sticky bit anyone could have put it there; to open a pipe for writing waits for a reader."""
+    path.parent.chmod(0o1777)
+    os.mkfifo(path.with_name(path.name + ".new"))
+    # A process of its own: a reply that hangs must not hang the tests.
+    child = FORK.Process(target=LedgerFile(path).charge, args=({"a": terms()},))
+    child.start()
+    child.join(30)
+    hung = child.is_alive()
+    child.kill()
+    assert not hung
+    assert replies(path) == 1
+
+
+def test_a_new_file_has_a_name_that_nobody_can_take_first(path, monkeypatch):
+    names, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (names.append(Path(old).name), replace(old, new)))
+    for _ in range(2):
+        LedgerFile(path).charge({"a": terms()})
+    assert len(set(names)) == 2
+    assert all(len(name) == len(path.name) + 1 + 32 + len(".new") for name in names)
+
+
+def test_a_link_where_the_new_file_is_to_be_is_not_followed(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_file.secrets, "token_hex", lambda size: "0" * 32)
+    monkeypatch.setattr(ledger_file, "_clear", lambda path: None)
+    target = tmp_path / "target"
+    target.write_text("the owner's")
+    path.with_name(f"{path.name}.{'0' * 32}.new").symlink_to(target)
+    with pytest.raises(LedgerError, match="File exists"):
+        LedgerFile(path).charge({"a": terms()})
+    assert target.read_text() == "the owner's"
+    assert replies(path) == 0
+
+
+def test_what_dead_processes_left_is_removed_and_nothing_else(path):
+    left = [path.with_name(f"{path.name}{middle}.new") for middle in ("", "." + "a" * 32)]
+    kept = [path.with_name(name) for name in ("ledger.jsonx.new", "other.json.new", "ledger.json.txt.new", "ledger.json.bak")]
+    for file in left + kept:
+        file.write_text("")
+    LedgerFile(path).charge({"a": terms()})
+    assert [file.exists() for file in left] == [False] * 2
+    assert [file.exists() for file in kept] == [True] * 4
+
+
+def test_reading_does_not_wait_for_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    child = FORK.Process(target=_read_a_pipe, args=(path,))
+    child.start()
+    child.join(30)
+    hung = child.is_alive()
+    child.kill()
+    assert not hung
+    assert child.exitcode == 5
+
+
+def _read_a_pipe(path):
+    try:
+        LedgerFile(path).read()
+    except LedgerError as error:
+        os._exit(5 if "is no regular file" in str(error) else 6)
+
+
+def test_a_folder_of_another_user_pays_nothing(path, monkeypatch):
+    """Its owner can rename an older copy over the file, sticky bit or not."""
+    stat_of = Path.stat
+
+    def stat(self, **words):
+        found = stat_of(self, **words)
+        if self == path.parent:
+            values = list(found)
+            values[4] = os.geteuid() + 1
+            return os.stat_result(values)
+        return found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(LedgerError, match=f"is in a folder of user {os.geteuid() + 1}"):
+        LedgerFile(path).charge({"a": terms()})
+    monkeypatch.undo()
+    assert replies(path) == 0
+
+
+# A file of an earlier release, and terms that another library computes
+
+
+def test_a_file_without_a_checksum_is_read_once_and_then_has_one(path):
+    LedgerFile(path).charge({"a": terms()})
+    data = json.loads(path.read_text())
+    del data["sha256"]
+    path.write_text(json.dumps(data | {"flower-dp-ledger": 1}))
+    assert replies(path) == 1
+    assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
+    data = json.loads(path.read_text())
+    assert data["flower-dp-ledger"] == 2
+    assert len(data["sha256"]) == 64
+    assert replies(path) == 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "goes_on", "charged"),
+    [
+        (1 - 1e-10, True, 4.0 * (1 - 1e-10)),
+        (1 + 1e-10, True, 4.0),
+        (1 + 9e-4, True, 4.0),
+        (1 - 1e-8, False, 4.0),
+        (1 + 1e-2, False, 4.0),
+        (2.0, False, 4.0),
+    ],
+)
+def test_an_account_goes_on_with_the_noise_of_its_opening_and_charges_the_least(path, factor, goes_on, charged):
+    """The last digits of a calibration may change with a library; a smaller budget is another one, which old replies exceed."""
+    LedgerFile(path).charge({"a": terms()})
+    opened = LedgerFile(path).read()["a"].terms
+    refused, _ = LedgerFile(path).charge({"a": terms(mechanism=Laplace(noise_multiplier=4.0 * factor))})
+    assert bool(refused) != goes_on
+    if refused:
+        assert opened in refused["a"].own
+        assert str(4.0 * factor) in refused["a"].own
+    entry = LedgerFile(path).read()["a"]
+    assert (entry.replies, entry.terms) == (1 + goes_on, opened)
+    assert entry.event == LaplaceDpEvent(charged)
+
+
+def test_many_small_differences_never_add_up(path):
+    """Each is compared with the terms of the opening, not with the last."""
+    many = 50
+    results = [
+        bool(LedgerFile(path).charge({"a": terms(many, Laplace(noise_multiplier=4.0 * (1 - step * 4e-10)))})[0])
+        for step in range(9)
+    ]
+    assert results == [False] * 3 + [True] * 6
+
+
+def test_terms_of_a_numpy_number_are_the_same_line():
+    assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
+    assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
+    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).told == "its account was opened on other terms"

@@ -420,7 +420,7 @@ def test_without_noise_the_statement_says_not_private():
     assert "NOT PRIVATE" in str(strategy.statement)
 
 
-def test_fixed_noise_on_the_server_or_on_a_client_makes_a_run_not_private():
+def test_fixed_noise_on_the_server_makes_a_run_not_private_and_on_a_client_its_reply_refused():
     server = DPFedAvg(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3, noise_seed=1)
     server.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(**ZEROS), num_rounds=1)
     assert server.statement.epsilon == math.inf
@@ -430,9 +430,10 @@ def test_fixed_noise_on_the_server_or_on_a_client_makes_a_run_not_private():
         return DPClient(model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3)
 
     client = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=1, delta=1e-3)
-    client.start(LocalGrid(client_app(client_fn), 1), model_arrays(still_model()), num_rounds=1)
-    assert client.statement.epsilon == math.inf
-    assert "FIXED SEED" in str(client.statement)
+    with pytest.raises(RuntimeError, match=r"no client has sent a usable update in any round.*from a fixed seed"):
+        client.start(LocalGrid(client_app(client_fn), 1), model_arrays(still_model()), num_rounds=1)
+    assert client.statement.private
+    assert "replies with noise from a fixed seed were refused" in str(client.statement)
 
 
 def test_two_runs_with_the_same_settings_have_different_noise():
@@ -460,14 +461,18 @@ def test_a_statement_read_during_a_round_is_not_the_last_word():
 
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
-        return DPClient(model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3)
+        seed = 3 if context.node_id == 1 else None
+        name = f"c{context.node_id}"
+        return DPClient(
+            model=still_model(), clients={name: records}, training=LocalTraining(learning_rate=1e-30), noise_seed=seed
+        )
 
-    strategy = DPFedSAM(**words | {"num_clients": 1})
-    grid = LocalGrid(client_app(client_fn), 1, tamper=lambda node, reply: read.append(strategy.statement) or [reply])
+    strategy = DPFedSAM(**words | {"num_clients": 2})
+    grid = LocalGrid(client_app(client_fn), 2, tamper=lambda node, reply: read.append(strategy.statement) or [reply])
     strategy.start(grid, model_arrays(still_model()), num_rounds=1)
-    assert read[-1].private
-    assert not strategy.statement.private
-    assert strategy.rounds[-1].epsilon == strategy.epsilon == math.inf
+    assert not read[-1].incidents
+    assert any("fixed seed" in line for line in strategy.statement.incidents)
+    assert strategy.statement.private
 
     strategy = DPFedAvg(**words, target_epsilon=2.0)
     result = strategy.start(

@@ -144,7 +144,7 @@ def test_nothing_but_weights_goes_from_one_step_to_the_next():
 def test_weights_beyond_float32_are_no_reply():
     recipe = DPPASGDRecipe(**WORDS | {"learning_rate": 1e39, "num_local_steps": 2})
     strategy, _ = pair(learning_rate=1e39)
-    with pytest.raises(RuntimeError, match="training failed: ArithmeticError"):
+    with pytest.raises(RuntimeError, match="training failed; the node"):
         start(strategy, grid_of(recipe, FOUR), 2)
     assert strategy.statement.num_rounds == 2
 

@@ -1,12 +1,13 @@
 """Private evaluation: right values, right noise, charged before it leaves, nothing raw. Expected values by hand."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -198,6 +199,192 @@ def test_lying_nodes_are_clipped_or_refused(total):
     assert others / (39 + math.sqrt(3)) - 1e-3 <= told <= others / 39 + 1e-3
 
 
+# What is released, on the whole way
+
+
+def constant(strategy_class=DPFedAvg, *, num_metrics=15, nodes=4, clients=40, noise_multiplier=0.5, sampling=None, **words):
+    """A strategy and a grid of clients, all of whose metrics are 0.5, and the metrics' names."""
+    bounds = {f"metric {number}": 1.0 for number in range(num_metrics)}
+    half = dict.fromkeys(bounds, 0.5)
+    app = client_app(lambda context: own(context, clients_per_node=clients // nodes, metrics=lambda *_: half))
+    plan = evaluation(metrics=bounds, noise_multiplier=noise_multiplier, sampling=sampling or FullSampling())
+    return strategy_class(**WORDS | {"num_clients": clients} | words, evaluation=plan), LocalGrid(app, nodes), bounds
+
+
+def values_by_round(strategy, grid, bounds, num_rounds):
+    strategy.start(grid, flat(), num_rounds=num_rounds)
+    return np.array([[told[name] for name in bounds] for told in strategy.evaluations.values()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_what_is_told_has_the_noise_that_was_charged_on_every_metric(placement):
+    """The standard errors that are told are those of the noise: 200 rounds of 15 metrics.
+
+    Two metrics of a round share the noise of their count, and differ by their own: over 2,800 differences the relative error of a
+    variance is sqrt(2 / 2800) = 2.7 %. A scale 10 % off is rejected, and of noise that is drawn once for all metrics nothing is left.
+    """
+    few = {"clients": 4, "nodes": 1, "noise_multiplier": 0.05}
+    strategy, grid, bounds = constant(DPFedSAM, placement=placement, noise_seed=3, **few)
+    values = values_by_round(strategy, grid, bounds, 200)
+    std = 4 * 0.05 / 4  # sqrt(16 entries) x noise multiplier, over 4 clients
+    own = values - values.mean(axis=1, keepdims=True)
+    found = math.sqrt(np.sum(own**2) / (200 * 14)) / std
+    assert abs(found - 1) < 0.05
+    # The count is noised as well: the mean over metrics moves by half of its noise, and by a 15th of theirs.
+    assert values.mean(axis=1).std() == pytest.approx(std * math.sqrt(1 / 4 + 1 / 15), rel=0.2)
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_no_two_runs_tell_the_same_and_no_round_repeats_another(placement):
+    """Under distributed placement all noise is the clients': none of them is missing."""
+    first, second = (values_by_round(*constant(DPFedSAM, placement=placement, num_metrics=3), 3) for _ in range(2))
+    draws = [row.tobytes() for row in np.concatenate([first, second])]
+    assert len(set(draws)) == 6
+    # Errors of one run are not those of another: over 9 values 20 equal bits have a probability below 1e-50.
+    assert not np.isclose(first, second, rtol=1e-6).any()
+
+
+@pytest.mark.slow
+def test_no_two_runs_ask_the_same_cohorts():
+    """2 cohorts of 40 clients, each with probability 1/2: two draws are the same with probability 2^-80."""
+
+    def cohorts():
+        strategy, grid, _ = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5))
+        strategy.start(grid, flat(), num_rounds=2)
+        return [
+            (json.loads(one.content.config_records["config"][wire.KEY])["server_round"], one.metadata.dst_node_id)
+            for one in grid.sent
+            if one.metadata.message_type == "evaluate"
+        ]
+
+    first, second = cohorts(), cohorts()
+    assert first != second
+    assert {node for number, node in first if number == 1} != {node for number, node in first if number == 2}
+
+
+def test_seeded_noise_of_a_client_in_an_evaluation_makes_the_run_not_private():
+    strategy = DPFedSAM(**WORDS, placement="distributed", evaluation=evaluation(metrics={"accuracy": 1.0}))
+    grid = LocalGrid(client_app(lambda context: own(context, noise_seed=1)), 40)
+    strategy.plan(1)
+    strategy.configure_train(1, flat(), ConfigRecord(), grid)
+    assert strategy.statement.private
+    strategy.aggregate_evaluate(1, grid.send_and_receive(strategy.configure_evaluate(1, flat(), ConfigRecord(), grid)))
+    assert not strategy.statement.private
+    assert strategy.epsilon == math.inf
+
+
+@pytest.mark.parametrize(("trusted", "shares"), [(True, 40), (False, 30)])
+def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(trusted, shares):
+    strategy, grid, _ = constant(DPFedSAM, placement="distributed", trusted_server=trusted, noise_multiplier=2.0)
+    strategy.start(grid, flat(), num_rounds=1)
+    (order,) = {
+        json.dumps(json.loads(one.content.config_records["config"][wire.KEY])[wire.EVALUATION], sort_keys=True)
+        for one in grid.sent
+        if one.metadata.message_type == "evaluate"
+    }
+    order = json.loads(order)
+    assert order["placement"] == "distributed"
+    assert order["noise_std"] == pytest.approx(2.0 / math.sqrt(shares))
+
+
+@pytest.mark.parametrize(
+    ("changes", "order"),
+    [
+        ({"clip_norm": 2.0}, {}),
+        ({}, {"noise_std": 0.0}),
+        ({"noise_multiplier": 0.0}, {}),
+        ({}, {"placement": "central"}),
+        ({}, {"bounds": {"accuracy": 0.0}}),
+        ({}, {"bounds": {}}),
+    ],
+)
+def test_a_device_declines_an_order_whose_noise_and_placement_do_not_go_together(changes, order):
+    client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}))
+    words = {"server_round": 1, "method": wire.EVALUATION, "clients": ("c01",), "clip_norm": 1.0, "noise_multiplier": 1.0}
+    table = {"placement": "distributed", "noise_std": 0.4, "bounds": {"accuracy": 1.0}}
+    given = {name: array.numpy() for name, array in flat().items()}
+    assert client.evaluation(given, {wire.KEY: wire.Instruction(**words, order=table).to_json()})
+    with pytest.raises(ValueError, match=f"^{wire.DECLINED}: "):
+        client.evaluation(given, {wire.KEY: wire.Instruction(**words | changes, order=table | order).to_json()})
+
+
+def test_a_run_that_is_not_private_states_no_part_that_is():
+    strategy, grid, _ = constant(num_metrics=1, noise_seed=1)
+    strategy.start(grid, flat(), num_rounds=1)
+    assert not strategy.statement.private
+    assert strategy.statement.parts == {}
+
+
+def test_what_clients_are_promised_is_the_noise_of_the_plan():
+    strategy, grid, _ = constant(noise_multiplier=2.0)
+    strategy.start(grid, flat(), num_rounds=1)
+    asked = [one for one in grid.sent if one.metadata.message_type == "evaluate"]
+    told = [json.loads(one.content.config_records["config"][wire.KEY]) for one in asked]
+    assert {(one["noise_multiplier"], one["clip_norm"]) for one in told} == {(2.0, 1.0)}
+
+
+def test_too_few_replies_without_a_trusted_server_tell_nothing():
+    """Nobody tops up the noise of missing clients: 29 of 40 have less than was charged."""
+    for silent, told in ((11, False), (10, True)):
+
+        class Quiet(LocalGrid):
+            def send_and_receive(self, messages, *, timeout=None):
+                for reply in super().send_and_receive(messages, timeout=timeout):
+                    if reply.metadata.message_type != "evaluate" or reply.metadata.src_node_id > silent:  # noqa: B023
+                        yield reply
+
+        words = {"placement": "distributed", "trusted_server": False}
+        strategy, grid, _ = constant(DPFedSAM, nodes=40, noise_multiplier=0.01, **words)
+        strategy.start(Quiet(grid.app, 40), flat(), num_rounds=1)
+        assert bool(strategy.evaluations) == told
+
+
+def test_what_a_refusing_client_sends_beside_its_refusal_moves_nothing():
+    """A node of one client that refuses may not use its place in the sum."""
+
+    class Refusing(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            for reply in super().send_and_receive(messages, timeout=timeout):
+                if reply.metadata.message_type == "evaluate" and reply.metadata.src_node_id <= 20:
+                    answer = wire.EvaluationAnswer(
+                        refused={f"c{reply.metadata.src_node_id:02}": "failed: no"}, total=np.full(2, 0.7), seeded_noise=False
+                    )
+                    reply.content.config_records[wire.KEY][wire.KEY] = answer.to_json(asked=[f"c{reply.metadata.src_node_id:02}"])
+                yield reply
+
+    plan = evaluation(noise_multiplier=1e-6, metrics={"accuracy": 1.0})
+    strategy = DPFedAvg(**WORDS | {"noise_multiplier": 1e-9}, evaluation=plan)
+    strategy.start(Refusing(client_app(own), 40), flat(), num_rounds=1)
+    assert strategy.evaluations[1]["accuracy"] == pytest.approx(np.mean([SHARES[node] for node in range(21, 41)]), abs=1e-4)
+
+
+def test_a_stock_node_stands_for_one_client_and_its_reply_is_no_larger_than_it_needs():
+    def huge(node):
+        return metrics_of(node) if node > 2 else metrics_of(node) | {f"more {number}": 1.0 for number in range(5000)}
+
+    _, _, result = run(stock(huge), 40, "acc", words={"noise_multiplier": 1e-9}, noise_multiplier=1e-6)
+    assert result.evaluate_metrics_clientapp[1]["acc"] == pytest.approx(
+        np.mean([SHARES[node] for node in range(3, 41)]), abs=1e-4
+    )
+
+
+def test_the_statement_says_that_evaluating_cohorts_are_secret():
+    """Its epsilon counts on that, also where everybody trains."""
+    strategy, grid, _ = constant(num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=4.0)
+    strategy.start(grid, flat(), num_rounds=1)
+    statement = strategy.statement
+    assert any(
+        line == "who evaluates is known to nobody who is protected against, nor how many do: not from logs or timing either"
+        for line in statement.assumptions
+    )
+    assert all("who took part in training" in one.sees for one in statement.adversaries if one.name == "outsiders")
+    full, grid, _ = constant(num_metrics=1)
+    full.start(grid, flat(), num_rounds=1)
+    assert not any("who evaluates" in line for line in full.statement.assumptions)
+    assert "who took part in training" not in str(full.statement)
+
+
 # cost
 
 
@@ -312,7 +499,7 @@ def test_plans_that_make_no_sense_are_refused(words, match):
 
 def test_a_devices_policy_is_asked():
     def insisting(context):
-        return own(context, policy=ClientPolicy(min_evaluation_noise_multiplier=1.0))
+        return own(context, policy=ClientPolicy(min_noise_multiplier=0.0, min_evaluation_noise_multiplier=1.0))
 
     _, _, result = run(client_app(insisting), 40, "accuracy")
     assert not result.evaluate_metrics_clientapp
@@ -322,7 +509,8 @@ def test_a_devices_policy_is_asked():
 
 def test_a_device_that_insists_on_its_own_noise_does_not_evaluate_without_it():
     client = own(
-        Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}), policy=ClientPolicy(min_noise_std=0.1)
+        Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}),
+        policy=ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1),
     )
     order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}
     instruction = wire.Instruction(
@@ -385,7 +573,7 @@ def test_why_an_evaluation_was_left_out_is_logged(caplog):
     with caplog.at_level("WARNING", "flwr"):
         run(client_app(lambda context: own(context, metrics=lambda *_: {"loss": 1.0})), 40, "accuracy")
     assert "the evaluation of round 1 was left out" in caplog.text
-    assert "ValueError" in caplog.text.partition("was left out")[2]
+    assert "training failed; the node's own log says why" in caplog.text.partition("was left out")[2]
 
 
 def test_an_evaluation_is_never_answered_as_training_nor_training_as_evaluation():

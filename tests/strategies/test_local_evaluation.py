@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, LaplaceDpEvent
-from flwr.app import Context, RecordDict
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent
+from flwr.app import RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -32,7 +33,8 @@ from flower_dp.clients import (
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.local_evaluation import evaluated_row, record_loss_and_accuracy
 from flower_dp.clients.local_row import private_row
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.ledger_file import LedgerFile
@@ -46,7 +48,9 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     Scaffold,
 )
+from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
+from tests.local_grids import context_of
 from tests.stock import arrays
 
 CLIENTS, SIZE = 4, 40
@@ -91,7 +95,10 @@ METHODS = {
     "fedsgd-dpc add-or-remove": sgd(GAUSSIAN, relation="add-or-remove-one"),
     "dp-fedpaq": paq(DPFedPAQ, DPFedPAQRecipe),
     "scaffold": paq(Scaffold, ScaffoldRecipe),
-    "dp-pasgd": (lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, **options), DPPASGDRecipe(**PASGD)),
+    "dp-pasgd": (
+        lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, num_records=SIZE, **options),
+        DPPASGDRecipe(**PASGD),
+    ),
     "nbafl": (
         lambda **options: NbAFL(**NBAFL, num_clients=CLIENTS, num_records=SIZE, **options),
         NbAFLRecipe(**NBAFL, min_records=SIZE, training=LocalTraining(learning_rate=1e-6)),
@@ -145,9 +152,6 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def test_values_are_those_of_the_clients_records(method, nodes):
     grid = grid_of(METHODS[method][1], PLENTY, nodes=nodes)
     told = dict(evaluate(opened(method, grid, PLENTY), grid))
-    if method == "dp-pasgd":  # 16 of 40 records are public: a batch at random
-        assert told["accuracy"] == pytest.approx(0.625, abs=5 * math.sqrt(0.25 / 64))
-        return
     assert told["accuracy"] == pytest.approx(0.625, abs=1e-4)
     # Logits (2, 0): log(1 + e^-2) for class 0, that and 2 for class 1.
     assert told["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
@@ -225,7 +229,7 @@ def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
     assert isinstance(release.event(1), LaplaceDpEvent)
     relation = "add-or-remove-one" if "add" in method else "replace-one"
     assert (release.relation, release.unit) == (relation, "client" if method == "nbafl" else "record")
-    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1, "dp-pasgd": 16}.get(method, SIZE))
+    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1}.get(method, SIZE))
     one = release.sensitivity / release.noise_scale
     assert 2 * one <= 0.5
     assert 2 * one == pytest.approx(0.5, rel=1e-9)
@@ -276,12 +280,12 @@ class Broken(TensorRecords):
         return super().batch(positions, device)
 
 
-def row_of(records, size=SIZE):
-    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size)
+def row_of(records, size=SIZE, *, metrics=None, relation="replace-one"):
+    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size, relation=relation)
     order = wire.LocalEvaluationOrder(bounds={"accuracy": 1.0}, weights=(), terms=(), noise_multipliers=())
     model = FlatModel(nn.Linear(2, 2))
     model.vector.copy_(torch.tensor([1.0, 1, 0, 0, 0, 0]))
-    metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
+    metrics = metrics or record_loss_and_accuracy(nn.functional.cross_entropy)
     release = PLENTY.terms("a", training).release
     return evaluated_row(model, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
 
@@ -293,6 +297,33 @@ def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog
     assert row_of(whole) == pytest.approx([0.0], abs=1e-5)
     assert row_of(broken) == pytest.approx([-1 / 40], abs=1e-5)
     assert "Jane" not in caplog.text
+
+
+def test_dp_pasgd_evaluates_all_records_of_a_client_and_not_a_batch_of_them():
+    """Noise of the sum is the same: over 40 records its std is 16 / 40 of what it would be over a batch of 16."""
+    terms = METHODS["dp-pasgd"][1].terms("c0", data("c0"))
+    assert (terms.release.num_clients, terms.num_records) == (16, SIZE)
+    release = BUDGET.terms("c0", terms).release
+    assert release.noise_scale / release.expected_cohort == pytest.approx(2 * 2 / 0.5 / SIZE)
+    with pytest.raises(ValueError, match="num_records=None: must be the public data sizes with an evaluation"):
+        DPPASGD(**PASGD, num_clients=CLIENTS, evaluation=LocalEvaluation(budget=BUDGET))
+
+
+def test_a_record_whose_metrics_cannot_be_computed_counts_as_zero_and_nothing_of_it_is_logged(caplog):
+    places = iter(range(SIZE))
+
+    def of(outputs, target):
+        if next(places) == 0:
+            raise KeyError("Jane Doe")
+        return {"accuracy": 1.0}
+
+    assert row_of(data("c1"), metrics=RecordMetrics(names=("accuracy",), of=of)) == pytest.approx([39 / 40], abs=1e-5)
+    assert "Jane" not in caplog.text
+
+
+def test_no_record_takes_the_place_of_another_where_one_more_is_a_neighbour():
+    """All 40 records are in the sum, though 10 are public: a choice of 10 would move by more than one record's part."""
+    assert row_of(data("c3"), size=10, relation="add-or-remove-one") == pytest.approx([4.0], abs=1e-4)
 
 
 def test_only_as_many_records_as_are_public_take_part():
@@ -319,9 +350,10 @@ def ask(client, instruction):
 
 
 def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
-    state = RecordDict() if state is None else state  # an empty one is false
-    context = Context(run_id=1, node_id=1, node_config={"partition-id": 0}, state=state, run_config={})
-    return client_of(context, METHODS[method][1], budget, state=context.state, **words)
+    context = context_of(state, **{"partition-id": 0})
+    made = client_of(context, METHODS[method][1], budget, **words)
+    made.attach(context)
+    return made
 
 
 def test_a_client_refuses_more_evaluations_than_it_agreed_to_whatever_the_server_says():
@@ -359,9 +391,9 @@ def test_a_charge_stands_before_a_record_is_touched():
     ("budget", "changes", "match"),
     [
         (None, {}, "evaluation=None: this client has no budget"),
-        (EvaluationBudget(epsilon=0.25, num_evaluations=2), {}, "by this client's own budget it is 16"),
+        (EvaluationBudget(epsilon=0.25, num_evaluations=2), {}, "by this client's own budget it is less"),
         (EvaluationBudget(epsilon=0.5, num_evaluations=1), {}, "are not this client's own"),
-        (BUDGET, {"noise_multipliers": (8.1,)}, "noise_multiplier=8.1: by this client's own budget it is 8"),
+        (BUDGET, {"noise_multipliers": (8.1,)}, "noise_multiplier=8.1: by this client's own budget it is less"),
         (BUDGET, {"terms": ("2 replies, Laplace",)}, "are not this client's own"),
     ],
 )
@@ -373,15 +405,18 @@ def test_a_client_works_by_its_own_budget_alone(budget, changes, match):
         return
     reason = ask(client, instruction).refused["c0"]
     assert match in reason
-    assert not client.state["flower-dp.account"]["clients"]
+    assert not client.context.state["flower-dp.account"]["clients"]
 
 
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
         (ClientPolicy(allow_evaluation=False), "allow_evaluation=False"),
-        (ClientPolicy(min_evaluation_noise_std=9.0), "noise_std=8 of an evaluation"),
-        (ClientPolicy(min_evaluation_noise_multiplier=9.0), "noise_multiplier=8 of an evaluation"),
+        (ClientPolicy(min_evaluation_noise_std=9.0), "min_evaluation_noise_std=9: this client's own terms have less noise"),
+        (
+            ClientPolicy(min_evaluation_noise_multiplier=9.0),
+            "min_evaluation_noise_multiplier=9: this client's own terms have less noise",
+        ),
     ],
 )
 def test_a_policy_is_asked_as_well(policy, match):
@@ -402,7 +437,7 @@ def test_orders_that_make_no_sense_are_declined_before_anything_is_charged(chang
     client = device()
     with pytest.raises(ValueError, match=f"^{wire.DECLINED}: .*{match}"):
         ask(client, instruction_of(BUDGET, **changes))
-    assert "flower-dp.account" not in client.state.config_records
+    assert "flower-dp.account" not in client.context.state.config_records
 
 
 def test_an_order_with_another_clip_is_declined():
@@ -544,14 +579,15 @@ def test_a_node_that_sends_too_much_is_refused():
     assert told["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 
 
-def test_seeded_noise_of_an_evaluation_makes_the_run_not_private():
+def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stays_private():
     make, recipe = METHODS["dp-fedpaq"]
     strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
     grid = grid_of(recipe, noise_seed=1)
     strategy.plan(3)
     strategy._call_roll(grid)
-    evaluate(strategy, grid)
-    assert not strategy.statement.private
+    assert evaluate(strategy, grid) is None
+    assert strategy.statement.private
+    assert any("fixed seed" in line for line in strategy.statement.incidents)
 
 
 def test_a_second_run_starts_with_empty_ledgers():
@@ -613,6 +649,78 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
     charges = [ledger.num_charges for ledger in strategy._evaluator.evaluations.ledgers.values()]
     assert sum(charges) == asked
+
+
+def test_every_metric_has_noise_of_its_own():
+    """Laplace draws on a lattice far finer than their scale: two are the same with a probability below 1e-9."""
+    release = BUDGET.terms("c0", gradient_terms(**GAUSSIAN, num_replies=3, num_records=SIZE, relation="replace-one")).release
+    row = private_row(np.zeros((SIZE, 16)), release, np.random.default_rng(1))
+    assert len(set(row.tolist())) == 16
+
+
+def asked_by_name(messages):
+    """How often each client was asked to evaluate."""
+    texts = [next(record[wire.KEY] for record in one.content.config_records.values() if wire.KEY in record) for one in messages]
+    return Counter(name for text in texts for name in json.loads(text)["clients"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("method", ["fedsgd-dpc laplace", "dp-fedpaq", "dp-pasgd", "nbafl"])
+def test_a_client_is_charged_for_every_evaluation_that_it_was_asked_for(method, sampler, every):
+    budget = EvaluationBudget(epsilon=0.9, num_evaluations=3)
+    grid = grid_of(METHODS[method][1], budget)
+    strategy = opened(method, grid, budget, sampling=SAMPLERS[sampler], every=every)
+    sent = []
+    for server_round in range(1, 21):
+        messages = list(strategy.configure_evaluate(server_round, flat(), {}, grid))
+        assert not messages or server_round % every == 0
+        sent += messages
+    asked = asked_by_name(sent)
+    statement = strategy.statement
+    assert statement.clients.evaluation == pytest.approx({name: 0.3 * asked[name] for name in NAMES}, rel=1e-9)
+    assert max(asked.values()) <= 3
+    # At delta = 0 evaluations cost what they cost alone; at the statement's delta, where it has one, a little less.
+    alone = [LaplaceDpEvent(2 * 3 / 0.9)] * max(asked.values())
+    cost = accounting.epsilon(ComposedDpEvent(alone), delta=statement.delta, relation="replace-one").epsilon
+    assert cost * (1 - 1e-6) <= statement.epsilon
+    assert statement.parts["training"] <= statement.epsilon
+    if sampler == "full":
+        assert set(asked.values()) == {3}
+    if sampler == "in turn":  # by the number of the round some clients would never have had a turn
+        turns = [asked[name] for name in NAMES]
+        assert sum(turns) == min(20 // every, 12)
+        assert max(turns) - min(turns) <= 1
+
+
+def test_a_client_whose_evaluations_are_spent_is_not_asked_though_others_are():
+    grid = grid_of(METHODS["dp-fedpaq"][1])
+    strategy = opened("dp-fedpaq", grid, sampling=RoundRobinSampling(cohort_size=3))
+    cohorts = [sorted(asked_by_name(strategy.configure_evaluate(number, flat(), {}, grid))) for number in (1, 2, 3, 4)]
+    assert cohorts == [["c0", "c1", "c2"], ["c0", "c1", "c3"], ["c2", "c3"], []]
+
+
+def test_a_statement_is_made_anew_after_an_evaluation():
+    grid = grid_of(METHODS["dp-fedpaq"][1])
+    strategy = opened("dp-fedpaq", grid)
+    assert strategy.statement.epsilon == 0
+    strategy.configure_evaluate(1, flat(), {}, grid)
+    assert 0.24 < strategy.statement.epsilon <= 0.25
+    strategy.configure_evaluate(2, flat(), {}, grid)
+    assert 0.48 < strategy.statement.epsilon <= 0.5
+
+
+def test_clients_of_one_node_are_promised_the_least_noise_of_them():
+    budget = EvaluationBudget(epsilon={"c0": 0.5, "c1": 1.0, "c2": 2.0, "c3": 4.0}, num_evaluations=2)
+    grid = grid_of(METHODS["fedsgd-dpc laplace"][1], budget, nodes=1)
+    strategy = opened("fedsgd-dpc laplace", grid, budget)
+    (message,) = strategy.configure_evaluate(1, flat(), {}, grid)
+    (text,) = (record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record)
+    told = json.loads(text)
+    assert told["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
+    assert told[wire.EVALUATION]["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
+    assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
 
 
 def test_noise_of_training_is_what_it_was():

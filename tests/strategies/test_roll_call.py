@@ -1,6 +1,7 @@
 """The roll call of apps that are not this package's: their refusal of a question is an answer, not an error to show."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,12 +133,23 @@ def test_a_client_that_fails_at_first_is_not_taken_for_a_stock_one(kind, placeme
     assert sorted(asked) == [("device-1",), ("device-2",)]
 
 
+@pytest.mark.parametrize("kind", hosting_apps())
+def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_one(kind):
+    """No other node says what the app is."""
+    roll_call, grid, told = RollCall(), LocalGrid(faltering(hosting_apps()[kind], failures=3), 1), {}
+    for _ in range(40):
+        if told := roll_call.ask(grid, [1], most_names=9):
+            break
+        time.sleep(0.05)
+    assert (told[1].names, roll_call.hosting) == (("device-1",), True)
+
+
 def test_a_node_that_fails_is_asked_again_after_longer_and_longer_pauses(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("flower_dp.strategies.roll_call.time", SimpleNamespace(monotonic=lambda: clock[0]))
     app = stock_app(shifted(lambda node: 1.0))
     roll_call, grid, asked = RollCall(), LocalGrid(faltering(app, failures=6), 1), []
-    while not (told := roll_call.ask(grid, [1])):
+    while not (told := roll_call.ask(grid, [1], most_names=9)):
         if len(grid.sent) > len(asked):
             asked += [clock[0]] * (len(grid.sent) - len(asked))
         clock[0] += 0.25

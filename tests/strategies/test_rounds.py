@@ -22,7 +22,7 @@ from tests.stock import arrays, shifted, stock_app
 
 def fedavg(num_clients, **words):
     settings = {"clip_norm": 1e6, "noise_multiplier": 0.0, "sampling": FullSampling(), "delta": 1e-3} | words
-    return DPFedAvg(num_clients=num_clients, registration_timeout=5, **settings)
+    return DPFedAvg(num_clients=num_clients, **{"registration_timeout": 5} | settings)
 
 
 def start(strategy, grid, record=None, num_rounds=1, **words):
@@ -62,7 +62,9 @@ def test_a_stock_app_with_a_query_of_its_own_works():
     assert np.allclose(result.arrays["w"].numpy(), 2.0)
 
 
-def test_a_node_that_does_not_answer_does_not_decide_what_the_app_is():
+def test_a_node_that_does_not_answer_does_not_decide_what_the_app_is(monkeypatch):
+    monkeypatch.setattr("flower_dp.strategies.roll_call._SILENT_SECONDS", 0.2)
+
     class Deaf(LocalGrid):
         def send_and_receive(self, messages, *, timeout=None):
             silent = [m for m in messages if m.metadata.dst_node_id == 1 and m.metadata.message_type == "query"]
@@ -166,8 +168,8 @@ def test_a_client_hosted_twice_is_refused():
             training=LocalTraining(learning_rate=0.1),
         )
 
-    with pytest.raises(ValueError, match="client name 'same' is hosted twice"):
-        start(fedavg(2), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
+    with pytest.raises(TimeoutError, match="client name 'same' is hosted twice"):
+        start(fedavg(2, registration_timeout=0.3), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
 
 
 def test_a_node_that_cannot_make_its_clients_says_so_without_a_word_of_its_data(caplog):
@@ -175,14 +177,14 @@ def test_a_node_that_cannot_make_its_clients_says_so_without_a_word_of_its_data(
         raise ValueError("could not convert 'Jane Doe' to float")
 
     grid = LocalGrid(client_app(client_fn), 2)
-    with pytest.raises(ValueError, match="client_fn failed: ValueError; the node's own log says why") as told:
+    with pytest.raises(ValueError, match="client_fn failed; the node's own log says why") as told:
         start(fedavg(2), grid, model_arrays(make_model()))
     assert "Jane" not in str(told.value)
     assert "Jane Doe" in caplog.text
     # The same where it fails later, on a train message.
     train = Message(RecordDict({"arrays": model_arrays(make_model())}), dst_node_id=1, message_type="train")
     (reply,) = grid.send_and_receive([train])
-    assert reply.error.reason == "client_fn failed: ValueError; the node's own log says why"
+    assert reply.error.reason == "client_fn failed; the node's own log says why"
 
 
 @pytest.mark.parametrize("names", [["a", ""], ["a", 3], [None]])
@@ -193,8 +195,8 @@ def test_a_node_whose_clients_have_no_names_is_refused_before_any_client_trains(
     app = ClientApp()
     app.query()(tell)
     grid = LocalGrid(app, 1)
-    with pytest.raises(ValueError, match=r"node 1: clients=.*must be names that are not empty"):
-        start(fedavg(len(names)), grid)
+    with pytest.raises(TimeoutError, match=r"node 1: it has no clients: client name=.*must be one line of printable characters"):
+        start(fedavg(len(names), registration_timeout=0.3), grid)
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
 
@@ -478,6 +480,19 @@ def test_reports_count_bytes_as_they_were_sent():
     # 6 x 5 + 5 + 5 x 3 + 3 = 53 parameters of 4 bytes, down to and up from each of two nodes.
     assert min(strategy.rounds[0].bytes_down, strategy.rounds[0].bytes_up) >= 2 * 53 * 4
     assert strategy.rounds[0].bytes_per_client == 53 * 4
+
+
+def test_metrics_that_nobody_has_asked_for_are_not_told():
+    """A client may send what it likes: its training loss is no part of the result unless the server has asked for it."""
+
+    def talkative(node, reply):
+        record = next(record for record in reply.content.config_records.values() if wire.KEY in record)
+        record[wire.KEY] = json.dumps(json.loads(record[wire.KEY]) | {"metrics": {"loss": 0.125}})
+        return [reply]
+
+    result = start(fedavg(4), LocalGrid(client_app(hosted(4)), 2, tamper=talkative), model_arrays(make_model()))
+    assert result.train_metrics_clientapp[1]["replies"] == 4
+    assert not any(name.startswith("client-") for name in result.train_metrics_clientapp[1])
 
 
 def test_client_metrics_are_sent_only_when_server_and_client_agree_and_the_statement_says_so():

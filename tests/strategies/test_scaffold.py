@@ -19,7 +19,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
 from flower_dp.wire import BESIDE
 from flower_dp.wire import KEY as ANSWER
-from tests.local_grids import NAMES, grid_of, linear, records, start
+from tests.local_grids import NAMES, context_of, grid_of, linear, records, start
 
 STEPS = FedPAQSteps(
     learning_rate=0.2, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step", decay_iterations=4.0
@@ -214,19 +214,19 @@ def test_a_client_of_another_method_refuses_what_comes_beside_the_model():
     start(strategy, grid, 1)
     message = next(one for one in grid.sent if one.metadata.message_type == "train")
     (config,) = [record for record in message.content.config_records.values() if ANSWER in record]
-    client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), state=RecordDict())
+    client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), context=context_of())
     told = json.loads(config[ANSWER])
     told |= {"method": "dp-fedpaq", "dp-fedpaq": told.pop("scaffold")}
     weights = linear()[0].weight.detach().numpy()
     with pytest.raises(ValueError, match="a vector came beside the model"):
         client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(told)})
-    own = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe, state=RecordDict())
+    own = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe, context=context_of())
     with pytest.raises(ValueError, match="no vector came beside the model"):
         own.fit([weights], {ANSWER: config[ANSWER]})
     for bad in (np.zeros(17, np.float32), np.zeros(18), np.full(18, np.nan, np.float32)):
         with pytest.raises(ValueError, match="must be finite float32"):
             own.fit([weights, bad], {ANSWER: config[ANSWER]})
-    assert not own.state  # nothing was charged
+    assert not own.context.state  # nothing was charged
 
 
 def test_a_copied_client_keeps_no_vector_of_its_own():

@@ -1,0 +1,165 @@
+"""The content of a ledger file: every account, as JSON with a checksum.
+
+The checksum is against damage, not against people: anyone can compute it. A file of format 1, from an earlier release, has none.
+It is read as it is, and the next charge writes it with a checksum.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import dp_accounting as dp
+
+from flower_dp.core import checks
+from flower_dp.privacy.client_terms import Terms, noise_multiplier_of
+from flower_dp.privacy.events import RELATIONS, Relation
+
+FORMAT = 2
+_WITHOUT_CHECKSUM = 1
+_EVALUATION = ", evaluation"
+_KEY = "flower-dp-ledger"
+_EVENTS = {
+    event.__name__: event
+    for event in (
+        dp.GaussianDpEvent,
+        dp.LaplaceDpEvent,
+        dp.NoOpDpEvent,
+        dp.NonPrivateDpEvent,
+        dp.PoissonSampledDpEvent,
+        dp.SampledWithoutReplacementDpEvent,
+    )
+}
+
+
+def evaluation_account(name: str) -> str:
+    """Return the name of the account of a client's evaluations, beside that of its replies in training."""
+    return name + _EVALUATION
+
+
+def owner_of(account: str) -> str:
+    """Return the client whose account this is."""
+    return account.removesuffix(_EVALUATION)
+
+
+class LedgerError(ValueError):
+    """A ledger file that can't be used; nothing that it should count may be released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One client's account.
+
+    Attributes:
+        replies: how many replies the client has been charged for.
+        terms: the terms with which it was opened, as one line; None before the first reply. They can't change.
+        num_replies: the most replies that the terms allow.
+        relation: the neighbouring relation of the terms.
+        event: what one reply costs, of all that were charged the one with the least noise.
+    """
+
+    replies: int = 0
+    terms: str | None = None
+    num_replies: int = 0
+    relation: Relation = "add-or-remove-one"
+    event: dp.DpEvent | None = None
+
+    def charged(self, terms: Terms) -> "Entry":
+        """Return the account with one more reply.
+
+        The terms stay those of its opening, so that many small differences never add up to a large one. Old replies are charged
+        with their own noise: the event is the costliest of all.
+        """
+        if self.terms is None:
+            return Entry(
+                replies=1,
+                terms=terms.text,
+                num_replies=terms.num_replies,
+                relation=terms.release.relation,
+                event=terms.event,
+            )
+        less = float(terms.release.mechanism.noise_multiplier) < noise_multiplier_of(self.terms)
+        return replace(self, replies=self.replies + 1, event=terms.event if less else self.event)
+
+    @property
+    def spent(self) -> dp.DpEvent:
+        """All that was charged, as one event."""
+        return dp.SelfComposedDpEvent(self.event, self.replies) if self.event is not None and self.replies else dp.NoOpDpEvent()
+
+
+def content_of(entries: Mapping[str, Entry]) -> bytes:
+    """Return the content of a file with these accounts."""
+    clients = {name: _entry_as_json(entry) for name, entry in entries.items()}
+    words = {_KEY: FORMAT, "clients": clients, "sha256": _checksum(clients)}
+    return json.dumps(words, indent=1).encode() + b"\n"
+
+
+def _checksum(clients: Mapping[str, Any]) -> str:
+    """Return the checksum of all accounts, however the file spaces them."""
+    return hashlib.sha256(json.dumps(clients, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def entries_of(content: bytes) -> dict[str, Entry]:
+    """Read the accounts off a file's content.
+
+    Raises:
+        LedgerError: if it is damaged.
+    """
+    try:
+        data = json.loads(content)
+        if type(data[_KEY]) is not int or data[_KEY] not in (_WITHOUT_CHECKSUM, FORMAT):
+            raise ValueError(f"format {data[_KEY]!r}: must be {FORMAT}")
+        clients = data["clients"]
+        if not isinstance(clients, dict) or not clients:
+            raise ValueError("clients: must be at least one")
+        # A file of format 1 has no other keys, so that damage of the format alone does not switch the check off.
+        if set(data) != ({_KEY, "clients"} if data[_KEY] == _WITHOUT_CHECKSUM else {_KEY, "clients", "sha256"}):
+            raise ValueError(f"keys {sorted(data)[:8]}: are not those of format {data[_KEY]}")
+        if data[_KEY] == FORMAT and data["sha256"] != _checksum(clients):
+            raise ValueError("its checksum is not that of its accounts")
+        return {name: _entry(told) for name, told in clients.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LedgerError(f"is damaged, or no ledger ({type(error).__name__}: {error})") from error
+
+
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    if entry.terms is None:
+        return {"replies": 0, "terms": None}
+    return {
+        "replies": entry.replies,
+        "terms": entry.terms,
+        "num_replies": entry.num_replies,
+        "relation": entry.relation,
+        "event": _event_as_json(entry.event),
+    }
+
+
+def _entry(told: Mapping[str, Any]) -> Entry:
+    replies = checks.integer("replies", told["replies"], at_least=0)
+    if told["terms"] is None:
+        if replies:
+            raise ValueError(f"replies={replies}: without terms")
+        return Entry()
+    if not isinstance(told["terms"], str):
+        raise TypeError("terms: must be text")
+    return Entry(
+        replies=replies,
+        terms=told["terms"],
+        num_replies=checks.integer("num_replies", told["num_replies"], at_least=1),
+        relation=cast("Relation", checks.one_of("relation", told["relation"], RELATIONS)),
+        event=_event(told["event"]),
+    )
+
+
+def _event_as_json(event: dp.DpEvent) -> Any:
+    if type(event).__name__ not in _EVENTS:
+        raise LedgerError(f"can't hold event {event}")
+    fields = {field: getattr(event, field) for field in event.__annotations__}
+    told = {name: _event_as_json(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
+    return {"kind": type(event).__name__, **told}
+
+
+def _event(told: Mapping[str, Any]) -> dp.DpEvent:
+    values = {name: _event(value) if isinstance(value, dict) else value for name, value in told.items() if name != "kind"}
+    return _EVENTS[told["kind"]](**values)

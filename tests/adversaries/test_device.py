@@ -1,0 +1,627 @@
+"""A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_dp import wire
+from flower_dp.clients import (
+    ClientPolicy,
+    DPClient,
+    FedSGDDPCRecipe,
+    LocalDPClient,
+    LocalTraining,
+    NbAFLTerms,
+    client_app,
+    model_arrays,
+    parts,
+    privacy_mod,
+)
+from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
+from flower_dp.clients.agreement import why_not
+from flower_dp.clients.reasons import Declined
+from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.release import Release
+from flower_dp.wire import Instruction
+from tests.grids import LocalGrid
+from tests.local_grids import context_of, linear, records
+
+BUDGET = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=3)
+TRAINING = LocalTraining(learning_rate=0.1)
+
+
+def instruction_of(method: str, order: dict[str, Any], **words: Any) -> Instruction:
+    common = {"server_round": 1, "clients": ("c0",), "clip_norm": 1.0, "noise_multiplier": 1.0}
+    return Instruction(method=method, order=order, **common | words)
+
+
+def evaluation(**words: Any) -> Instruction:
+    order = {"placement": "distributed", "noise_std": 1e-9, "bounds": {"accuracy": 1.0}}
+    return instruction_of(wire.EVALUATION, order, **words)
+
+
+def training(noise_std: float = 0.5, **words: Any) -> Instruction:
+    order = {"placement": "distributed", "noise_std": noise_std, "keep_ratio": 1.0, "quantization_levels": 0}
+    return instruction_of("dp-fedavg", order, **words)
+
+
+def local(server_round: int = 1) -> Instruction:
+    """What an honest server says of the budget above, in any round."""
+    terms = BUDGET.terms("c0", records("c0"))
+    told = {"weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (terms.release.mechanism.noise_multiplier,)}
+    return instruction_of("fedsgd-dpc", told, clip_norm=0.5, noise_multiplier=0.0, server_round=server_round)
+
+
+def model() -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in model_arrays(linear()).items()}
+
+
+def config_of(instruction: Instruction) -> dict[str, Any]:
+    return {wire.KEY: instruction.to_json()}
+
+
+def device(policy: ClientPolicy | None, **words: Any) -> DPClient:
+    return DPClient(model=linear(), clients={"c0": records("c0")}, training=TRAINING, device="cpu", policy=policy, **words)
+
+
+# What a policy does not name
+
+
+LIMITS = {
+    "noise on the device": ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1),
+    "noise in all": ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8, min_noise_std=0.1),
+    "a clip": ClientPolicy(max_clip_norm=1.0),
+    "an evaluation in all": ClientPolicy(min_noise_multiplier=2.0),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_limits_of_training_hold_for_evaluations(limits: str) -> None:
+    """Three evaluations with noise of std 1e-9 told a record exactly."""
+    with pytest.raises(
+        Declined, match=r"of an evaluation: this client's policy asks for|an evaluation: this client's policy has"
+    ):
+        device(LIMITS[limits]).evaluation(model(), config_of(evaluation()))
+
+
+def test_noise_of_an_evaluation_is_relative_to_the_clip_that_a_policy_allows() -> None:
+    """An evaluation's vector has norm 1: noise that protects a norm of 0.1 protects it no more than noise 10 times that."""
+    policy = ClientPolicy(max_clip_norm=0.1, min_noise_std=0.05)
+    assert policy.least_evaluation_std == 0.5
+    for noise_std, allowed in ((0.49, False), (0.5, True)):
+        asked = replaced(evaluation(), order={**evaluation().order, "noise_std": noise_std})
+        if allowed:
+            assert device(policy).evaluation(model(), config_of(asked))
+        else:
+            with pytest.raises(Declined, match=r"noise_std=0.49 of an evaluation: this client's policy asks for 0.5"):
+                device(policy).evaluation(model(), config_of(asked))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ClientPolicy(max_clip_norm=1.0),
+        ClientPolicy(min_evaluation_noise_multiplier=1.0),
+        ClientPolicy(min_evaluation_noise_std=0.1),
+    ],
+    ids=["a clip", "an evaluation's noise in all", "an evaluation's noise on the device"],
+)
+def test_training_without_a_limit_of_its_noise_is_declined_by_a_policy_with_limits(policy: ClientPolicy) -> None:
+    with pytest.raises(Declined, match="training: this client's policy has limits, but none of its noise"):
+        device(policy).answer(model(), config_of(training(0.0, noise_multiplier=0.0)))
+
+
+def test_a_policy_without_limits_trusts_the_server_and_a_limit_of_0_says_so() -> None:
+    for policy in (None, ClientPolicy(), ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.0)):
+        device(policy).answer(model(), config_of(training(1e-9)))
+        device(policy).evaluation(model(), config_of(evaluation()))
+
+
+def test_noise_on_the_device_needs_a_clip() -> None:
+    """A server that may choose the clip norm makes it so large that the noise is nothing."""
+    with pytest.raises(ValueError, match=r"min_noise_std=0.1: protects nothing while the server chooses the clip norm"):
+        ClientPolicy(min_noise_std=0.1)
+
+
+def test_metrics_are_off_unless_they_are_allowed_by_a_bool() -> None:
+    for policy in (*LIMITS.values(), ClientPolicy()):
+        assert policy.allow_metrics is False
+    with pytest.raises(ValueError, match="allow_metrics='no': must be True or False"):
+        ClientPolicy(allow_metrics="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", ["min_noise_multiplier", "min_evaluation_noise_multiplier", "min_evaluation_noise_std"])
+def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(limit: str) -> None:
+    """Not with the noise multiplier that the server names."""
+    own = BUDGET.terms("c0", records("c0")).release.mechanism.noise_multiplier
+    policy = ClientPolicy(**{limit: 1.5 * own})
+    made = LocalDPClient(
+        model=linear(),
+        clients={"c0": records("c0")},
+        recipe=BUDGET,
+        policy=policy,
+        device="cpu",
+        context=context_of(),
+        evaluation=EvaluationBudget(epsilon=3.0, num_evaluations=1),
+    )
+    if limit == "min_noise_multiplier":
+        _, answer = made.answer(model(), config_of(replaced(local(), noise_multiplier=1e9)))
+        told = answer[wire.KEY]
+    else:
+        terms = made.evaluation_budget.terms("c0", BUDGET.terms("c0", records("c0")))  # type: ignore[union-attr]
+        order = {
+            "bounds": {"accuracy": 1.0},
+            "weights": (1.0,),
+            "terms": (terms.kind,),
+            "noise_multipliers": (terms.release.mechanism.noise_multiplier,),
+        }
+        told = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, order, noise_multiplier=1e9)))[wire.KEY]
+    assert f"{limit}={1.5 * own:g}: this client's own terms have less noise" in told
+    assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
+
+
+def replaced(instruction: Instruction, **words: Any) -> Instruction:
+    return Instruction(**{name: getattr(instruction, name) for name in instruction.__dataclass_fields__} | words)
+
+
+# The ledger of the device's owner, whichever way a client is hosted
+
+
+def numpy_message(instruction: Instruction) -> Message:
+    arrays = ArrayRecord({str(place): Array(array) for place, array in enumerate(model().values())})
+    return wire.train_message(1, wire.NUMPY_CLIENT, arrays, {}, instruction)
+
+
+def run_of_a_numpy_client(path: Any, with_context: bool) -> Message:
+    """One message of a new run, through Flower's own ClientApp; a new run's state is empty."""
+
+    def client_fn(context: Context) -> Any:
+        words: dict[str, Any] = {"context": context} if with_context else {}
+        return LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", **words).to_client()
+
+    grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
+    grid.contexts[1].node_config[LEDGER_PATH] = str(path)
+    (reply,) = grid.send_and_receive([numpy_message(local())])
+    return reply
+
+
+def test_five_runs_of_a_numpy_client_spend_one_ledger(tmp_path: Any) -> None:
+    """Five replies left in five runs on a budget of three, and the ledger counted none."""
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    answers = [run_of_a_numpy_client(ledger.path, with_context=True) for _ in range(5)]
+    texts = [str(reply.content.config_records["fitres.metrics"][wire.KEY]) for reply in answers]
+    assert ["its budget is spent" in text for text in texts] == [False] * 3 + [True] * 2
+    assert ledger.read()["c0"].replies == 3
+
+
+def test_a_client_that_does_not_know_what_the_owner_has_set_does_not_reply(tmp_path: Any) -> None:
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    reply = run_of_a_numpy_client(ledger.path, with_context=False)
+    assert "declined: context: this client has no account; pass context=context" in reply.error.reason
+    assert ledger.read()["c0"].replies == 0
+
+
+def test_an_apps_own_ledger_does_not_hide_the_owners(tmp_path: Any) -> None:
+    """Without a context the client does not know whether there is another."""
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", ledger=ledger.path)
+    with pytest.raises(Declined, match="context: this client has no account"):
+        made.answer(model(), config_of(local()))
+    assert ledger.read()["c0"].replies == 0
+
+
+def test_a_client_without_an_account_that_is_given_the_context_refuses_a_ledger() -> None:
+    with pytest.raises(Declined, match="ledger-path: this client keeps no account"):
+        device(None, context=context_of(**{LEDGER_PATH: "ledger.json"}))
+
+
+def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> None:
+    """Its replies would be charged to another client's evaluations."""
+    name = "c0, evaluation"
+    made = LocalDPClient(model=linear(), clients={name: records("c0")}, recipe=BUDGET, device="cpu", context=context_of())
+    with pytest.raises(Declined, match="its name is that of an account of evaluations"):
+        made.answer(model(), config_of(replaced(local(), clients=(name,))))
+
+
+# An app that spoils the account
+
+
+OWN = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=2, min_records=8, num_records=8)
+ZEROS = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
+
+
+def forget(context: Context) -> None:
+    context.state = RecordDict()
+
+
+def clear(context: Context) -> None:
+    context.state.clear()
+
+
+def lower(context: Context) -> None:
+    if KEY in context.state.config_records:
+        context.state.config_records[KEY]["replies"][0] = 1  # type: ignore[index]
+
+
+def forge(context: Context) -> None:
+    context.state[KEY] = ConfigRecord({"clients": ["a"], "replies": [-20], "terms": [OWN.terms().text]})
+
+
+def spoil(context: Context) -> None:
+    context.state = None  # type: ignore[assignment]
+
+
+def another_kind(context: Context) -> None:
+    if KEY in context.state:
+        del context.state[KEY]
+    context.state[KEY] = MetricRecord({"replies": 0})
+
+
+def no_ledger(context: Context) -> None:
+    context.node_config.pop(LEDGER_PATH, None)
+    context.state.clear()
+
+
+def spoiling_app(spoils: Any) -> ClientApp:
+    app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=ClientPolicy(allow_metrics=True))])
+
+    def serve(message: Message, context: Context) -> Message:
+        spoils(context)
+        return Message(RecordDict({"metrics": MetricRecord({"loss": 0.5})}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        spoils(context)
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    app.evaluate()(serve)
+    app.query()(serve)
+    app.query("anything")(serve)
+    return app
+
+
+def nbafl() -> Message:
+    terms = OWN.terms()
+    order = {
+        "weights": (1.0,),
+        "terms": (terms.kind,),
+        "noise_multipliers": (terms.release.mechanism.noise_multiplier,),
+    }
+    asked = instruction_of("nbafl", order, clients=("a",), clip_norm=1.5, noise_multiplier=0.0)
+    return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "query", "query.anything"])
+@pytest.mark.parametrize("spoils", [forget, clear, lower, forge, spoil, another_kind], ids=lambda function: function.__name__)
+def test_no_message_lets_an_app_change_the_account(spoils: Any, kind: str) -> None:
+    """An app that cleared its state in an evaluation sent 20 replies on a budget of 2."""
+    app, context, sent = spoiling_app(spoils), context_of(), 0
+    for _ in range(6):
+        if kind != "train":
+            app(Message(RecordDict({"arrays": ZEROS}), 1, kind), context)
+        content = app(nbafl(), context).content
+        sent += not wire.Answer.from_json(str(content[wire.KEY][wire.KEY]), ("a",)).refused
+    assert sent == 2
+    assert StateAccount(context.state).replies("a") == 2
+
+
+def test_an_app_does_not_take_the_ledger_from_the_nodes_config(tmp_path: Any) -> None:
+    ledger = LedgerFile.create(tmp_path / "ledger.json", ["a"])
+    app, context = spoiling_app(no_ledger), context_of(**{LEDGER_PATH: str(ledger.path)})
+    for _ in range(4):
+        app(nbafl(), context)
+    assert ledger.read()["a"].replies == 2
+
+
+def test_an_app_that_raises_has_not_changed_the_account_either() -> None:
+    def serve(message: Message, context: Context) -> Message:
+        clear(context)
+        raise ValueError("Jane Doe")
+
+    app, context = spoiling_app(lambda context: None), context_of()
+    app.query("raises")(serve)
+    app(nbafl(), context)
+    with pytest.raises(RuntimeError, match=r"^this client's app failed; the node's own log says why$"):
+        app(Message(RecordDict(), 1, "query.raises"), context)
+    assert StateAccount(context.state).replies("a") == 1
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"clients": ["c0"], "replies": [-5], "terms": ["x"]},
+        {"clients": ["c0"], "replies": [1.5], "terms": ["x"]},
+        {"clients": ["c0", "c0"], "replies": [3, 1], "terms": ["x", "x"]},
+        {"clients": ["c0"], "replies": [], "terms": []},
+        {"clients": ["c0"], "replies": [1], "terms": [2]},
+        {"clients": "c0", "replies": 1, "terms": "x"},
+        {},
+    ],
+)
+def test_a_damaged_account_pays_nothing(record: Any) -> None:
+    context = context_of()
+    context.state[KEY] = ConfigRecord(record)
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context)
+    with pytest.raises(Declined, match="is damaged"):
+        made.answer(model(), config_of(local()))
+
+
+# What is told of errors
+
+
+def jane(text: str = "Jane Doe") -> Exception:
+    """An error that data have chosen, its class and its text."""
+    made: Exception = type("JaneDoeError", (ValueError,), {})(text)
+    return made
+
+
+class Telling(FedSGDDPCRecipe):
+    def terms(self, name: str, records: Any) -> Terms:
+        raise jane()
+
+
+class Breaking(FedSGDDPCRecipe):
+    def pipeline(self, release: Any, **words: Any) -> Any:
+        raise jane()
+
+
+def untold(text: str, caplog: Any) -> None:
+    assert "Jane" not in text
+    assert "Jane" in caplog.text  # the device's own log has it
+
+
+def words_of(recipe: type[FedSGDDPCRecipe]) -> dict[str, Any]:
+    return {"recipe": recipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=3), "context": context_of()}
+
+
+def test_an_error_in_a_recipes_terms_tells_the_server_nothing(caplog: Any) -> None:
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Telling))
+    _, answer = made.answer(model(), config_of(local()))
+    assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {
+        "c0": "this client's terms can't be made; the node's own log says why"
+    }
+    untold(answer[wire.KEY], caplog)
+
+
+def test_an_error_in_the_middle_of_a_reply_tells_the_server_nothing(caplog: Any) -> None:
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Breaking))
+    parameters = list(model().values())
+    for ask in (lambda: made.answer(model(), config_of(local())), lambda: made.fit(parameters, config_of(local()))):
+        with pytest.raises(RuntimeError, match=r"^training failed; the node's own log says why$") as told:
+            ask()
+        assert type(told.value) is RuntimeError
+        assert told.value.__cause__ is None
+        untold(str(told.value), caplog)
+
+
+class Terrible:
+    method = "nbafl"
+
+    def terms(self) -> Terms:
+        raise jane()
+
+    pipeline = None
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_an_error_in_an_apps_terms_tells_the_server_nothing(evaluates: bool, caplog: Any) -> None:
+    budget = EvaluationBudget(epsilon=1.0, num_evaluations=1)
+    app = ClientApp(mods=[privacy_mod(name="a", terms=Terrible(), evaluation=budget)])  # type: ignore[arg-type]
+    app.train()(lambda message, context: pytest.fail("the app was called"))
+    app.evaluate()(lambda message, context: pytest.fail("the app was called"))
+    message = nbafl()
+    if evaluates:
+        order = {"bounds": {"loss": 1.0}, "weights": (1.0,), "terms": ("x",), "noise_multipliers": (1.0,)}
+        message = wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, instruction_of(wire.EVALUATION, order, clients=("a",)))
+    text = str(app(message, context_of()).content[wire.KEY][wire.KEY])
+    assert "this client's terms can't be made; the node's own log says why" in text
+    untold(text, caplog)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_the_class_of_an_apps_error_tells_the_server_nothing(kind: str, caplog: Any) -> None:
+    def fail(message: Message, context: Context) -> Message:
+        raise jane()
+
+    app = ClientApp(mods=[privacy_mod(name="c0")])
+    app.train()(fail)
+    app.evaluate()(fail)
+    asked = training() if kind == "train" else evaluation()
+    sends = wire.train_message if kind == "train" else wire.evaluate_message
+    reply = app(sends(1, wire.MESSAGE_API, ZEROS, {}, asked), context_of())
+    text = str(reply.content[wire.KEY][wire.KEY])
+    assert "training failed; the node's own log says why" in text
+    untold(text, caplog)
+
+
+@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
+def test_the_class_of_an_error_in_client_fn_tells_the_server_nothing(kind: str, caplog: Any) -> None:
+    def client_fn(context: Context) -> Any:
+        raise jane()
+
+    grid = LocalGrid(client_app(client_fn), 1)
+    (reply,) = grid.send_and_receive([Message(RecordDict({"config": ConfigRecord({})}), 1, kind)])
+    text = reply.error.reason if reply.has_error() else str(reply.content[wire.KEY][wire.KEY])
+    assert "client_fn failed; the node's own log says why" in text
+    untold(text, caplog)
+
+
+def test_only_the_packages_own_class_of_refusal_is_told(caplog: Any) -> None:
+    """Not a class that inherits from it, which may hold any text."""
+    inherited = type("JaneDoeError", (Declined,), {})
+
+    class Inheriting(FedSGDDPCRecipe):
+        def terms(self, name: str, records: Any) -> Terms:
+            raise inherited("Jane Doe")
+
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Inheriting))
+    _, answer = made.answer(model(), config_of(local()))
+    untold(answer[wire.KEY], caplog)
+
+
+def test_a_client_does_not_tell_its_own_terms() -> None:
+    """They follow from how many records it has, which is no public number under add-or-remove-one."""
+    context = context_of()
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0", size=7)}, recipe=BUDGET, device="cpu", context=context)
+    _, answer = made.answer(model(), config_of(local()))  # of 8 records
+    (reason,) = wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused.values()
+    assert "are not this client's own" in reason
+    assert " of 7" not in reason
+    account = StateAccount(context.state)
+    account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text)})
+    own = BUDGET.terms("c0", records("c0", size=7))
+    assert account.charge({"c0": own}) == {"c0": "its account was opened on other terms"}
+
+
+# An app's metrics are no sums over records
+
+
+def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
+    """Its metrics are means over records, and noise for one record of such a mean is not known."""
+
+    class OfRecords:
+        method = "nbafl"
+        pipeline = None
+
+        def terms(self) -> Terms:
+            return BUDGET.terms("c0", records("c0"))
+
+    budget, seen = EvaluationBudget(epsilon=1.0, num_evaluations=1), []
+    app = ClientApp(mods=[privacy_mod(name="c0", terms=OfRecords(), evaluation=budget)])  # type: ignore[arg-type]
+    app.evaluate()(lambda message, context: seen.append(message))  # type: ignore[arg-type, func-returns-value]
+    terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
+    assert isinstance(terms.release.mechanism, Laplace)
+    order = {
+        "bounds": {"loss": 1.0},
+        "weights": (1.0,),
+        "terms": (terms.kind,),
+        "noise_multipliers": (terms.release.mechanism.noise_multiplier,),
+    }
+    asked = instruction_of(wire.EVALUATION, order)
+    context = context_of()
+    reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context)
+    answer = wire.EvaluationAnswer.from_json(str(reply.content[wire.KEY][wire.KEY]), ("c0",), 1)
+    assert "an app's metrics are means over records" in answer.refused["c0"]
+    assert seen == []
+    assert KEY not in context.state.config_records
+
+
+def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: Any) -> None:
+    """But for the one that a model with NaN weights makes, whose text is this package's own."""
+    made = device(None)
+    for raised, told in (
+        (jane(), "training failed; the node's own log says why"),
+        (ValueError(NOT_FINITE), f"training failed: {NOT_FINITE}"),
+    ):
+
+        def clip(*arguments: Any, error: Exception = raised) -> Any:
+            raise error
+
+        monkeypatch.setattr(parts, "clip_l2", clip)
+        _, answer = made.answer(model(), config_of(training()))
+        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": told}
+
+
+def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
+    """Not with the noise multiplier that the server names."""
+    own = OWN.terms().release.mechanism.noise_multiplier
+    policy = ClientPolicy(min_noise_multiplier=1.5 * own)
+    app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=policy)])
+    app.train()(lambda message, context: pytest.fail("the app was called"))
+    context, message = context_of(), nbafl()
+    asked = replaced(Instruction.from_json(str(message.content["config"][wire.KEY])), noise_multiplier=1e9)
+    text = app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context).content[wire.KEY][wire.KEY]
+    assert "this client's own terms have less noise" in str(text)
+    assert KEY not in context.state.config_records
+
+
+# What must stand on every line
+
+
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
+def test_a_share_of_no_noise_is_declined_by_every_method(method: str) -> None:
+    """A device that would add none, where the release counts on its share."""
+    order = {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0}
+    order |= {"mask_seed": 1} if method == "fed-smp" else {"quantization_levels": 0}
+    with pytest.raises(Declined, match="does not go with noise_multiplier=1"):
+        device(None).answer(model(), config_of(instruction_of(method, order)))
+
+
+@pytest.mark.parametrize("seeded", [None, 7])
+def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
+    budget = EvaluationBudget(epsilon=1.0, num_evaluations=3)
+    own = LocalDPClient(
+        model=linear(),
+        clients={"c0": records("c0")},
+        recipe=BUDGET,
+        device="cpu",
+        context=context_of(),
+        evaluation=budget,
+        noise_seed=seeded,
+    )
+    terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
+    told = {"weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (terms.release.mechanism.noise_multiplier,)}
+    locally = instruction_of(wire.EVALUATION, {"bounds": {"accuracy": 1.0}, **told})
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in own.evaluation(model(), config_of(locally))[wire.KEY]
+    plain = device(None, noise_seed=seeded)
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in plain.evaluation(model(), config_of(evaluation()))[wire.KEY]
+    app = ClientApp(mods=[privacy_mod(name="c0", noise_seed=seeded)])
+    app.evaluate()(lambda message, context: Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message))
+    reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation()), context_of())
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in str(reply.content[wire.KEY][wire.KEY])
+
+
+def test_an_evaluation_has_nothing_beside_the_model() -> None:
+    parameters = list(model().values())
+    device(None).evaluate(parameters, config_of(evaluation()))
+    with pytest.raises(Declined, match="a vector came beside the model"):
+        device(None).evaluate([*parameters, np.zeros(18, np.float32)], config_of(evaluation()))
+
+
+def test_terms_that_differ_in_one_word_are_other_terms() -> None:
+    """An account that was opened on the one does not pay for the other."""
+    words: dict[str, Any] = {
+        "what": "a reply",
+        "seen_by": "the server",
+        "unit": "record",
+        "relation": "replace-one",
+        "clip_norm": 1.0,
+        "mechanism": Laplace(noise_multiplier=4.0),
+        "sampler": FullSampling(),
+        "num_clients": 8,
+    }
+    others: list[dict[str, Any]] = [
+        {"unit": "client"},
+        {"relation": "add-or-remove-one"},
+        {"clip_norm": 2.0},
+        {"mechanism": Gaussian(noise_multiplier=4.0)},
+        {"sampler": PoissonSampling(sampling_rate=0.5)},
+        {"num_clients": 9},
+    ]
+    opened = Terms(release=Release(**words), num_replies=3)
+    assert opened.why_not(1, opened.text) is None
+    for change in others:
+        other = Terms(release=Release(**words | change), num_replies=3)
+        assert other.why_not(1, opened.text) is not None, change
+        if "mechanism" not in change:
+            assert why_not(other, clip_norm=other.release.clip_norm, kind=opened.kind, noise_multiplier=0.0), change
+
+
+@pytest.mark.parametrize("num_evaluations", [1, 3, 7, 10, 49, 1000])
+@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0, 3.0])
+def test_evaluations_never_cost_more_than_their_budget(epsilon: float, num_evaluations: int) -> None:
+    """The exact sum of what the float64 scales cost, not a float64 sum."""
+    training_terms = BUDGET.terms("c0", records("c0"))
+    terms = EvaluationBudget(epsilon=epsilon, num_evaluations=num_evaluations).terms("c0", training_terms)
+    scale = Fraction(terms.release.mechanism.noise_multiplier)
+    sensitivity = 2 if terms.release.relation == "replace-one" else 1
+    assert num_evaluations * sensitivity / scale <= Fraction(epsilon)

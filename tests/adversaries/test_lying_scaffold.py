@@ -1,0 +1,94 @@
+"""A client that lies about its update, to move SCAFFOLD's control variate, which honest clients then carry on."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, Message
+
+from flower_dp.clients import DPFedPAQRecipe, ScaffoldRecipe
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.strategies import DPFedPAQ, Scaffold
+from flower_dp.strategies.dp_fedpaq import Honest
+from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.scaffold import ControlVariate
+from tests.local_grids import NAMES, grid_of, records, start
+
+STEPS = FedPAQSteps(
+    learning_rate=0.2, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step", decay_iterations=None
+)
+TEN = {name: records(name) for name in NAMES[:10]}
+SIZE = 18
+
+
+def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: int | None = None) -> tuple[torch.Tensor, Any]:
+    """The final model and the strategy; one of ten sends the longest row that is accepted, always in one direction."""
+    words: dict[str, Any] = {"steps": STEPS, "epsilon": 20.0, "delta": 1e-5, "num_replies": rounds, "quantization_levels": levels}
+    strategy = strategy_of(**words, sampling=FullSampling(), num_clients=10, num_records=8, noise_seed=3)
+
+    def tamper(node: int, reply: Message) -> list[Message]:
+        if node == 10 and lies:
+            now: Any = SimpleNamespace(server_round=1, layout=SimpleNamespace(size=SIZE))
+            record = next(iter(reply.content.array_records.values()))
+            (name,) = record
+            row = np.zeros(SIZE, np.float32)
+            row[0] = -1.99 * strategy.rules.bounds(now).honest_norm(["c9"])
+            record[name] = Array(row)
+        return [reply]
+
+    grid = grid_of(recipe_of(**words), TEN, tamper=tamper, seeds=lambda context: int(context.node_id))
+    model = start(strategy, grid, rounds)
+    assert [report.replies for report in strategy.rounds] == [10] * rounds
+    return model, strategy
+
+
+@pytest.mark.slow
+def test_a_liar_moves_the_model_little_further_than_without_control_variates():
+    """Unbounded, c grows by a tenth every round: after 40 the model has norm 11,745, and that of DP-FedPAQ, where the same liar sends what it can, 54."""
+    model, strategy = run(Scaffold, ScaffoldRecipe, 40, lies=True)
+    control = strategy.rules.control.vector(SIZE)
+    assert np.linalg.norm(control) <= strategy.rules._honest(SIZE).mean * (1 + 1e-6)
+    plain, _ = run(DPFedPAQ, DPFedPAQRecipe, 40, lies=True)
+    assert torch.linalg.vector_norm(model) < 5 * torch.linalg.vector_norm(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [None, 40])
+def test_honest_runs_are_the_same_bit_for_bit(monkeypatch, levels):
+    bounded, one = run(Scaffold, ScaffoldRecipe, 8, lies=False, levels=levels)
+    monkeypatch.setattr(ControlVariate, "_radius", lambda *_: math.inf)
+    free, other = run(Scaffold, ScaffoldRecipe, 8, lies=False, levels=levels)
+    assert torch.equal(bounded, free)
+    assert np.array_equal(one.rules.control.vector(SIZE), other.rules.control.vector(SIZE))
+
+
+def test_what_honest_clients_make_by_hand():
+    """(E b C + std (sqrt(d) + 10)) / (E b), with the std of one client, and that of the mean of ten."""
+    words: dict[str, Any] = {"steps": STEPS, "epsilon": 20.0, "delta": 1e-5, "num_replies": 1}
+    strategy = Scaffold(**words, sampling=FullSampling(), num_clients=10, num_records=8)
+    start(strategy, grid_of(ScaffoldRecipe(**words), TEN), 1)
+    std = strategy.rules.books.terms["c0"].release.noise_scale
+    made = strategy.rules._honest(SIZE)
+    assert made.single == pytest.approx(0.5 + std * (math.sqrt(18) + 10) / 8)
+    assert made.mean == pytest.approx(0.5 + std / math.sqrt(10) * (math.sqrt(18) + 10) / 8)
+
+
+@pytest.mark.parametrize(("levels", "radius"), [(None, 2.0), (10, (2.0 + 2 * 0.4 * 3.0) / 0.6)])
+def test_the_control_variate_is_shortened_to_what_honest_clients_make(levels, radius):
+    """d = 16: messages of 10 levels have errors of at most 4 / 10 of their norm."""
+    honest = Honest(single=3.0, mean=2.0)
+    control = ControlVariate(levels)
+    control.vector(16)
+    total = np.zeros(16)
+    total[3] = -0.1
+    control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
+    assert np.linalg.norm(control.vector(16)) == pytest.approx(1.0)  # as it was learned
+    total[3] = -1e6
+    control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
+    assert control.vector(16)[3] == pytest.approx(radius)
+    most = 2 * 3.0 + 2.0 if levels is None else (2 * 3.0 + radius) / 0.6
+    assert control.longest(3.0, honest=honest) == pytest.approx(most)

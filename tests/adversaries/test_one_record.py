@@ -1,0 +1,562 @@
+"""One record against its client: it may neither decide whether the client replies, nor change what another record contributes.
+
+The unit of privacy is a record: replacing one by anything at all may move the sum by twice the clip norm, and must leave every
+other contribution as it is, bit for bit.
+"""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flower_dp import wire
+from flower_dp.clients import (
+    DatasetRecords,
+    DPFedPAQRecipe,
+    DPPASGDRecipe,
+    EvaluationBudget,
+    FedSGDDPCRecipe,
+    FlatModel,
+    LocalTraining,
+    NbAFLRecipe,
+    RecordMetrics,
+    TensorRecords,
+    record_clipping,
+)
+from flower_dp.clients.local_evaluation import evaluated_row
+from flower_dp.clients.parts import RecordClip
+from flower_dp.clients.per_record import UnfitModelError
+from flower_dp.clients.pipeline import Job, Reply
+from flower_dp.clients.record_clipping import clipped_sum
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
+
+SIZE, FEATURES, CLASSES = 12, 6, 3
+# So fine that rounding hides no difference of float32 rows, and so coarse that sums are exact in any order.
+STEP = 2.0**-40
+CROSS_ENTROPY = nn.functional.cross_entropy
+
+
+class Reading:
+    """A record that can't be read."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Items:
+    """A data set of items, some of which can't be read."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> Any:
+        item = self.items[position]
+        if isinstance(item, Reading):
+            raise item.error
+        return item
+
+
+HOSTILE: dict[str, Any] = {
+    "a float label": (torch.ones(FEATURES), 1.0),
+    "a label of NaN": (torch.ones(FEATURES), math.nan),
+    "a label of no class": (torch.ones(FEATURES), 99),
+    "a negative label": (torch.ones(FEATURES), -7),
+    "a bool label": (torch.ones(FEATURES), True),
+    "two labels": (torch.ones(FEATURES), torch.tensor([0, 1])),
+    "a label in words": (torch.ones(FEATURES), "one"),
+    "no label": (torch.ones(FEATURES), None),
+    "float64": (torch.ones(FEATURES, dtype=torch.float64), 1),
+    "float16": (torch.ones(FEATURES, dtype=torch.float16), 1),
+    "whole numbers": (torch.ones(FEATURES, dtype=torch.int32), 1),
+    "complex numbers": (torch.ones(FEATURES, dtype=torch.complex64), 1),
+    "a NumPy array": (np.ones(FEATURES), 1),
+    "a feature more": (torch.ones(FEATURES + 1), 1),
+    "no features": (torch.ones(0), 1),
+    "a number": (3.0, 1),
+    "words": ("one", 1),
+    "inputs by name": ({"inputs": torch.ones(FEATURES)}, 1),
+    "no inputs by name": ({}, 1),
+    "a sparse tensor": (torch.ones(FEATURES).to_sparse(), 1),
+    "a tensor with a gradient": (torch.ones(FEATURES, requires_grad=True), 1),
+    "NaN": (torch.full((FEATURES,), math.nan), 1),
+    "infinity": (torch.full((FEATURES,), math.inf), 1),
+    "huge": (torch.full((FEATURES,), 1e38), 1),
+    "three values": (torch.ones(FEATURES), 1, 1),
+    "one value": (torch.ones(FEATURES),),
+    "nothing": None,
+    "a lost file": Reading(OSError("Jane Doe")),
+    "out of memory": Reading(MemoryError()),
+    "an end": Reading(StopIteration()),
+    "endless": Reading(RecursionError()),
+    "an exit of generators": Reading(RuntimeError("generator raised StopIteration")),
+}
+every_hostile = pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+
+
+def honest(size: int = SIZE) -> list[Any]:
+    rng = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(size, FEATURES, generator=rng), torch.randint(CLASSES, (size,), generator=rng)
+    return list(zip(inputs, labels.tolist(), strict=True))
+
+
+def with_one(hostile: Any, place: int, items: list[Any]) -> DatasetRecords:
+    return DatasetRecords(dataset=Items([*items[:place], hostile, *items[place + 1 :]]))
+
+
+def made(build: Any) -> FlatModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(4)
+        return FlatModel(build())
+
+
+# Whether a client replies
+
+STEPS = {"learning_rate": 0.1, "num_local_steps": 2, "batch_size": 6, "clip_norm": 1.0}
+RECIPES: dict[str, tuple[Any, int]] = {
+    "fedsgd-dpc": (FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9), CLASSES),
+    "dp-pasgd": (
+        DPPASGDRecipe(**STEPS | {"batch_size": SIZE}, epsilon=4.0, delta=1e-3, num_steps=4),
+        CLASSES,
+    ),
+    "dp-fedpaq": (
+        DPFedPAQRecipe(steps=FedPAQSteps(**STEPS, sensitivity="per-step"), epsilon=4.0, delta=1e-3, num_replies=2),
+        CLASSES,
+    ),
+    "convex": (
+        DPFedPAQRecipe(
+            steps=FedPAQSteps(**STEPS, sensitivity="convex-glm", smoothness=5.0), epsilon=4.0, delta=1e-3, num_replies=2
+        ),
+        2,
+    ),
+    "nbafl": (
+        NbAFLRecipe(
+            training=LocalTraining(learning_rate=0.1, batch_size=4),
+            clip_norm=2.0,
+            epsilon=8.0,
+            delta=1e-3,
+            uplink_exposures=5,
+            min_records=SIZE,
+        ),
+        CLASSES,
+    ),
+}
+
+
+def answer_of(recipe: Any, flat: FlatModel, records: Any) -> Any:
+    release = recipe.terms("a", records).release
+    pipeline = recipe.pipeline(release, model=flat, server_round=1)
+    (answer,) = pipeline.replies(flat.vector.clone(), [Job(name="a", records=records, seed=0, secret=np.random.default_rng)])
+    return answer
+
+
+@pytest.mark.parametrize("method", RECIPES)
+@every_hostile
+def test_no_record_decides_whether_its_client_replies(method, hostile):
+    """The first record, the last one, and all of them."""
+    recipe, classes = RECIPES[method]
+    for records in (
+        *(with_one(hostile, place, honest()) for place in (0, SIZE - 1)),
+        DatasetRecords(dataset=Items([hostile] * SIZE)),
+    ):
+        answer = answer_of(recipe, made(lambda: nn.Linear(FEATURES, classes)), records)
+        assert isinstance(answer, Reply)
+        assert answer.row.isfinite().all()
+
+
+class Odd:
+    """Records of a user's own class, one of which comes twice, as an array, or not at all."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.good = what, DatasetRecords(dataset=honest())
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def batch(self, positions: Tensor, device: torch.device) -> Any:
+        inputs, targets = self.good.batch(positions, device)
+        if 3 not in positions.tolist():
+            return inputs, targets
+        return {
+            "twice": (inputs.repeat(2, 1), targets.repeat(2)),
+            "array": (np.asarray(inputs), targets),
+            "nothing": None,
+            "mixed": (inputs * math.nan, targets * 0),
+        }[self.what]
+
+
+@pytest.mark.parametrize("method", ["fedsgd-dpc", "dp-pasgd", "dp-fedpaq", "convex"])
+@pytest.mark.parametrize("what", ["twice", "array", "nothing", "mixed"])
+def test_nor_does_a_record_of_a_users_own_class(method, what):
+    recipe, classes = RECIPES[method]
+    assert isinstance(answer_of(recipe, made(lambda: nn.Linear(FEATURES, classes)), Odd(what)), Reply)
+
+
+def test_a_data_set_with_an_example_converts_records_and_leaves_out_others():
+    """The example's types are public; a record of float64 is one like all others."""
+    flat, items = made(lambda: nn.Linear(FEATURES, CLASSES)), honest()
+    expected = total(flat, DatasetRecords(dataset=items))
+    same = [(inputs.double(), label) for inputs, label in items]
+    example = (torch.zeros(FEATURES), 0)
+    assert torch.equal(total(flat, DatasetRecords(dataset=same, example=example)), expected)
+    assert torch.equal(total(flat, DatasetRecords(dataset=same)), expected)
+    for wrong in (
+        (items[5][0], 1.0),
+        (torch.ones(FEATURES + 1), 1),
+        ({"x": items[5][0]}, 1),
+        (items[5][0].to(torch.complex64), 1),
+    ):
+        records = DatasetRecords(dataset=[*items[:5], wrong, *items[6:]], example=example)
+        others = TensorRecords(inputs=torch.stack([x for x, _ in items]), targets=torch.tensor([y for _, y in items]))
+        kept = torch.tensor([place for place in range(SIZE) if place != 5])
+        torch.testing.assert_close(total(flat, records), total(flat, others, kept), rtol=0, atol=1e-5)
+        with pytest.raises(ValueError, match="does not fit the example"):
+            records.batch(torch.tensor([5]), flat.device)
+
+
+@pytest.mark.parametrize("method", ["fedsgd-dpc", "dp-pasgd", "dp-fedpaq", "nbafl"])
+def test_a_made_up_record_tells_whether_the_model_fits_and_no_record_of_the_client_does(method):
+    """With one record that does not fit, none, or all: without an example a client always replies, with one it never does."""
+    recipe = RECIPES[method][0]
+    fits, not_fits = (torch.ones(FEATURES + 1), 1), honest()
+    for items in (not_fits, [*not_fits[:4], fits, *not_fits[5:]], [fits] * SIZE):
+        wrong = made(lambda: nn.Linear(FEATURES + 1, CLASSES))
+        assert isinstance(answer_of(recipe, wrong, DatasetRecords(dataset=items)), Reply)
+        told = answer_of(recipe, wrong, DatasetRecords(dataset=items, example=(torch.zeros(FEATURES), 0)))
+        assert UnfitModelError.__name__ in told.reason
+
+
+class Picky(nn.Module):
+    """A model that can be run on any records but some of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch._C._functorch.is_batchedtensor(inputs) and not inputs.any():
+            raise ValueError("zeros")
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("label", [1, 99])
+def test_a_model_that_does_not_fit_a_made_up_record_never_trains(label):
+    """Not only where a record of the client fails as well: that would tell of the record."""
+    items = honest()
+    records = TensorRecords(
+        inputs=torch.stack([inputs for inputs, _ in items]), targets=torch.tensor([label, *(one for _, one in items[1:])])
+    )
+    assert "UnfitModelError" in answer_of(RECIPES["nbafl"][0], made(Picky), records).reason
+
+
+# What the others contribute
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(self.table(inputs).mean(1))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(values * mask)
+
+
+class Counting(nn.Module):
+    """A model that counts its forward passes, and whose outputs depend on the count."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer or nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("kept", None)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.add(self.calls, 1, out=self.calls)
+        self.kept = torch.ones(()) if self.kept is None else 2 * self.kept
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(()))
+        self.late = self.late / 3
+        return self.layer(inputs) * self.calls * self.kept * self.late
+
+
+class Shrinking(nn.Module):
+    """A model whose forward pass changes its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs)
+        with torch.no_grad():
+            torch.mul(self.weights[0], 0.5, out=self.weights[0])
+        return outputs
+
+
+def vectors(count: int) -> list[Any]:
+    return [one for one, _ in honest(count)]
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(FEATURES, 8)), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def images(count: int) -> list[Any]:
+    return list(torch.randn(count, 2, 6, 6, generator=torch.Generator().manual_seed(3)))
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "linear": (lambda: nn.Linear(FEATURES, CLASSES), vectors),
+    "mlp": (lambda: nn.Sequential(nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, CLASSES)), vectors),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)), images),
+    "embedding": (Looked, lambda count: list(torch.randint(9, (count, 4), generator=torch.Generator().manual_seed(3)))),
+    "by name": (Named, lambda count: [{"values": one, "mask": one > 0} for one in vectors(count)]),
+    "spectral norm": (spectral, vectors),
+    "dropout": (lambda: nn.Sequential(nn.Linear(FEATURES, 40), nn.Dropout(0.5), nn.Linear(40, CLASSES)), vectors),
+    "a count": (Counting, vectors),
+}
+BAD: dict[str, Any] = {
+    "a lost file": Reading(OSError()),
+    "another shape": (torch.ones(FEATURES + 3), 1),
+    "another type": (torch.ones(FEATURES, dtype=torch.complex64), 1),
+    "a float label": (torch.ones(FEATURES), 0.5),
+    "another number of axes": (torch.ones(2, 1, 3, 2, FEATURES), 1),
+    "nothing": None,
+}
+
+
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that raises for a class that is none, which a forward pass of the whole chunk does not survive."""
+    return nn.functional.nll_loss(outputs.log_softmax(1), targets)
+
+
+def total(flat: FlatModel, records: Any, positions: Tensor | None = None, *, loss: Any = CROSS_ENTROPY, seed: int = 5) -> Tensor:
+    positions = torch.arange(len(records)) if positions is None else positions
+    clip = RecordClip(clip_norm=0.5, step=STEP)
+    flat.reset_buffers()
+    return clipped_sum(flat, records, positions, clip=clip, loss=loss, seed=seed)[0]
+
+
+@pytest.mark.parametrize("part", [64, 5, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monkeypatch):
+    """Bit for bit: as if in its place were a record of no class, which counts as zero and is computed with the others."""
+    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
+    build, inputs = MODELS[name]
+    flat = made(build)
+    items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
+    for place in (0, 6, SIZE - 1):
+        expected = total(flat, with_one((items[place][0], CLASSES), place, items))
+        assert expected.any()
+        for bad in BAD.values():
+            assert torch.equal(total(flat, with_one(bad, place, items)), expected)
+
+
+@pytest.mark.parametrize("part", [64, 5, 1])
+@pytest.mark.parametrize("name", ["linear", "mlp", "convolution", "spectral norm", "dropout", "a count"])
+def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
+    """Then a chunk is computed again without it, each of the others in its place; a record of NaN counts as zero as well."""
+    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
+    build, inputs = MODELS[name]
+    flat = made(build)
+    items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
+    for place in (0, 6, SIZE - 1):
+        expected = total(flat, with_one((items[place][0] * math.nan, 0), place, items), loss=own_loss)
+        assert expected.any()
+        assert torch.equal(total(flat, with_one((items[place][0], CLASSES), place, items), loss=own_loss), expected)
+        tensors = TensorRecords(
+            inputs=torch.stack([one for one, _ in items]),
+            targets=torch.tensor([CLASSES if index == place else label for index, (_, label) in enumerate(items)]),
+        )
+        assert torch.equal(total(flat, tensors, loss=own_loss), expected)
+
+
+def test_a_forward_pass_that_changes_weights_changes_no_other_record(monkeypatch):
+    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", 4)
+    flat, items = made(Shrinking), honest()
+    flat.module.weights = [flat.vector]
+    start = flat.vector.clone()
+
+    def again(records):
+        flat.vector.copy_(start)
+        return total(flat, records, loss=own_loss)
+
+    expected = again(with_one((items[2][0] * math.nan, 0), 2, items))
+    assert expected.any()
+    assert torch.equal(again(with_one((items[2][0], CLASSES), 2, items)), expected)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@every_hostile
+def test_one_record_moves_the_sum_by_twice_the_clip_norm_at_most(place, hostile):
+    flat, items = made(spectral), honest()
+    moved = total(flat, DatasetRecords(dataset=items)) - total(flat, with_one(hostile, place, items))
+    assert torch.linalg.vector_norm(moved) <= 2 * 0.5
+
+
+class Augmented(Items):
+    """A data set that draws from everything, a bad record any number of times."""
+
+    def __getitem__(self, position: int) -> Any:
+        inputs, label = self.items[position]
+        if label == CLASSES:
+            for _ in range(int(inputs[0])):
+                random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+            raise OSError
+        return inputs + torch.rand(FEATURES) + float(np.random.rand()) + random.random(), label  # noqa: NPY002
+
+
+def test_what_a_data_set_draws_for_a_record_depends_on_no_other():
+    flat, items = made(lambda: nn.Linear(FEATURES, CLASSES)), honest()
+    sums = []
+    for count in (0, 1, 7):
+        random.seed(count)
+        outside = random.getstate(), str(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
+        changed = [*items[:4], (torch.full((FEATURES,), float(count)), CLASSES), *items[5:]]
+        sums.append(total(flat, DatasetRecords(dataset=Augmented(changed))))
+        assert (random.getstate(), str(np.random.get_state())) == outside[:2]  # noqa: NPY002
+        assert torch.equal(torch.get_rng_state(), outside[2])
+    assert torch.equal(sums[1], sums[0])
+    assert torch.equal(sums[2], sums[0])
+    # Each record draws anew, and so does each reply.
+    assert not torch.equal(total(flat, DatasetRecords(dataset=Augmented(items)), seed=6), sums[0])
+    same = [(torch.ones(FEATURES), 1)] * 2
+    one, two = (total(flat, DatasetRecords(dataset=Augmented(same)), torch.tensor([position])) for position in (0, 1))
+    assert not torch.equal(one, two)
+
+
+def of_largest(batch: Tensor) -> Tensor:
+    return batch / batch.abs().max()
+
+
+def of_largest_by_numpy(batch: Tensor) -> Tensor:
+    return torch.from_numpy(batch.numpy() / (np.abs(batch.numpy()).max() + 1e-3))
+
+
+@pytest.mark.parametrize("transform", [of_largest, of_largest_by_numpy, lambda batch: batch + torch.rand(len(batch), 1)])
+def test_a_transform_sees_one_record_at_a_time(transform):
+    """Whatever it does with a batch; vectorised or not."""
+    flat, items = made(lambda: nn.Linear(FEATURES, CLASSES)), honest()
+    inputs, targets = torch.stack([one for one, _ in items]), torch.tensor([one for _, one in items])
+    others = torch.arange(SIZE) != 3
+
+    def contributions(values: Tensor) -> Tensor:
+        changed = inputs.clone()
+        changed[3] = values
+        # The fourth record is of no class: the sum is that of the others.
+        records = TensorRecords(inputs=changed, targets=targets.where(others, CLASSES), transform=transform)
+        return total(flat, records)
+
+    assert torch.equal(contributions(1e6 * torch.ones(FEATURES)), contributions(torch.ones(FEATURES)))
+    assert contributions(torch.ones(FEATURES)).any()
+
+
+# One record more or less, which moves the others to other places
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear", "convolution", "spectral norm"])
+def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
+    """Under add-or-remove-one: each contribution has the same bits in every place, although a product's bits may depend on it."""
+    build, inputs = MODELS[name]
+    flat, values = made(build), torch.stack(inputs(SIZE))
+    labels = torch.arange(SIZE) % CLASSES
+    sums: list[Tensor] = []
+
+    def kept(*args: Any, **words: Any) -> Any:
+        made = clipped_sum(*args, **words | {"clip": RecordClip(clip_norm=0.5, step=STEP)})
+        sums.append(made[0])
+        return made
+
+    monkeypatch.setattr("flower_dp.clients.fedsgd_dpc.clipped_sum", kept)
+    words = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 1.0, "delta": 1e-3, "num_replies": 1}
+    recipe = FedSGDDPCRecipe(**words, relation="add-or-remove-one", num_records=SIZE)
+    for start in range(SIZE):  # the same records, each time another one in front
+        order = [*range(start, SIZE), *range(start)]
+        assert isinstance(answer_of(recipe, flat, TensorRecords(inputs=values[order], targets=labels[order])), Reply)
+    for other in sums[1:]:
+        assert torch.equal(other, sums[0])
+
+
+def test_a_record_less_leaves_the_metrics_of_others_as_they_are():
+    flat, items = made(MODELS["mlp"][0]), honest()
+    told: list[list[float]] = []
+
+    def first(outputs: Tensor, target: Tensor) -> dict[str, float]:
+        told.append(outputs[0].tolist())
+        return {"first": 0.0}
+
+    metrics = RecordMetrics(names=("first",), of=first)
+    for skipped in range(3):
+        evaluated(flat, DatasetRecords(dataset=items[skipped:]), metrics, relation="add-or-remove-one")
+    assert told[1:SIZE] == told[SIZE : 2 * SIZE - 1]
+    assert told[2:SIZE] == told[2 * SIZE - 1 :]
+
+
+# Evaluation
+
+
+def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics, relation: Any = "replace-one") -> np.ndarray:
+    words = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
+    training = gradient_terms(**words, num_records=len(records))
+    release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
+    order = wire.LocalEvaluationOrder(bounds={"first": 2.0}, weights=(), terms=(), noise_multipliers=())
+    return evaluated_row(flat, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
+
+
+def first_output(outputs: Tensor, target: Tensor) -> dict[str, float]:
+    if int(target) >= CLASSES:
+        raise ValueError("Jane Doe")
+    return {"first": float(outputs[0, 0] + torch.rand(1))}
+
+
+class Drawing(nn.Module):
+    """A model that draws in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) + torch.rand(1)
+
+
+@pytest.mark.parametrize("build", [MODELS["mlp"][0], MODELS["a count"][0], Drawing], ids=["apart", "a count", "drawing"])
+def test_in_an_evaluation_a_bad_record_leaves_the_others_as_they_are(build, caplog):
+    """Each counts as zero, like one whose metrics can't be computed."""
+    flat, items = made(build), honest()
+    metrics = RecordMetrics(names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0])})
+    told = RecordMetrics(
+        names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0]) + (1 / (CLASSES - int(target))) * 0}
+    )
+    for place in (0, 6):
+        expected = evaluated(flat, with_one((items[place][0], CLASSES), place, items), told)
+        for bad in BAD.values():
+            if isinstance(bad, tuple) and not isinstance(bad[1], int):
+                continue  # a float label is none of the model's business
+            np.testing.assert_array_equal(evaluated(flat, with_one(bad, place, items), metrics), expected)
+    assert "Jane" not in caplog.text
+
+
+@every_hostile
+def test_no_record_decides_whether_a_client_evaluates(hostile):
+    metrics = RecordMetrics(names=("first",), of=first_output)
+    flat = made(lambda: nn.Linear(FEATURES, CLASSES))
+    for place in (0, SIZE - 1):
+        assert np.isfinite(evaluated(flat, with_one(hostile, place, honest()), metrics)).all()

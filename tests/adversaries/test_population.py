@@ -1,0 +1,391 @@
+"""Nodes that lie about whom they host, stay silent, fail or crowd in: the run of the others is as without them."""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from torch import nn
+
+from flower_dp import record_run, wire
+from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays, privacy_mod
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.running.run_folder import read_metrics
+from flower_dp.strategies import DPFedAvg, PrivateEvaluation
+from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted
+from flower_dp.strategies.roll_call import RollCall
+from flower_dp.strategies.roster import Register, Roster
+from tests.grids import LocalGrid, asks_to_train
+from tests.stock import arrays, shifted, stock_app
+
+WORDS = {"clip_norm": 0.5, "noise_multiplier": 1e-9, "sampling": FullSampling(), "num_clients": 3, "delta": 1e-3}
+RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
+METHODS = ["dp-fedavg", wire.EVALUATION]
+SILENT = "silent"
+
+
+def app():
+    def client_fn(context):
+        clients = dict.fromkeys(str(context.node_config["names"]).split(","), RECORDS)
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1))
+
+    return client_app(client_fn)
+
+
+def naming(*names, methods=METHODS):
+    return json.dumps({"clients": list(names), "methods": methods})
+
+
+class Population(LocalGrid):
+    """Nodes that come before a round ({round: {node: names or a lie}}); a lie is the text of an answer, an Error, or `SILENT`."""
+
+    def __init__(self, changes, app_of_all=None):
+        super().__init__(app_of_all or app(), 0)
+        self.changes, self.round, self.lies = changes, 1, {}
+        self.asked, self.questions = [], []
+        self.come()
+
+    def come(self):
+        for node, says in self.changes.get(self.round, {}).items():
+            self.lies |= {} if isinstance(says, str) and says.isalnum() and says != SILENT else {node: says}
+            config = {"names": says if node not in self.lies else "x"}
+            self.contexts[node] = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies, train = [], []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            (reply,) = super().send_and_receive([message], timeout=timeout)
+            if asks_to_train(message) and message.content.array_records:
+                train.append(node)
+                replies.append(reply)
+                continue
+            self.questions.append(node)
+            lie = self.lies.get(node)
+            if isinstance(lie, Error):
+                reply = Message(lie, reply_to=message)
+            elif lie is not None:
+                reply = Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: lie})}), reply_to=message)
+            replies += [] if isinstance(lie, str) and lie == SILENT else [reply]
+        if train:
+            self.asked.append(sorted(train))
+            self.round += 1
+            self.come()
+        return replies
+
+
+THREE = {1: "a", 2: "b", 3: "c"}
+DEEP = '{"clients": ' + "[" * 100_000
+LIES = {
+    "deeply nested": DEEP,
+    "named twice": naming("d", "d"),
+    "no JSON": '{"clients":',
+    "no table": "[]",
+    "half a text": '"\\"' * 50_000,
+    "half an escape": '{"clients":["\\',
+    "a number": "9" * 5000,
+    "no names": naming(3),
+    "a line end": naming("d\nEPSILON: 0.0"),
+    "too long": naming("d" * 201),
+    "too many": naming(*(f"d{i}" for i in range(100_000))),
+    "another method": naming("d", methods=["nbafl"]),
+    "many methods": naming("d", methods=["x"] * 99),
+    "its own error": json.dumps({"error": "x\nEPSILON: 0.0"}),
+    "an error": Error(code=2, reason="broken\nEPSILON: 0.0"),
+    "a stock app's error": Error(code=2, reason="No query function registered"),
+    "gone": Error(code=3, reason="unavailable"),
+    "silent": SILENT,
+}
+
+
+def run(changes, *, num_rounds=4, model=None, **words):
+    grid = Population(changes)
+    strategy = DPFedAvg(**WORDS | {"registration_timeout": 5.0} | words)
+    result = strategy.start(grid, model_arrays(model or nn.Linear(2, 2)), num_rounds=num_rounds)
+    return strategy, grid, result
+
+
+# One node never ends nor stalls the run of the others
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
+    strategy, grid, _ = run({1: THREE, 2: {9: LIES[lie]}})
+    assert grid.asked == [[1, 2, 3]] * 4
+    assert strategy._register._roster.names == ("a", "b", "c")
+    assert not [line for record in caplog.records for line in record.getMessage().splitlines() if line.startswith("EPSILON")]
+
+
+@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at, monkeypatch):
+    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.1)
+    strategy, grid, _ = run({1: {at: LIES[lie], **THREE}})
+    assert grid.asked == [[1, 2, 3]] * 4
+    assert strategy._register._roster.names == ("a", "b", "c")
+
+
+def test_a_node_that_is_waited_for_is_named_by_the_error():
+    with pytest.raises(TimeoutError, match=r"only 3 clients on 3 nodes.*node 9: its list of clients has \d+ characters"):
+        run({1: {**THREE, 9: naming(*(f"d{i}" for i in range(10_000)))}}, num_clients=4, registration_timeout=0.3)
+
+
+def test_a_silent_node_is_asked_once_in_many_rounds_and_nobody_waits_for_it():
+    """The wait is the only call that takes a timeout of its own: there is none in the roll call."""
+    _, grid, _ = run({1: THREE, 2: {9: SILENT}}, num_rounds=8)
+    assert grid.questions.count(9) == 1
+    assert len(grid.asked) == 8
+
+
+def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("flower_dp.strategies.roll_call.time.monotonic", lambda: clock[0])
+    grid, roll_call, asked = Population({1: {1: "a"}}), RollCall(), []
+    roll_call.ask(grid, [1], most_names=3)
+    grid.come()
+    grid.lies[2] = SILENT
+    grid.contexts[2] = grid.contexts[1]
+    while clock[0] < 500:
+        before = len(grid.questions)
+        assert roll_call.ask(grid, [2], most_names=3, late=True) == {}
+        asked += [clock[0]] * (len(grid.questions) - before)
+        clock[0] += 1
+    assert asked == [0, 31, 92, 213, 454]
+    first = next(sent for sent, (_, question) in roll_call._sent.items() if question.since == 0)
+    answer = Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming("b")})}), reply_to=grid.sent[0])
+    answer.metadata.__dict__["_reply_to_message_id"] = first
+    grid.waiting.append(answer)
+    assert roll_call.ask(grid, [2], most_names=3, late=True)[2].names == ("b",)
+    assert not roll_call.waiting
+
+
+def test_one_node_does_not_decide_that_the_app_is_a_stock_one(monkeypatch):
+    """A stock client has no name, no policy and no budget: clients of this package would all decline."""
+    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.1)
+    for changes in ({1: {0: LIES["a stock app's error"], **THREE}}, {1: {0: LIES["a stock app's error"], 1: "a"}}):
+        strategy, _, _ = run(changes, num_clients=len(changes[1]) - 1)
+        assert strategy._register._roster.hosting
+        assert strategy.rounds[0].replies == len(changes[1]) - 1
+
+
+# A name stands once, and is drawn as often as it is charged
+
+
+def test_two_newcomers_with_one_name_are_one_client(caplog):
+    strategy, grid, _ = run({1: THREE, 2: {8: "d", 9: "d"}})
+    assert strategy._register._roster.names == ("a", "b", "c", "d")
+    assert grid.asked[1:] == [[1, 2, 3, 8]] * 3
+    assert "client 'd' is hosted by nodes 8 and 9" in caplog.text
+
+
+def test_two_nodes_with_one_name_at_the_start_are_one_client():
+    _, grid, _ = run({1: {**THREE, 8: "c"}})
+    assert grid.asked == [[1, 2, 3]] * 4
+
+
+def test_a_roster_has_no_name_twice():
+    with pytest.raises(ValueError, match="'a' stands 2 times in the roster"):
+        Roster(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
+    with pytest.raises(ValueError, match="'a' is named twice"):
+        wire.Hosted(names=("a", "b", "a"), methods=frozenset())
+
+
+def test_a_name_that_many_nodes_claim_is_drawn_at_its_rate():
+    """2,000 Poisson cohorts: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
+    grid = Population({1: THREE})
+    register = Register(3, timeout=1, newcomers=True)
+    register.roster(grid)
+    grid.changes = {1: dict.fromkeys(range(10, 20), "d")}
+    grid.come()
+    roster = register.roster(grid)
+    strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
+    counts = dict.fromkeys(roster.names, 0)
+    for server_round in range(2000):
+        for index in strategy._cohort(server_round, roster):
+            counts[roster.names[index]] += 1
+    assert all(abs(count / 2000 - 0.3) < 0.05 for count in counts.values())
+
+
+# Crowds
+
+
+def test_a_crowd_of_newcomers_moves_the_mean_at_most_as_far_as_the_cap_says(caplog):
+    """Every newcomer's update has the clip norm: without a cap 300 devices moved the mean 100 times as far as three do."""
+    grid = LocalGrid(stock_app(shifted(lambda node: 1e6)), 300)
+    late = {node: grid.contexts.pop(node) for node in range(4, 301)}
+    for most, factor in ((None, 2.0), (0, 1.0), (5, 8 / 3)):
+        for node in late:
+            grid.contexts.pop(node, None)
+        strategy = DPFedAvg(**WORDS, most_newcomers=most)
+        start = arrays(w=np.zeros(2, np.float32))
+        strategy.aggregate_train(1, grid.send_and_receive(strategy.configure_train(1, start, ConfigRecord(), grid)))
+        grid.contexts |= late
+        messages = strategy.configure_train(2, start, ConfigRecord(), grid)
+        after, _ = strategy.aggregate_train(2, grid.send_and_receive(messages))
+        assert np.linalg.norm(after["w"].numpy()) == pytest.approx(0.5 * factor, rel=1e-3)
+    assert "num_clients and most_newcomers" in caplog.text
+
+
+def test_a_crowd_at_the_start_is_capped_too_and_nodes_that_name_few_come_first():
+    strategy, grid, _ = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, most_newcomers=3)
+    assert strategy._register._roster.names == ("a", "b", "c", "e", "f", "g")
+    assert 0 not in grid.asked[0]
+
+
+@pytest.mark.parametrize(("most", "joins"), [(None, False), (1, False), (2, True)])
+def test_a_late_node_names_no_more_clients_than_nodes_of_the_start_or_as_the_setting_says(most, joins):
+    strategy, _, _ = run({1: THREE, 2: {9: naming("d", "e")}}, most_clients_per_node=most)
+    assert strategy._register._roster.names == ("a", "b", "c") + (("d", "e") if joins else ())
+
+
+def test_a_setting_caps_the_nodes_of_the_start():
+    strategy, grid, _ = run({1: {0: naming("x", "y"), **THREE}}, most_clients_per_node=1)
+    assert strategy._register._roster.names == ("a", "b", "c")
+    assert grid.asked[0] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("words", [{"most_clients_per_node": 0}, {"most_newcomers": -1}, {"most_newcomers": 1.5}])
+def test_caps_that_make_no_sense_are_refused(words):
+    with pytest.raises(ValueError, match=next(iter(words))):
+        DPFedAvg(**WORDS, **words)
+
+
+def test_a_method_without_newcomers_takes_none_whatever_the_setting():
+    strategy, _, _ = run({1: THREE, 2: {9: "d"}}, sampling=RoundRobinSampling(cohort_size=1), most_newcomers=9)
+    assert strategy._register._roster.names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"clients":[' + "{}," * 50_000,
+        '{"clients":[' + '"",' * 50_000,
+        "[" * 50_000,
+        '{"a":' * 5000,
+        '{"clients":["' + "d" * 3_000_000,
+    ],
+)
+def test_an_answer_that_no_honest_node_sends_is_refused_before_it_is_parsed(text, monkeypatch):
+    monkeypatch.setattr("flower_dp.wire.hosted.json", None)
+    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
+    for most_names in (3, 10_000):
+        with pytest.raises(ValueError, match=r"characters: at most|malformed answer, or more"):
+            wire.hosted_of(content, most_names=most_names)
+
+
+def test_the_longest_honest_answers_are_read():
+    for names in (("\U0001f40c" * 200,), tuple(f'client-{i:06} [Kraków, "北京"]' for i in range(1000))):
+        content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming(*names)})})
+        told = wire.hosted_of(content, most_names=len(names))
+        assert told == wire.Hosted(names=names, methods=frozenset(METHODS))
+
+
+def test_a_reply_slightly_longer_than_its_bound_is_clipped():
+    """By a part in 2,000 of the clip norm: charged are sums of rows within it."""
+    bounds = Bounds(clip_norm=0.5, step=0.0, honest_norm=lambda names: 0.0)
+    for excess in (2.0**-11, 2.0**-30, 2.0**-45, 0.0):
+        update = np.array([0.3, 0.4]) * (1 + excess)
+        assert np.linalg.norm(accepted(update, ["a"], bounds)) <= 0.5
+        assert np.linalg.norm(accepted(update * 3, ["a", "b", "c"], bounds)) <= 1.5 * (1 + 1e-15)
+
+
+# What is published does not tell how many clients take part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "secret"),
+    [
+        ({"sampling": PoissonSampling(sampling_rate=0.5)}, True),
+        ({"evaluation": PrivateEvaluation(sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=1.0)}, True),
+        ({}, False),
+    ],
+)
+def test_times_are_published_only_where_cohorts_are_no_secret(words, secret, tmp_path):
+    strategy = DPFedAvg(**WORDS | words)
+    record_run(strategy, Population({1: THREE}), model_arrays(nn.Linear(2, 2)), num_rounds=3, config={}, path=tmp_path / "run")
+    for line in read_metrics(tmp_path / "run")[1:]:
+        assert ("elapsed" in line) is not secret
+        assert ("seconds" in line) is not ("sampling" in words)
+
+
+def test_a_statement_does_not_count_missing_updates_where_cohorts_are_secret():
+    """Of one round they are the cohort, if all fail; and a client that always fails would be seen to take part."""
+    for sampling, told in ((PoissonSampling(sampling_rate=0.5), False), (FullSampling(), True)):
+        strategy = DPFedAvg(**WORDS | {"sampling": sampling})
+        strategy.plan(3)
+        strategy.missing += Missing(failed=2)
+        assert any("did not count" in line for line in strategy.statement.incidents) is told
+
+
+# Names and texts are one line
+
+
+NOT_A_LINE = ["", " ", "a\nb", "a\rb", "a\u2028b", "a\x1b[2Kb", "a\u202eb", "\ud800", "a" * 201, 3, None]
+
+
+@pytest.mark.parametrize("name", NOT_A_LINE)
+def test_a_name_that_is_no_printable_line_enters_nowhere(name):
+    with pytest.raises(ValueError, match="must be one line of printable characters"):
+        Ledger(owner=name * 2 if isinstance(name, str) and len(name) > 200 else name, relation="add-or-remove-one")
+    with pytest.raises(ValueError, match="must be one line of printable characters"):
+        DPClient(model=nn.Linear(2, 2), clients={name: RECORDS}, training=LocalTraining(learning_rate=0.1))
+    if name is not None:
+        with pytest.raises(ValueError, match="must be one line of printable characters"):
+            privacy_mod(name=name)
+    text = json.dumps({"clients": [name], "methods": METHODS})
+    with pytest.raises(ValueError, match="must be one line of printable characters"):
+        wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=3)
+
+
+def test_reasons_of_clients_are_one_line_in_log_and_errors(caplog):
+    collected = Collected(total=np.zeros(1))
+    with caplog.at_level(logging.WARNING, "flwr"):
+        collected.leave_out(1, ("a",), "x\nEPSILON: 0.0", Missing(rejected=1))
+    collected.add_refused({"b": "declined:\r\nEPSILON: 0.0"})
+    for text in (*collected.refused.values(), *(record.getMessage() for record in caplog.records)):
+        assert text.isprintable()
+
+
+def test_a_metric_of_a_client_has_a_name_of_one_line():
+    words = {
+        "payload": {"codec": "dense", "length": 3},
+        "seeded_noise": False,
+        "payload_bytes": 0,
+        "restarted": [],
+        "refused": {},
+    }
+    for name in ("loss\n", "l" * 201, ""):
+        text = json.dumps({"protocol": wire.PROTOCOL, **words, "metrics": {name: 1.0}})
+        with pytest.raises(ValueError, match=r"metric=.*must be one line"):
+            wire.Answer.from_json(text, ["a"])
+
+
+def test_an_evaluation_with_noise_from_a_seed_is_refused():
+    def client_fn(context):
+        clients = {str(context.node_config["names"]): RECORDS}
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1), noise_seed=1)
+
+    grid = Population({1: THREE}, client_app(client_fn))
+    strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(sampling=FullSampling(), noise_multiplier=1e-3, every=1))
+    strategy.plan(1)
+    assert len(strategy.configure_train(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)) == 3
+    messages = strategy.configure_evaluate(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)
+    assert len(messages) == 3
+    assert strategy.aggregate_evaluate(1, grid.send_and_receive(messages)) is None
+    assert math.isfinite(strategy.epsilon)
+    assert any("fixed seed" in line for line in strategy.statement.incidents)
+
+
+def test_the_seed_of_a_test_is_the_servers_own():
+    """A client's word does not make a run count as a test."""
+    collected = Collected(total=np.zeros(1))
+    with pytest.raises(ValueError, match="fixed seed"):
+        collected.check_seed(True)
+    collected.check_seed(False)
+    Collected(total=np.zeros(1), seeded=True).check_seed(True)
+    assert math.isinf(DPFedAvg(**WORDS, noise_seed=1).epsilon)

@@ -1,0 +1,150 @@
+"""A server that lies in the run-config to a device with settings of its own, whose app is pinned."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from apps import client_app, own_model
+from apps.device import DEALT, FUNCTIONS, own_settings
+from apps.methods import METHODS, module_of
+from apps.settings import Settings, key_of
+from tests.apps.test_methods import DEFAULTS
+
+OWN = {"nbafl.epsilon": 1.0, "nbafl.delta": 1e-3, "nbafl.uplink-exposures": 2}
+SERVERS = {"method": "nbafl", "num-clients": 4, "num-rounds": 2, "sampling": "full", "batch-size": 8}
+# What a device that sets a budget says of its data, in the package's own app.
+HERE = {"partition": "sample", "records-per-client": 20}
+ROOT = Path(__file__).parents[2]
+
+
+def load_records(client, num_clients):
+    return torch.zeros(20, 3), torch.zeros(20, dtype=torch.int64)
+
+
+def hosted(run_config, **node):
+    """The client of a node of somebody's own app."""
+    node = {"partition-id": 0, "num-partitions": 4, **node}
+    context = Context(1, 1, node, RecordDict(), {**SERVERS, **run_config})
+    return own_model.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
+
+
+def dealt(run_config, **node):
+    """The client of a node of the package's own app."""
+    node = {"partition-id": 0, "num-partitions": 4, **node}
+    return client_app.client_fn(Context(1, 1, node, RecordDict(), {**DEFAULTS, **SERVERS, **HERE, **run_config}))
+
+
+@pytest.mark.parametrize("lie", [100, 1, 3])
+def test_the_server_does_not_decide_how_many_clients_a_device_hosts(lie):
+    """The device's epsilon 1 once became 100, on the same records: every name had a budget of its own."""
+    assert list(hosted({}, **OWN).clients) == ["client-0"]
+    for made, words in ((hosted, OWN), (dealt, OWN | HERE)):
+        with pytest.raises(
+            ValueError, match=rf"num-clients={lie}: this device has settings of its own, and hosts one client of "
+        ):
+            made({"num-clients": lie}, **words)
+
+
+def test_a_device_hosts_several_clients_where_it_says_so():
+    for servers in (8, 400):
+        assert list(hosted({"num-clients": servers}, **OWN, **{"num-clients": 8}).clients) == ["client-0", "client-4"]
+    assert len(hosted({"num-clients": 400}).clients) == 100  # it has set nothing
+
+
+@pytest.mark.parametrize("part", [-1, 4, 9])
+def test_a_node_is_one_of_its_partitions(part):
+    with pytest.raises(ValueError, match=rf"partition-id={part}: must be 0 to 3, below num-partitions=4"):
+        hosted({}, **{"partition-id": part})
+
+
+LIES = {
+    "task": "fashion-mnist",
+    "data-dir": "torchvision:/tmp/anywhere",
+    "partition": "label-shards",
+    "dirichlet-alpha": 0.01,
+    "classes-per-client": 1,
+    "records-per-client": 60_000,
+    "validation-ratio": 0.4,
+    "test-ratio": 0.4,
+    "seed": 7,
+}
+
+
+def test_every_key_that_deals_records_is_tried():
+    assert LIES.keys() == set(DEALT)
+
+
+@pytest.mark.parametrize("key", DEALT)
+def test_the_server_does_not_decide_which_records_a_client_has(key):
+    run = {**DEFAULTS, **SERVERS, "partition": "iid", "records-per-client": 0, key: LIES[key]}
+    node = {"partition-id": 0, "num-partitions": 4, **OWN}
+    with pytest.raises(ValueError, match=rf"{key}={re.escape(repr(LIES[key]))}: .* set {key} in its node-config"):
+        own_settings(run, node, dealt=True)
+    assert own_settings(run, {**node, key: "mine"}, dealt=True)[key] == "mine"
+    assert own_settings(run, {"partition-id": 0, "num-partitions": 4}, dealt=True)[key] == LIES[key]
+
+
+def test_records_are_those_of_the_device():
+    with pytest.raises(ValueError, match="seed=7: which records this device's clients have is not the server's to decide"):
+        dealt({"seed": 7}, **OWN, **HERE)
+    mine = {**OWN, **HERE, "records-per-client": 30}
+    client = dealt({"records-per-client": 60_000}, **mine)
+    assert [len(records) for records in client.clients.values()] == [30]
+    assert client.recipe.min_records == 30  # which NbAFL's noise is made for
+
+
+@pytest.mark.parametrize("key", ["sampling", "sampling-rate", "cohort-size"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_server_does_not_decide_how_much_of_the_noise_is_a_devices_share(method, key):
+    lie = {"sampling": "full", "sampling-rate": 0.9, "cohort-size": 4}[key]
+    run = {"method": method, "num-clients": 4, key: lie}
+    node = {"num-partitions": 4, f"{method}.clip-norm": 1.0}
+    shared = any(field.name == "placement" for field in fields(module_of(method).Own))
+    if not shared:
+        assert own_settings(run, node)[key] == lie
+        return
+    with pytest.raises(ValueError, match=rf"{key}={lie!r}: how much noise this device adds is not the server's to decide"):
+        own_settings(run, node)
+    assert own_settings(run, {**node, key: lie})[key] == lie
+
+
+def test_shared_noise_is_that_of_the_devices_own_cohort():
+    own = {"fed-smp.noise-multiplier": 1.0, "fed-smp.delta": 1e-3, "fed-smp.clip-norm": 1.0, "sampling": "full"}
+    run = {"method": "fed-smp", "sampling": "poisson"}
+    # A share of 4 clients: 1 / sqrt(4).
+    assert hosted(run, **own).policy.min_noise_std == pytest.approx(0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [OWN, {"evaluation.every": 2, "evaluation.epsilon": 0.5}, {"num-clients": 4}, {"data-fn": "", "learning-rate": 0.1}],
+    ids=["a budget", "evaluation", "num-clients", "two others"],
+)
+def test_a_device_that_sets_anything_sends_no_metrics_unasked(mine):
+    """A server's `report-client-metrics=true` once got the exact training loss of a device that had set only its budget."""
+    asked = {"report-client-metrics": True, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    assert hosted(asked).policy.allow_metrics
+    client = hosted(asked, **mine)
+    assert not client.policy.allow_metrics
+    budget = client.evaluation_budget
+    assert (budget.epsilon if budget else None) == mine.get("evaluation.epsilon")
+    assert hosted(asked, **mine, **{"report-client-metrics": True}).policy.allow_metrics
+
+
+def test_what_a_node_config_does_not_mean_for_the_app_sets_nothing():
+    run = {"method": "nbafl", "report-client-metrics": True}
+    node = {"partition-id": 0, "num-partitions": 9, "name": "a", "ledger-path": "/ledger.json", "data-path": "/records", "a.b": 1}
+    assert own_settings(run, node) == run
+
+
+def test_the_page_says_of_every_setting_whose_word_counts():
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    table = page.partition("### What a device takes from the server")[2].partition("\n## ")[0]
+    told = set(re.findall(r"`([a-z-]+)`", table))
+    keys = {key_of(field.name) for field in fields(Settings)} | set(FUNCTIONS)
+    assert not keys - told

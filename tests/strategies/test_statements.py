@@ -1,0 +1,327 @@
+"""What statements say beside epsilon: noise of messages, adversaries once each, assumptions that were relied on, what is left out."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.steps import LocalSteps
+from flower_dp.privacy import accounting
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies.not_covered import OTHER_RUNS
+from flower_dp.strategies.replies import Missing
+from flower_dp.strategies.rules import RunFacts
+
+NAMES = ("c0", "c1", "c2", "c3")
+SIZES = {"c0": 8, "c1": 16, "c2": 24, "c3": 80}
+LEVEL = {"clip_norm": 0.5, "noise_multiplier": 4.0, "num_clients": 4, "delta": 1e-3}
+STEPS = FedPAQSteps(learning_rate=0.5, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
+PAQ = {"steps": STEPS, "sampling": FullSampling(), "num_clients": 4, "epsilon": 2.0, "delta": 1e-3, "num_replies": 9}
+SGD = {"num_clients": 4, "cohort_size": 2, "clip_norm": 0.5, "epsilon": 2.0, "learning_rate": 0.1, "num_replies": 9}
+PASGD = {"num_clients": 4, "clip_norm": 0.5, "epsilon": 2.0, "delta": 1e-3, "num_steps": 18, "num_local_steps": 3}
+METHODS = {
+    "dp-fedavg": lambda: DPFedAvg(**LEVEL, sampling=FullSampling()),
+    "dp-fedsam": lambda: DPFedSAM(**LEVEL, sampling=FullSampling()),
+    "fed-smp": lambda: FedSMP(**LEVEL, sampling=FullSampling(), keep_ratio=0.5),
+    "fedsgd-dpc": lambda: FedSGDDPC(**SGD, mechanism="laplace", num_records=SIZES),
+    "nbafl": lambda: NbAFL(num_clients=4, num_records=SIZES, clip_norm=1.0, epsilon=2.0, delta=0.01, uplink_exposures=9),
+    "dp-pasgd": lambda: DPPASGD(**PASGD, batch_size=4, learning_rate=0.25),
+    "dp-fedpaq": lambda: DPFedPAQ(**PAQ, num_records=8),
+    "scaffold": lambda: Scaffold(**PAQ, num_records=8),
+}
+
+
+def stated(strategy, rounds=3):
+    """The statement after some charged rounds of all clients."""
+    strategy.plan(rounds)
+    rules = strategy.rules
+    if hasattr(rules, "open"):
+        rules.open(NAMES)
+    for number in range(1, rounds + 1):
+        rules.charge(number, NAMES)
+    return strategy.statement
+
+
+def std_of_messages(statement):
+    (std,) = {one.noise_std for one in statement.adversaries}
+    return std
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_statement_names_other_runs_and_all_else_that_it_leaves_out(method):
+    statement = stated(METHODS[method]())
+    assert statement.not_covered[0].startswith(OTHER_RUNS)
+    assert ("ledger file" in statement.not_covered[0]) == (method not in ("dp-fedavg", "dp-fedsam", "fed-smp"))
+    assert statement.not_covered[1].startswith(
+        "everything else that is computed from client data: choice of settings, timing, logs"
+    )
+    assert len(statement.not_covered) == 2
+
+
+# The noise of a message
+
+
+def test_a_message_of_fedsgd_has_the_noise_of_a_weighted_mean():
+    """Of the client with the least: its weight times noise std of the sum over the number of its records."""
+    statement = stated(METHODS["fedsgd-dpc"]())
+    # Laplace scale 2 C R / epsilon = 4.5 of every sum; weights n_i / n x N / b, here 2 n_i / 128, so that n_i cancels out.
+    assert std_of_messages(statement) == pytest.approx(math.sqrt(2) * 4.5 * 2 / 128)
+    uniform = stated(FedSGDDPC(**SGD, mechanism="laplace", num_records=SIZES, aggregation="uniform"))
+    assert std_of_messages(uniform) == pytest.approx(math.sqrt(2) * 4.5 / 80 * 2 / 4)  # of c3
+
+
+def test_a_message_of_dp_pasgd_has_the_noise_of_all_its_steps():
+    words = PASGD | {"learning_rate_decay": 0.5, "weight_decay": 0.4, "learning_rate": 0.25}
+    strategy = DPPASGD(**words, batch_size=dict(zip(NAMES, (4, 8, 2, 16), strict=True)))
+    statement = stated(strategy)
+    least = statement.noise["least_noise_std_of_a_mean_gradient"]
+    assert least == pytest.approx(strategy.rules.books.terms["c3"].release.noise_std / 16)
+    size = 0.25 / 4  # of round 3
+    kept = 1 - size * 0.4
+    assert std_of_messages(statement) == pytest.approx(size * least * math.sqrt(1 + kept**2 + kept**4))
+
+
+def test_the_noise_of_steps_is_added_up_by_hand():
+    steps = LocalSteps(num_local_steps=3, learning_rate=0.5, learning_rate_decay=0.2, weight_decay=0.1)
+    size, variance = 0.4, 0.0
+    for _ in range(3):  # w <- (1 - size x decay) w - size x noise
+        variance = (1 - size * 0.1) ** 2 * variance + (size * 1.5) ** 2
+    assert steps.noise_std(2, noise=1.5) == pytest.approx(math.sqrt(variance))
+
+
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+def test_a_message_of_local_steps_has_the_noise_of_its_update(method):
+    strategy = METHODS[method]()
+    statement = stated(strategy)
+    least = min(terms.release.noise_std for terms in strategy.rules.books.terms.values())
+    # 100 iterations shrink the step to half; 4 were there before round 3.
+    assert std_of_messages(statement) == pytest.approx(least * 0.5 / 1.04 / 4)
+
+
+def test_a_message_of_nbafl_has_the_noise_of_its_weighted_weights():
+    statement = stated(METHODS["nbafl"]())
+    server = next(one for one in statement.adversaries if one.name == "the server")
+    assert server.noise_std == pytest.approx(statement.noise["uplink_noise_std"] * 8 / 128)
+
+
+# Adversaries
+
+
+def test_adversaries_against_whom_the_same_is_proved_share_a_line():
+    text = str(stated(METHODS["fedsgd-dpc"]()))
+    (line,) = [line for line in text.splitlines() if line.startswith("Against ")]
+    assert line.startswith("Against the server: every message of a client; participants: models that")
+    assert "; outsiders: models that are made of messages: tight epsilon" in line
+    apart = stated(METHODS["dp-fedsam"]())
+    lines = [line for line in str(apart).splitlines() if line.startswith("Against ")]
+    assert [line.split(":")[0] for line in lines] == ["Against outsiders", "Against participants", "Against the server (trusted)"]
+
+
+@pytest.mark.parametrize("change", [{"epsilon": 0.5}, {"accountant": "pld"}, {"noise_std": 9.0}, {"trusted": True}])
+def test_adversaries_that_differ_in_anything_have_lines_of_their_own(change):
+    statement = stated(METHODS["fedsgd-dpc"]())
+    first, second, third = statement.adversaries
+    changed = replace(statement, adversaries=(first, replace(second, **change), third))
+    assert str(changed).count("\nAgainst ") == 3
+
+
+# Assumptions
+
+
+def relies(statement, words):
+    return [line for line in statement.assumptions if words in line]
+
+
+@pytest.mark.slow
+def test_only_a_cost_that_counts_sampling_relies_on_it():
+    words = "which records are in a batch is known to the client alone"
+    poisson = {"mechanism": "gaussian", "delta": 1e-3, "num_records": SIZES}
+    few = stated(FedSGDDPC(**SGD, **poisson, sampling_rate=0.05), rounds=9)
+    assert few.accountant != "gaussian-exact"
+    assert relies(few, words)
+    every = stated(FedSGDDPC(**SGD, **poisson, sampling_rate=1.0), rounds=9)
+    assert every.accountant == "gaussian-exact"
+    assert not relies(every, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "relied"), [(4, True), (80, False)])
+def test_dp_pasgd_relies_on_secret_batches_where_it_counts_them(batch, relied):
+    strategy = DPPASGD(**PASGD, batch_size=batch, learning_rate=0.25, batch_sampling="poisson", num_records=80)
+    statement = stated(strategy, rounds=6)
+    assert bool(relies(statement, "which records are in a batch is known to the client alone")) == relied
+    assert (statement.accountant != "gaussian-exact") == relied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+@pytest.mark.parametrize("size", [8, 4000])
+def test_local_steps_rely_on_a_secret_choice_where_it_is_counted(method, size):
+    cls = {"dp-fedpaq": DPFedPAQ, "scaffold": Scaffold}[method]
+    statement = stated(cls(**PAQ, num_records=size), rounds=9)
+    relied = bool(relies(statement, "only the client knows which of its records it takes"))
+    assert relied == (statement.accountant != "gaussian-exact")
+    assert relied == (size == 4000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sampling", "relied"),
+    [
+        (PoissonSampling(sampling_rate=0.1), True),
+        (FixedSizeSampling(cohort_size=40), True),
+        (RoundRobinSampling(cohort_size=40), False),
+        (FullSampling(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
+    words = LEVEL | {"num_clients": 400, "noise_multiplier": 1.0, "delta": 1e-4}
+    relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
+    strategy = DPFedAvg(**words, sampling=sampling, relation=relation)
+    names = tuple(f"c{index}" for index in range(400))
+    strategy.plan(20)
+    for number in range(1, 21):
+        strategy.rules.charge(number, names)
+    assert bool(relies(strategy.statement, "the cohort of a round is known to nobody")) == relied
+
+
+def test_the_statement_in_a_file_has_every_adversary():
+    statement = stated(METHODS["fedsgd-dpc"]())
+    told = json.loads(json.dumps(statement.to_dict()))
+    assert [one["name"] for one in told["adversaries"]] == ["the server", "participants", "outsiders"]
+
+
+CENTRAL = "the server is trusted: it sees single updates and adds the noise"
+SHARES = "clients add their shares of the noise; single messages are not private and are seen by the aggregator only"
+TOPPED = "the server is trusted to add the shares of noise that are missing in a round"
+APART = "clients do not combine their knowledge of their shares of the noise"
+
+
+@pytest.mark.parametrize(
+    ("words", "assumed"),
+    [
+        ({"placement": "central"}, (CENTRAL,)),
+        ({}, (SHARES, TOPPED, APART)),
+        ({"trusted_server": False}, (SHARES, APART)),
+    ],
+    ids=["central", "distributed", "nobody adds missing shares"],
+)
+def test_who_is_trusted_with_the_noise_is_said(words, assumed):
+    statement = stated(DPFedSAM(**LEVEL, sampling=FullSampling(), **words))
+    assert statement.assumptions[0] == "clients clip as asked, and whether a client answers does not depend on its data"
+    assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART)) == assumed
+
+
+def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
+    sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
+    words = "adversaries may know who takes part: sampling lowers no cost"
+    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), trusted_server=False)
+    strategy.plan(3)
+    assert relies(strategy.statement, words)
+    assert not relies(stated(METHODS["dp-fedsam"]()), words)
+
+
+def test_a_local_statement_says_what_is_public_and_whom_nobody_can_check():
+    for method in ("fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq", "scaffold"):
+        first, second = stated(METHODS[method]()).assumptions[:2]
+        assert first.startswith("a client clips and adds its noise itself, by its own budget; one that does not loses its own")
+        assert second.startswith("data sizes, budgets, who is asked and who answers are public, and whether a client answers")
+    assert relies(stated(METHODS["nbafl"]()), "the other clients add their noise and don't share it; the server adds its own")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_run_went_through_is_said(method):
+    strategy = METHODS[method]()
+    strategy.missing = Missing(silent=2, rejected=1)
+    strategy.incidents.append("ended before round 4: no reason")
+    statement = stated(strategy)
+    assert "ended before round 4: no reason" in statement.incidents
+    assert any(line.startswith("3 ") and "that were asked for did not count" in line for line in statement.incidents)
+    local = method not in ("dp-fedavg", "dp-fedsam", "fed-smp")
+    if local:
+        strategy.rules.books.num_unasked = 5
+        assert "5 times a client whose budget was spent was not asked" in strategy.statement.incidents
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_metrics_without_noise_are_named(method):
+    strategy = METHODS[method]()
+    stated(strategy)
+    facts = RunFacts(seeded_noise=False, missing=Missing(), incidents=(), report_client_metrics=False)
+    silent = strategy.rules.explain(facts).not_covered
+    assert not any(line.startswith("CLIENT METRICS") for line in silent)
+    training = strategy.rules.explain(replace(facts, report_client_metrics=True)).not_covered
+    assert "CLIENT METRICS: clients sent training metrics without noise" in training
+    own = strategy.rules.explain(replace(facts, own_evaluation=True)).not_covered
+    assert any("configure_evaluate asks clients for metrics without noise" in line for line in own)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
+    strategy = METHODS[method]()
+    stated(strategy)
+    facts = RunFacts(seeded_noise=True, missing=Missing(), incidents=(), report_client_metrics=False)
+    statement = strategy.rules.explain(facts)
+    papers = [statement.paper, *(one.paper for one in statement.adversaries)]
+    assert not any(paper.valid for paper in papers if paper is not None)
+    assert all("seed" in paper.reason for paper in papers if paper is not None)
+    assert statement.epsilon == math.inf
+    assert not statement.adversaries
+    assert any("FIXED SEED" in line for line in statement.assumptions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ({"sampling": FixedSizeSampling(cohort_size=40), "relation": "replace-one"}, "assumes Poisson sampling"),
+        ({"sampling": FullSampling(), "relation": "replace-one"}, "it holds for add-or-remove-one"),
+        (
+            {"sampling": PoissonSampling(sampling_rate=0.1), "trusted_server": False},
+            "missing shares of noise reveal who takes part",
+        ),
+        ({"sampling": FullSampling(), "keep_ratio": 0.5}, "top-k of each client's own noised update is not post-processing"),
+        ({"sampling": FullSampling()}, None),
+    ],
+)
+def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(words, fault):
+    strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4, "noise_multiplier": 1.0}, **words)
+    strategy.plan(2)
+    names = tuple(f"c{index}" for index in range(400))
+    for number in (1, 2):
+        strategy.rules.charge(number, names)
+    paper = strategy.statement.paper
+    assert paper.valid == (fault is None)
+    assert fault is None or fault in paper.reason
+    rate = words["sampling"].expected_cohort(400) / 400
+    event = SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(1.0)), 2)
+    assert paper.epsilon == pytest.approx(accounting.rdp_epsilon(event, delta=1e-4, relation="add-or-remove-one"))
+
+
+def test_the_distribution_over_clients_is_that_of_their_costs():
+    budgets = dict(zip(NAMES, (0.5, 2.0, 1.0, 0.1), strict=True))
+    statement = stated(FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8), rounds=9)
+    costs = statement.clients
+    assert (costs.minimum, costs.median, costs.maximum) == pytest.approx((0.1, 0.75, 2.0))
+    assert (costs.worst, costs.each) == ("c1", pytest.approx(budgets))
+    assert statement.epsilon == costs.maximum
+
+
+def test_one_client_without_noise_makes_a_run_not_private():
+    budgets = dict(zip(NAMES, (0.5, math.inf, 1.0, 0.1), strict=True))
+    statement = stated(FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8))
+    assert not statement.private
+    assert (statement.clients, statement.adversaries, statement.parts, statement.adversary) == (None, (), {}, "nobody")
+    pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
+    assert (pasgd.private, pasgd.paper) == (False, None)
+
+
+def test_dp_pasgds_paper_epsilon_is_the_worst_clients():
+    budgets = dict(zip(NAMES, (0.5, 2.0, 1.0, 0.1), strict=True))
+    statement = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25), rounds=6)
+    assert statement.paper.epsilon > statement.epsilon == pytest.approx(2.0, rel=1e-3)
