@@ -1,7 +1,7 @@
 """The pipeline of every method with one noised sum of clipped rows, from what its release asks. Without torch.
 
-Sources: McMahan et al. 2018 (DP-FedAvg); Shi et al. 2023, Algorithm 1 (DP-FedSAM, top-k); Hu et al. 2024 (Fed-SMP: a mask that all
-clients of a round share, then clip and noise on the kept coordinates alone). They differ in the recipe of training and in the ask.
+They differ in the recipe of training and in what is asked. Sources: McMahan et al. 2018 (DP-FedAvg); Shi et al. 2023, Algorithm 1
+(DP-FedSAM, top-k); Hu et al. 2024 (Fed-SMP: a mask that all clients share, then clip and noise on its coordinates alone).
 """
 
 from flower_dp.clients.parts import GaussianShare, Mask, Noise, NotPrivate, RowClip, ServerNoise

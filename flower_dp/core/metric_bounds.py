@@ -24,7 +24,8 @@ class MetricBounds:
     Example:
         >>> import numpy as np
         >>> from flower_dp.core.metric_bounds import MetricBounds
-        >>> MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0, "f1": 1.0}).counted({"loss": 8.0, "accuracy": 0.5, "f1": 0.0}).tolist()
+        >>> three = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0, "f1": 1.0})
+        >>> three.counted({"loss": 8.0, "accuracy": 0.5, "f1": 0.0}).tolist()
         [0.5, 0.25, 0.0, 0.5]
         >>> metrics = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0})
         >>> metrics.centred(np.array([[8.0, 0.5], [1.0, 0.0]])).tolist()
@@ -42,6 +43,11 @@ class MetricBounds:
             if not isinstance(name, str) or not name:
                 raise ValueError(f"metrics: {name!r} is not the name of a metric")
             checks.number(f"metrics[{name!r}]", bound, above=0)
+
+    @property
+    def num_counted(self) -> int:
+        """The number of entries of a `counted` vector."""
+        return len(self.bounds) + 1
 
     def counted(self, values: Mapping[str, float]) -> np.ndarray:
         """Return one client's vector [metrics + 1], float64, of L2 norm at most 1.

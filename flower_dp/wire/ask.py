@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -70,7 +71,14 @@ class RoundMask:
 
     def indices(self, length: int) -> np.ndarray:
         """Return the kept coordinates [k] of a vector [length], increasing."""
-        return random_mask(length, self.keep_ratio, np.random.default_rng(self.seed))
+        return _indices(self.seed, self.keep_ratio, length)
+
+
+@lru_cache(maxsize=4)  # a round asks several times
+def _indices(seed: int, keep_ratio: float, length: int) -> np.ndarray:
+    indices = random_mask(length, keep_ratio, np.random.default_rng(seed))
+    indices.flags.writeable = False
+    return indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +158,8 @@ class Ask:
             )
         if self.placement == "local" and (self.step or self.mask is not None):
             raise ValueError("step, mask: must not be there for placement='local', where both are the client's own")
+        if self.metrics is not None and self.promise.clip_norm != 1:
+            raise ValueError(f"clip_norm={self.promise.clip_norm:g}: must be 1 for an evaluation, the norm of its vectors")
         if self.own and self.placement != "local":
             raise ValueError(f"own: must not be there for placement={self.placement!r}, where clients have no terms of their own")
 

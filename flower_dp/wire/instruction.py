@@ -4,9 +4,12 @@ import json
 from dataclasses import dataclass
 
 from flower_dp.core import checks
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.wire.ask import Ask
 from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
 
+# The name under which instructions of private evaluation go, and which nodes name among their methods.
+EVALUATION = "private-evaluation"
 _MOST_INSTRUCTION_CHARACTERS = 2**28
 _FIELDS = ("server_round", "method", "clients", "report_metrics", "frozen", "ask")
 
@@ -45,9 +48,22 @@ class Instruction:
         _check_names(self.clients)
         if not isinstance(self.ask, Ask):
             raise ValueError(f"ask={self.ask!r}: must be an Ask")
+        if (self.method == EVALUATION) != (self.ask.metrics is not None):
+            raise ValueError(f"metrics: must be asked for by method={EVALUATION!r} and by no other, and method={self.method!r}")
         checks.flag("report_metrics", self.report_metrics)
         for position in self.frozen:
             checks.integer("frozen", position, at_least=0)
+
+    @property
+    def bounds(self) -> MetricBounds:
+        """The metrics that an evaluation asks for.
+
+        Raises:
+            ValueError: if this is none.
+        """
+        if self.ask.metrics is None:
+            raise ValueError(f"method={self.method!r}: is no evaluation")
+        return self.ask.metrics
 
     def to_json(self) -> str:
         """Return the instruction as one string."""

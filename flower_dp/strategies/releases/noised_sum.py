@@ -1,4 +1,4 @@
-"""One noised sum of clients' clipped rows: what it asks, the limits of replies, what it costs, and the server's part of its noise."""
+"""One noised sum of clients' clipped rows: what it asks, the limits of replies, and the server's part of its noise."""
 
 import math
 import secrets
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import DpEvent
 
 from flower_dp.core import compression, noise
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
+from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.strategies.rules import RoundLeftOut
 from flower_dp.wire import Ask, Promise, RoundMask
+from flower_dp.wire.evaluation import FINER_LATTICE
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
@@ -32,7 +32,6 @@ class NoisedSum:
         mask_keep_ratio: part of the coordinates of a mask that all clients of a round share, drawn anew from a public seed for
             every round; None for no mask.
         metrics: of an evaluation; None in training.
-        finer_lattice: a power of two by which the lattice is finer than usual.
     """
 
     shared: SharedNoise
@@ -40,12 +39,15 @@ class NoisedSum:
     quantization_levels: int = 0
     mask_keep_ratio: float | None = None
     metrics: MetricBounds | None = None
-    finer_lattice: float = 1.0
 
     @property
     def release(self) -> Release:
         """What is released."""
         return self.shared.release
+
+    def num_kept(self, length: int) -> int:
+        """Return how many coordinates of a row [length] are noised and sent."""
+        return length if self.mask_keep_ratio is None else compression.num_kept(self.mask_keep_ratio, length)
 
     def ask(self, length: int, cohort_size: int) -> Ask:
         """Return what is asked of the clients of a round; a mask is drawn anew.
@@ -58,13 +60,12 @@ class NoisedSum:
         share = self.shared.share(cohort_size)
         # Public, and it does not depend on data.
         mask = None if self.mask_keep_ratio is None else RoundMask(seed=secrets.randbits(63), keep_ratio=self.mask_keep_ratio)
-        num_kept = length if mask is None else len(mask.indices(length))
         scale = share if distributed else self.release.noise_scale
-        step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=num_kept) / self.finer_lattice
+        step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self.num_kept(length))
+        if self.metrics is not None:
+            step /= FINER_LATTICE
         return Ask(
-            promise=Promise(
-                clip_norm=self.release.clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier
-            ),
+            promise=Promise(clip_norm=self.release.clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
             placement=self.shared.placement,
             step=step,
             noise_std=share,
@@ -95,15 +96,6 @@ class NoisedSum:
             step=ask.step,
             honest_norm=honest_norm,
         )
-
-    def event(self, number: int, cohort_size: int) -> DpEvent:
-        """Return what the release costs against any single client.
-
-        Args:
-            number: of the release: 1, 2, ..., every one of which was charged.
-            cohort_size: how many clients are asked.
-        """
-        return self.shared.charged_for(cohort_size).event(number)
 
     def noised(self, ask: Ask, total: np.ndarray, *, num_replies: int, cohort_size: int, rng: Generator) -> np.ndarray:
         """Return the noised mean [length]: the sum with the server's part of the noise, over the *expected* cohort.
