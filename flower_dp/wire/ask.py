@@ -1,5 +1,6 @@
 """What one release asks of its clients in one round: everything that crosses to them besides the model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -142,7 +143,8 @@ class Ask:
 
     def __post_init__(self) -> None:
         checks.one_of("placement", self.placement, PLACEMENTS)
-        checks.number("step", self.step, at_least=0)
+        if checks.number("step", self.step, at_least=0) and math.frexp(self.step)[0] != 0.5:
+            raise ValueError(f"step={self.step!r}: must be a power of two, or 0 for no lattice")
         checks.number("noise_std", self.noise_std, at_least=0)
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
         checks.integer("quantization_levels", self.quantization_levels, at_least=0, at_most=MOST_LEVELS)
@@ -160,6 +162,13 @@ class Ask:
             raise ValueError("step, mask: must not be there for placement='local', where both are the client's own")
         if self.metrics is not None and self.promise.clip_norm != 1:
             raise ValueError(f"clip_norm={self.promise.clip_norm:g}: must be 1 for an evaluation, the norm of its vectors")
+        less = self.keep_ratio != 1 or self.quantization_levels
+        if self.mask is not None and less:
+            raise ValueError(
+                f"mask: does not go with keep_ratio={self.keep_ratio:g} and quantization_levels={self.quantization_levels}"
+            )
+        if self.metrics is not None and (less or self.mask is not None):
+            raise ValueError("metrics: do not go with a mask, keep_ratio or quantization_levels; they are sent whole")
         if self.own and self.placement != "local":
             raise ValueError(f"own: must not be there for placement={self.placement!r}, where clients have no terms of their own")
 
@@ -174,7 +183,7 @@ class Ask:
             table |= {"mask_seed": self.mask.seed, "mask_keep_ratio": self.mask.keep_ratio}
         if self.metrics is not None:
             table["metrics"] = dict(self.metrics.bounds)
-        if self.own:
+        if self.placement == "local":
             own = [self.own[name] for name in clients]
             table["weights"] = [one.weight for one in own]
             table["terms"] = [one.terms for one in own]
