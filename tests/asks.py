@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flwr.app import Message
+
 from flower_dp.core import noise
 from flower_dp.wire import KEY, Ask, Instruction, OwnAsk, Promise, RoundMask
 from flower_dp.wire.evaluation import FINER_LATTICE
@@ -57,3 +59,11 @@ def forged(asked: Instruction, **keys: Any) -> str:
 def config_of(asked: Instruction | str) -> dict[str, str]:
     """Return the config of a message with an instruction."""
     return {KEY: asked if isinstance(asked, str) else asked.to_json()}
+
+
+def saying(message: Message, text: str) -> Message:
+    """Return a message whose instruction has this text instead, whatever an honest server could send."""
+    for record in message.content.config_records.values():
+        if KEY in record:
+            record[KEY] = text
+    return message
