@@ -216,7 +216,7 @@ def test_a_client_of_another_method_refuses_what_comes_beside_the_model():
     (config,) = [record for record in message.content.config_records.values() if ANSWER in record]
     client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), context=context_of())
     told = json.loads(config[ANSWER])
-    told |= {"method": "dp-fedpaq", "dp-fedpaq": told.pop("scaffold")}
+    told |= {"method": "dp-fedpaq"}
     weights = linear()[0].weight.detach().numpy()
     with pytest.raises(ValueError, match="a vector came beside the model"):
         client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(told)})
