@@ -138,7 +138,9 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
-        collected = evaluator.collect(grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked)))
+        replies = grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked))
+        collected = evaluator.collect(replies, seeded=True)
+        assert len(collected.clients) == 4
         sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", server_round)) * 4
         draws.append(sums - noiseless)
     std = np.std(draws)
@@ -266,15 +268,16 @@ def test_no_two_runs_ask_the_same_cohorts():
     assert {node for number, node in first if number == 1} != {node for number, node in first if number == 2}
 
 
-def test_seeded_noise_of_a_client_in_an_evaluation_makes_the_run_not_private():
+def test_replies_to_an_evaluation_with_noise_from_a_seed_are_refused_and_the_run_stays_private():
     strategy = DPFedSAM(**WORDS, placement="distributed", evaluation=evaluation(metrics={"accuracy": 1.0}))
     grid = LocalGrid(client_app(lambda context: own(context, noise_seed=1)), 40)
     strategy.plan(1)
     strategy.configure_train(1, flat(), ConfigRecord(), grid)
     assert strategy.statement.private
-    strategy.aggregate_evaluate(1, grid.send_and_receive(strategy.configure_evaluate(1, flat(), ConfigRecord(), grid)))
-    assert not strategy.statement.private
-    assert strategy.epsilon == math.inf
+    messages = strategy.configure_evaluate(1, flat(), ConfigRecord(), grid)
+    assert strategy.aggregate_evaluate(1, grid.send_and_receive(messages)) is None
+    assert strategy.statement.private
+    assert math.isfinite(strategy.epsilon)
 
 
 @pytest.mark.parametrize(("trusted", "shares"), [(True, 40), (False, 30)])

@@ -643,7 +643,7 @@ def test_budgets_that_make_no_sense_are_refused(words, match):
     ("words", "match"),
     [
         ({"every": 0}, "every=0"),
-        ({"metrics": {"loss": 0.0}}, "bounds\\['loss'\\]=0"),
+        ({"metrics": {"loss": 0.0}}, "metrics\\['loss'\\]=0"),
         ({"budget": 0.5}, "budget=0.5: must be an EvaluationBudget"),
         ({"sampling": 0.5}, "sampling=0.5"),
     ],
