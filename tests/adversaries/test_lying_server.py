@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
@@ -25,6 +25,8 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.wire import KEY, Instruction
+from tests.asks import own_ask
+from tests.local_grids import context_of
 
 BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 4, "batch_size": 2, "clip_norm": 0.3, "decay_iterations": 100.0}
 MSE, BINARY, SOFTMAX = nn.functional.mse_loss, nn.functional.binary_cross_entropy_with_logits, nn.functional.cross_entropy
@@ -242,15 +244,8 @@ WORDS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "num_replies": 3, "loss"
 def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, beside: np.ndarray | None = None) -> str:
     """Why a client refuses a server whose terms are right; empty if it replies."""
     terms = client.recipe.terms("a", DATA["a"])
-    multiplier = terms.release.mechanism.noise_multiplier
-    instruction = Instruction(
-        server_round=server_round,
-        method=client.recipe.method,
-        clients=("a",),
-        clip_norm=terms.release.clip_norm,
-        noise_multiplier=multiplier,
-        order={"weights": [1.0], "terms": [terms.kind], "noise_multipliers": [multiplier]},
-    )
+    asked_of = own_ask({"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}, clip_norm=terms.release.clip_norm)
+    instruction = Instruction(server_round=server_round, method=client.recipe.method, clients=("a",), ask=asked_of)
     arrays = [weights] if beside is None else [weights, beside]
     _, _, answer = client.fit(arrays, {KEY: instruction.to_json()})
     return " ".join(json.loads(answer[KEY])["refused"])
@@ -258,13 +253,12 @@ def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, 
 
 def accounts(client: LocalDPClient) -> list[Any]:
     """The replies that the client has paid for."""
-    assert client.state is not None
-    return [count for record in client.state.config_records.values() for count in record["replies"]]  # type: ignore[union-attr]
+    assert client.context is not None
+    return [count for record in client.context.state.config_records.values() for count in record["replies"]]  # type: ignore[union-attr]
 
 
 def client_of(recipe: Any) -> LocalDPClient:
-    state = RecordDict()
-    return LocalDPClient(model=nn.Linear(3, 1, bias=False), clients=DATA, recipe=recipe, state=state, device="cpu")
+    return LocalDPClient(model=nn.Linear(3, 1, bias=False), clients=DATA, recipe=recipe, context=context_of(), device="cpu")
 
 
 def short(length: float) -> np.ndarray:
@@ -295,11 +289,11 @@ def test_a_scaffold_client_counts_the_servers_vector_and_its_own():
     assert "rounding ends the proof" in told
     assert not accounts(client)
     assert not asked(client, short(1.0), beside=np.zeros(3, np.float32))
-    assert client.state is not None
-    client.state[KEPT] = ArrayRecord({"a": Array(np.full(3, -1e30, np.float32))})
+    assert client.context is not None
+    client.context.state[KEPT] = ArrayRecord({"a": Array(np.full(3, -1e30, np.float32))})
     assert "rounding ends the proof" in asked(client, short(1.0), beside=np.zeros(3, np.float32))
     # Both are long, what is added to a step is not.
-    client.state[KEPT] = ArrayRecord({"a": Array(np.full(3, 1e30, np.float32))})
+    client.context.state[KEPT] = ArrayRecord({"a": Array(np.full(3, 1e30, np.float32))})
     assert not asked(client, short(1.0), beside=np.full(3, 1e30, np.float32))
 
 

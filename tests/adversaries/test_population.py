@@ -16,7 +16,8 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected, Missing
 from flower_dp.strategies.roll_call import RollCall
 from flower_dp.strategies.roster import Register, Roster
 from tests.grids import LocalGrid, asks_to_train
@@ -286,11 +287,11 @@ def test_the_longest_honest_answers_are_read():
 
 def test_a_reply_slightly_longer_than_its_bound_is_clipped():
     """By a part in 2,000 of the clip norm: charged are sums of rows within it."""
-    bounds = Bounds(clip_norm=0.5, step=0.0, honest_norm=lambda names: 0.0)
+    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
     for excess in (2.0**-11, 2.0**-30, 2.0**-45, 0.0):
         update = np.array([0.3, 0.4]) * (1 + excess)
-        assert np.linalg.norm(accepted(update, ["a"], bounds)) <= 0.5
-        assert np.linalg.norm(accepted(update * 3, ["a", "b", "c"], bounds)) <= 1.5 * (1 + 1e-15)
+        assert np.linalg.norm(limits.accepted(update, ["a"])) <= 0.5
+        assert np.linalg.norm(limits.accepted(update * 3, ["a", "b", "c"])) <= 1.5 * (1 + 1e-15)
 
 
 # What is published does not tell how many clients take part
