@@ -14,6 +14,7 @@ from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
+from flower_dp.clients.evaluation import loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
@@ -171,6 +172,54 @@ def test_no_value_before_the_noise_is_told_anywhere(caplog):
     assert set(told) == {"loss", "loss-standard-error", "accuracy", "accuracy-standard-error"}
     assert told["accuracy"] != pytest.approx(20.5 / 40, abs=1e-9)
     assert "0.5125" not in caplog.text + str(strategy.statement)
+
+
+class Remembering(nn.Module):
+    """A model whose outputs depend on the records that it has seen before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs) + self.seen * torch.tensor([1.0, -1.0])
+        self.seen += 10 * inputs.abs().sum()
+        return outputs
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["a buffer", "weights that a metrics function changes"])
+def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(changes):
+    def metrics(module, records):
+        told = loss_and_accuracy(nn.functional.cross_entropy)(module, records)
+        if changes:
+            module.linear.weight.data += 7.0 * records.inputs.sum()
+        return told
+
+    def client(names):
+        data = {
+            name: TensorRecords(inputs=torch.full((3, 2), 0.3 * index), targets=torch.ones(3, dtype=torch.int64))
+            for index, name in enumerate(names_of, 1)
+        }
+        hosted = {name: data[name] for name in names}
+        return DPClient(
+            model=Remembering(), clients=hosted, training=LocalTraining(learning_rate=0.1), metrics=metrics, device="cpu"
+        )
+
+    names_of = ("c01", "c02", "c03")
+    given = {"linear.weight": np.ones((2, 2), np.float32), "linear.bias": np.zeros(2, np.float32)}
+    bounds = MetricBounds(bounds={"loss": 50.0, "accuracy": 1.0})
+
+    def total(names):
+        instruction = wire.Instruction(
+            server_round=1, method=wire.EVALUATION, clients=names, ask=made(noise_multiplier=0.0, metrics=bounds)
+        )
+        made_of = client(names)
+        answers = [made_of.evaluation(given, config_of(instruction)) for _ in range(2)]
+        assert answers[0] == answers[1]
+        return wire.EvaluationAnswer.from_json(answers[0][wire.KEY], names, 3).total
+
+    np.testing.assert_array_equal(total(names_of), sum(total((name,)) for name in names_of))
 
 
 def test_a_clients_vector_is_never_longer_than_one():

@@ -13,9 +13,11 @@ from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
 from flower_dp.clients.account import KEY, StateAccount
 from flower_dp.clients.fedsgd_dpc import ClippedGradients
+from flower_dp.clients.reasons import Declined
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
+from tests.asks import ask as made
 from tests.asks import config_of, forged, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, context_of, grid_of, linear, records, start, vector_of
@@ -349,6 +351,19 @@ def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
         ask(state, table={"noise_std": 1e-9})
     with pytest.raises(ValueError, match=r"min_noise_std=0\.1: this client's noise follows from its own budget alone"):
         ask(state, policy=ClientPolicy(max_clip_norm=0.5, min_noise_std=0.1))
+    assert StateAccount(state).replies("c0") == 0
+
+
+@pytest.mark.parametrize(
+    "told", [{"placement": "central"}, {"placement": "central", "noise_multiplier": 0.0}, {"placement": "distributed", "noise_std": 0.5}]
+)
+def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(told):
+    """It would state what its own noise costs, or that of shares; and an account would pay for that."""
+    state = RecordDict()
+    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=made(clip_norm=0.5, size=18, **told))
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    with pytest.raises(Declined, match=f"placement='{told['placement']}': this client's messages are private on its own terms"):
+        client(state).fit(parameters, config_of(asked))
     assert StateAccount(state).replies("c0") == 0
 
 
