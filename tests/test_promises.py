@@ -146,7 +146,10 @@ OWN = {"weights": [2.0], "terms": ["any"], "noise_multipliers": [1.0]}
         ({"placement": "edge"}, "placement='edge': must be one of central, distributed"),
         ({"placement": "local", **OWN}, "must be 0, 1 and 0 for placement='local'"),
         ({"placement": "local", "noise_std": GONE, **OWN}, "step, mask: must not be there for placement='local'"),
-        ({"placement": "local", "noise_std": GONE, "step": GONE, **OWN}, "placement='local': this client has no terms of its own"),
+        (
+            {"placement": "local", "noise_std": GONE, "step": GONE, **OWN},
+            "placement='local': this client has no terms of its own",
+        ),
         ({"placement": "central"}, "must be 0, 1 and 0 for placement='central'"),
         ({"noise_std": 0.0}, "noise_std=0: does not go with noise_multiplier=1"),
     ],

@@ -47,7 +47,5 @@ class FedSMP(DPStrategy):
         own, options = split(words, FedSMPArguments)
         keep_ratio = checks.number("keep_ratio", own.pop("keep_ratio", 0.4), above=0, at_most=1)
         placement = own.pop("placement", "distributed")
-        rules = ClientLevelRules(
-            name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask_keep_ratio=keep_ratio, **own
-        )
+        rules = ClientLevelRules(name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask_keep_ratio=keep_ratio, **own)
         super().__init__(rules, **options)

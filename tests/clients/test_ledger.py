@@ -106,7 +106,7 @@ def client(path, state=None, names=("c0",)):
 def ask(made, names=("c0",)):
     """Ask clients once; return why they refuse, and what has left."""
     terms = FedSGDDPCRecipe(**WORDS, num_replies=3).terms("c0", records("c0"))
-    own = {name: (1.0, terms.kind, terms.release.mechanism.noise_multiplier) for name in names}
+    own = dict.fromkeys(names, (1.0, terms.kind, terms.release.mechanism.noise_multiplier))
     asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, ask=own_ask(own, clip_norm=0.5))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
     return wire.Answer.from_json(answer[wire.KEY], names).refused, arrays[-1]

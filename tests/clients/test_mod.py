@@ -97,7 +97,9 @@ def instruction_of(
     placement: str = "distributed", noise_std: float = 0.5, *, size: int = SIZE, asked: Ask | None = None, **changes: Any
 ) -> Instruction:
     words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",)}
-    words |= {name: changes.pop(name) for name in ("server_round", "method", "clients", "frozen", "report_metrics") if name in changes}
+    words |= {
+        name: changes.pop(name) for name in ("server_round", "method", "clients", "frozen", "report_metrics") if name in changes
+    }
     return Instruction(ask=asked or made(placement=placement, noise_std=noise_std, size=size, **changes), **words)
 
 
@@ -641,7 +643,9 @@ def test_a_client_with_local_noise_answers_no_other_method() -> None:
 def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked: Ask) -> None:
     """Under its own method's name, too: the server would state what another placement costs."""
     context, app = context_of(), replying(lambda message: pytest.fail("the app was called"))
-    with pytest.raises(ValueError, match=f"declined: placement='{asked.placement}': this client's messages are private on its own"):
+    with pytest.raises(
+        ValueError, match=f"declined: placement='{asked.placement}': this client's messages are private on its own"
+    ):
         ask(app(privacy_mod(name="a", terms=NBAFL)), instruction_of(method="nbafl", asked=asked), zeros(4), context=context)
     assert StateAccount(context.state).replies("a") == 0
 

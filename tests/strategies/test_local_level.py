@@ -355,7 +355,8 @@ def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
 
 
 @pytest.mark.parametrize(
-    "told", [{"placement": "central"}, {"placement": "central", "noise_multiplier": 0.0}, {"placement": "distributed", "noise_std": 0.5}]
+    "told",
+    [{"placement": "central"}, {"placement": "central", "noise_multiplier": 0.0}, {"placement": "distributed", "noise_std": 0.5}],
 )
 def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(told):
     """It would state what its own noise costs, or that of shares; and an account would pay for that."""

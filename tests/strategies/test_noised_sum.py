@@ -120,7 +120,9 @@ def test_where_clients_add_noise_the_longest_honest_sum_follows_from_the_share_t
 
 def test_what_clients_select_is_asked_where_they_add_the_noise_alone() -> None:
     """Before the server's noise nothing is chosen by size."""
-    central, distributed = (sum_of(DPFedSAM(**WORDS, keep_ratio=0.3, placement=one)).ask(100, 16) for one in ("central", "distributed"))
+    central, distributed = (
+        sum_of(DPFedSAM(**WORDS, keep_ratio=0.3, placement=one)).ask(100, 16) for one in ("central", "distributed")
+    )
     assert (central.keep_ratio, distributed.keep_ratio) == (1.0, 0.3)
 
 

@@ -250,14 +250,16 @@ def test_masks_that_make_no_sense_are_refused(field: str, value: Any) -> None:
         Instruction.from_json(forged(INSTRUCTIONS[3], **{field: value}))
 
 
-@pytest.mark.parametrize("bounds", [None, [], {}, "loss", {"loss": 0.0}, {"loss": None}, {"": 1.0}, {str(i): 1.0 for i in range(17)}])
+@pytest.mark.parametrize(
+    "bounds", [None, [], {}, "loss", {"loss": 0.0}, {"loss": None}, {"": 1.0}, {str(i): 1.0 for i in range(17)}]
+)
 def test_metrics_that_make_no_sense_are_refused(bounds: Any) -> None:
     with pytest.raises(ValueError, match="metrics"):
         Instruction.from_json(forged(EVALUATION, metrics=bounds))
 
 
 def test_an_evaluation_asks_for_metrics_of_clip_norm_1_and_training_for_none() -> None:
-    with pytest.raises(ValueError, match="clip_norm=0.5: must be 1 for an evaluation"):
+    with pytest.raises(ValueError, match=r"clip_norm=0.5: must be 1 for an evaluation"):
         Instruction.from_json(forged(EVALUATION, clip_norm=0.5))
     with pytest.raises(ValueError, match="clip_norm=2: must be 1 for an evaluation"):
         Instruction.from_json(forged(EVALUATION, clip_norm=2.0))
@@ -312,7 +314,7 @@ def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) 
     assert Instruction.from_json(silent).ask.keep_ratio == keep_ratio
     with pytest.raises(ValueError, match="does not go with noise_multiplier=0"):
         Instruction.from_json(forged(INSTRUCTION, noise_multiplier=0.0))
-    with pytest.raises(ValueError, match="noise_std=0: does not go with noise_multiplier=1.1"):
+    with pytest.raises(ValueError, match=r"noise_std=0: does not go with noise_multiplier=1.1"):
         Instruction.from_json(forged(INSTRUCTION, noise_std=GONE))
 
 
