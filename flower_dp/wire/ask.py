@@ -91,6 +91,16 @@ class OwnAsk:
         terms: what the server takes the client's own terms to be (`Terms.kind`). The client compares them with its own, and never
             works by them.
         noise_multiplier: the noise multiplier that goes with them, by which the server charges.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming it.
+
+    Example:
+        >>> from flower_dp.wire import Ask, OwnAsk, Promise
+        >>> own = OwnAsk(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0)
+        >>> ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
+        >>> ask.to_table(("a",))["weights"]
+        [0.25]
     """
 
     weight: float

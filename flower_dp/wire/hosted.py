@@ -21,7 +21,16 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.?)*+(?:"|\Z)', re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """A node's answer: the clients that it hosts, each name once, and the methods that they run."""
+    """A node's answer: the clients that it hosts, each name once, and the methods that they run.
+
+    Raises:
+        ValueError: if a name is there twice.
+
+    Example:
+        >>> from flower_dp.wire import Hosted
+        >>> Hosted(names=("hospital-7",), methods=frozenset({"dp-fedavg"})).names
+        ('hospital-7',)
+    """
 
     names: tuple[str, ...]
     methods: frozenset[str]
