@@ -165,11 +165,11 @@ def client_level_client(
         metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
         policy=ClientPolicy(
             max_clip_norm=rules.clip_norm,
-            min_noise_multiplier=rules.noise_multiplier(()),
+            min_noise_multiplier=rules.release.mechanism.noise_multiplier,
             min_noise_std=(1 - 1e-9) * rules.noise.smallest_share,
             allow_metrics=settings.report_client_metrics,
             allow_evaluation=evaluating is not None,
-            min_evaluation_noise_multiplier=evaluating.noise_multiplier(()) if evaluating else 0.0,
+            min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
             min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.smallest_share if evaluating else 0.0,
         ),
     )

@@ -368,13 +368,14 @@ def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
     (config,) = run.grid.train_messages[0].content.config_records.values()
     honest = json.loads(config[wire.KEY])
     foreign = [name for name in {one.name for one in METHODS} | {"method-to-come"} if name not in methods_of(method)]
-    changed = [{**honest, "method": name, name: honest[method.name]} for name in foreign]
-    without = {key: value for key, value in honest.items() if key != method.name}
-    for instruction in [*changed, without, {**without, "protocol": 1}]:
+    changed = [{**honest, "method": name} for name in foreign]
+    without = {key: value for key, value in honest.items() if key != "ask"}
+    more = {**honest, "ask": honest["ask"] | {"to-come": 1}}
+    for instruction in [*changed, without, more, {**honest, "to-come": 1}, {**honest, "protocol": 2}]:
         config[wire.KEY] = json.dumps(instruction)
         context = run.grid.contexts[1]
         context.state = RecordDict()
-        with pytest.raises(ValueError, match=r"this client runs|has no table|is not of protocol"):
+        with pytest.raises(ValueError, match=r"this client runs|missing \['ask'\]|unknown keys \['to-come'\]|is not of protocol"):
             run.grid.app(run.grid.train_messages[0], context)
         assert not context.state  # and no account was charged
 

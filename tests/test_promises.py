@@ -10,7 +10,6 @@ import multiprocessing
 import pickle
 import sys
 import tracemalloc
-from dataclasses import asdict, fields
 from pathlib import Path
 
 import cloudpickle
@@ -31,9 +30,9 @@ from flower_dp.clients import (
     NbAFLRecipe,
     TensorRecords,
     client_app,
+    client_level,
     model_arrays,
 )
-from flower_dp.clients.client_level import clip_and_noise
 from flower_dp.clients.parts import GaussianShare, NotPrivate, RecordClip, ServerNoise
 from flower_dp.clients.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
@@ -43,7 +42,8 @@ from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.roster import Roster
-from flower_dp.wire import ClientLevelOrder, Instruction
+from flower_dp.wire import Instruction
+from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
 from tests.grids import LocalGrid
 from tests.local_grids import FEATURES, context_of, grid_of, linear, records
 from tests.stock import arrays, shifted, stock_app
@@ -129,8 +129,13 @@ def test_a_client_refuses_an_instruction_of_another_method(method, kind):
         strategy.start(grid, model_arrays(linear()), num_rounds=1)
 
 
-def order(**words):
-    return {**asdict(ClientLevelOrder(placement="distributed", noise_std=0.2)), **words}
+def asked(**words):
+    return Instruction(
+        server_round=1, method="dp-fedsam", clients=("c0",), ask=ask(placement="distributed", noise_std=0.2, size=18, **words)
+    )
+
+
+OWN = {"weights": [2.0], "terms": ["any"], "noise_multipliers": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -138,31 +143,32 @@ def order(**words):
     [
         ({"weights": [2.0]}, "unknown keys"),
         ({"terms": ["any"]}, "unknown keys"),
-        ({"placement": "local"}, "placement='local': must be one of central, distributed"),
+        ({"placement": "edge"}, "placement='edge': must be one of central, distributed"),
+        ({"placement": "local", **OWN}, "must be 0, 1 and 0 for placement='local'"),
+        ({"placement": "local", "noise_std": GONE, **OWN}, "step, mask: must not be there for placement='local'"),
+        (
+            {"placement": "local", "noise_std": GONE, "step": GONE, **OWN},
+            "placement='local': this client has no terms of its own",
+        ),
         ({"placement": "central"}, "must be 0, 1 and 0 for placement='central'"),
         ({"noise_std": 0.0}, "noise_std=0: does not go with noise_multiplier=1"),
     ],
 )
 def test_a_client_refuses_fields_and_placements_that_it_does_not_run(changes, reason):
     client = DPClient(model=linear(), clients={"c0": records("c0")}, training=TRAINING, device="cpu")
-    instruction = Instruction(
-        server_round=1, method="dp-fedsam", clients=("c0",), clip_norm=1.0, noise_multiplier=1.0, order=order(**changes)
-    )
     parameters = [value.detach().numpy() for value in linear().parameters()]
     with pytest.raises(ValueError, match=reason):
-        client.fit(parameters, {wire.KEY: instruction.to_json()})
-    honest = Instruction(**{**{f.name: getattr(instruction, f.name) for f in fields(instruction)}, "order": order()})
-    client.fit(parameters, {wire.KEY: honest.to_json()})
+        client.fit(parameters, config_of(forged(asked(), **changes)))
+    client.fit(parameters, config_of(asked()))
 
 
-def test_tables_of_other_methods_in_an_instruction_are_passed_over():
-    instruction = Instruction(
-        server_round=1, method="dp-fedsam", clients=("c0",), clip_norm=1.0, noise_multiplier=1.0, order=order()
-    )
-    data = json.loads(instruction.to_json()) | {"method-to-come": {"any": ["thing"]}}
+def test_what_an_instruction_says_that_a_client_does_not_know_is_refused():
+    instruction = asked()
+    data = json.loads(instruction.to_json())
     assert Instruction.from_json(json.dumps(data)) == instruction
-    with pytest.raises(ValueError, match="unknown keys"):
-        Instruction.from_json(json.dumps(data | {"noise": 1}))
+    for more in ({"method-to-come": {"any": ["thing"]}}, {"noise": 1}, {"ask": data["ask"] | {"noise": 1}}):
+        with pytest.raises(ValueError, match="unknown keys"):
+            Instruction.from_json(json.dumps(data | more))
 
 
 # Noise that repeats
@@ -183,15 +189,14 @@ def still_client(cls=DPClient):
 def reply_of(client):
     """The reply to one and the same instruction; all that differs between two of them is noise."""
     if isinstance(client, DPClient):
-        method, table = "dp-fedsam", order()
+        instruction = asked()
     else:
         client.attach(context_of())
         terms = client.recipe.terms("c0", client.clients["c0"])
-        method = "fedsgd-dpc"
-        table = {"weights": [1.0], "terms": [terms.kind], "noise_multipliers": [terms.release.mechanism.noise_multiplier]}
-    instruction = Instruction(server_round=1, method=method, clients=("c0",), clip_norm=1.0, noise_multiplier=1.0, order=table)
+        own = own_ask({"c0": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)})
+        instruction = Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=own)
     parameters = [np.zeros_like(value.detach().numpy()) for value in client.model.module.parameters()]
-    payload, _, answer = client.fit(parameters, {wire.KEY: instruction.to_json()})
+    payload, _, answer = client.fit(parameters, config_of(instruction))
     assert '"refused":{}' in answer[wire.KEY]
     return payload[-1].astype(np.float64)
 
@@ -367,7 +372,13 @@ def test_what_leaves_lies_on_the_lattice_whatever_the_update(placement):
     strategy.rules.combine = spy
     strategy.start(grid, model_arrays(linear()), num_rounds=3)
     size = FEATURES * 3
-    step = strategy.rules._step(size, 2)
+    (step,) = {
+        wire.instruction_of(message.content.config_records["config"]).ask.step
+        for message in grid.sent
+        if message.metadata.message_type == "train"
+    }
+    smallest = strategy.rules.release.noise_scale / (1 if placement == "central" else math.sqrt(2))
+    assert step == noise.lattice_step(smallest, clip_norm=0.5, dimension=size)
     assert step <= strategy.rules.release.noise_scale / 1024
     for reply in grid.received:
         payload = next(iter(reply.content.array_records.values()))["0"].numpy().astype(np.float64)
@@ -526,7 +537,7 @@ def test_instructions_do_not_tell_how_many_clients_take_part():
     for message in grid.sent:
         if message.metadata.message_type == "train":
             instruction = wire.instruction_of(dict(message.content.config_records["config"]))
-            told.add(json.dumps([instruction.order, instruction.clip_norm, instruction.noise_multiplier]))
+            told.add(json.dumps(table_of(instruction)))
     assert len({report.cohort_size for report in strategy.rounds}) > 1
     assert len(told) == 1
 
@@ -783,7 +794,7 @@ def test_stock_updates_are_rounded_to_the_lattice_by_the_server():
     app = stock_app(shifted(lambda node: 0.0123456789 * node))
     strategy.start(LocalGrid(app, 4), arrays(w=np.zeros(9, np.float32)), num_rounds=2)
     for total in totals:
-        units = total / strategy.rules._step(9, 4)
+        units = total / noise.lattice_step(2.0, clip_norm=0.5, dimension=9)
         assert units.all()
         assert np.array_equal(units, np.round(units))
 
@@ -936,10 +947,9 @@ def test_a_run_that_has_ended_asks_nobody_even_where_a_later_round_would_cost_le
 )
 def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_without_privacy(noise_std, noise_multiplier, part):
     """Of a run without privacy anything may be chosen by size; before the server's noise nothing may."""
-    instruction = Instruction(
-        server_round=1, method="dp-fedavg", clients=("a",), clip_norm=1.0, noise_multiplier=noise_multiplier, order={}
-    )
-    assert clip_and_noise(instruction, noise_std, 9)[1] == part
+    placement = "distributed" if noise_std or not noise_multiplier else "central"
+    made = ask(noise_multiplier=noise_multiplier, placement=placement, noise_std=noise_std, size=9)
+    assert client_level.pipeline(made, train=None, length=9).noise == part
 
 
 @pytest.mark.parametrize("part_of_the_noise", [0.0, 1e-6, 1e-3, 1.0])

@@ -2,8 +2,9 @@
 
 import logging
 
-from flower_dp.clients.reasons import SEE_LOG
+from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.privacy.client_terms import Terms
+from flower_dp.wire import Instruction, OwnAsk, Promise
 
 log = logging.getLogger("flwr")
 
@@ -11,17 +12,29 @@ log = logging.getLogger("flwr")
 _TOLERANCE = 1e-6
 
 
-def why_not(terms: Terms, *, clip_norm: float, kind: str, noise_multiplier: float) -> str | None:
+def own_ask(instruction: Instruction, name: str) -> OwnAsk | None:
+    """Return what an instruction asks of one client whose messages are private on its own terms; None if it is not asked.
+
+    Raises:
+        Declined: if the server asks for messages that are not private on their own.
+    """
+    ask = instruction.ask
+    if ask.placement != "local":
+        raise Declined(f"placement={ask.placement!r}: this client's messages are private on its own terms")
+    return ask.own.get(name)
+
+
+def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
     """Return why a client must not reply, in a text that the server may see; None if the client may reply.
 
     The text has the server's values alone. The client's own may follow from how many records it has; the node's own log has them.
 
     Args:
         terms: the client's own.
-        clip_norm: the server's.
-        kind: the server's `Terms.kind` of this client.
-        noise_multiplier: by which the server charges; the client's own may be larger.
+        promise: the server's clip norm.
+        asked: what the server takes the terms to be. It charges by their noise multiplier; the client's own may be larger.
     """
+    clip_norm, kind, noise_multiplier = promise.clip_norm, asked.terms, asked.noise_multiplier
     own = terms.release.mechanism.noise_multiplier
     if clip_norm != terms.release.clip_norm:
         return _told(f"clip_norm={clip_norm:g}: is not this client's own", f"{terms.release.clip_norm:g}")

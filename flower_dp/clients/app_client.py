@@ -1,6 +1,6 @@
 """The one client of a node whose app is not ours: what it checks, charges and adds before and after the app is called."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -8,23 +8,24 @@ import numpy as np
 from flwr.app import Context
 
 from flower_dp import wire
+from flower_dp.clients import client_level
 from flower_dp.clients.account import account_of, refuse_ledger
-from flower_dp.clients.agreement import why_not
-from flower_dp.clients.app_evaluation import local_row_of_app, metrics_of
+from flower_dp.clients.agreement import own_ask, why_not
+from flower_dp.clients.app_evaluation import AppMetrics, local_row_of_app
 from flower_dp.clients.app_training import AppCall, AppTraining, Updates
 from flower_dp.clients.client_level_registry import CLIENT_LEVEL
-from flower_dp.clients.metric_vector import protected_vector
 from flower_dp.clients.pipeline import Job, Pipeline, Train, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, reading
-from flower_dp.clients.work import Work
+from flower_dp.clients.work import Work, add_up
 from flower_dp.core import noise
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import evaluation_account
 from flower_dp.privacy.release import Release
-from flower_dp.wire import EvaluationOrder, Instruction, LocalEvaluationOrder, LocalOrder
+from flower_dp.wire import Instruction
 
 _NO_TERMS = "this client's terms can't be made"
 
@@ -65,8 +66,8 @@ class AppClient:
         if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
             raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
         if self.terms is None:
-            self.policy.check(instruction)
-        self.policy.check_clip(instruction)
+            self.policy.check(instruction.ask)
+        self.policy.check_clip(instruction.ask)
         if self.terms is not None and self.policy.min_noise_std:
             raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
 
@@ -78,28 +79,22 @@ class AppClient:
 
     def evaluate(self, instruction: Instruction, app: AppCall) -> tuple[np.ndarray, dict[str, str]]:
         """Return this client's row [dimension] of a private evaluation, or zeros and why not; the app is called last."""
-        # A function, not a generator: every draw takes new entropy from the operating system.
-        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, f"evaluation of {self.name}")
+        bounds, purpose = instruction.bounds, f"evaluation of {self.name}"
         if self.terms is not None:
-            return self._local_evaluation(instruction, app, secret())
+            rng = noise.noise_generator(self.noise_seed, instruction.server_round, purpose)
+            return self._local_evaluation(instruction, bounds, app, rng)
         refuse_ledger(app.context)
-        with reading():
-            order = EvaluationOrder.of(instruction)
-        self.policy.check_evaluation(instruction, order)
-        if self.name not in instruction.clients:
-            return np.zeros(order.dimension), {}
-        try:
-            return protected_vector(metrics_of(app), instruction=instruction, order=order, secret=secret), {}
-        except Exception as error:
-            return np.zeros(order.dimension), {self.name: failure(self.name, error).reason}
+        self.policy.check_evaluation(instruction.ask)
+        made = add_up(np.zeros(0), self._sum(instruction, AppMetrics(app=app, bounds=bounds), bounds.num_counted, purpose))
+        return made.total, made.refused
 
-    def _local_evaluation(self, instruction: Instruction, app: AppCall, rng: Generator) -> tuple[np.ndarray, dict[str, str]]:
-        with reading():
-            order = LocalEvaluationOrder.of(instruction)
-        zeros = np.zeros(order.dimension)
-        if self.name not in instruction.clients or self.terms is None or self.evaluation is None:
+    def _local_evaluation(
+        self, instruction: Instruction, bounds: MetricBounds, app: AppCall, rng: Generator
+    ) -> tuple[np.ndarray, dict[str, str]]:
+        zeros = np.zeros(len(bounds.bounds))
+        own = own_ask(instruction, self.name)
+        if own is None or self.terms is None or self.evaluation is None:
             return zeros, {}
-        place = instruction.clients.index(self.name)
         try:
             terms = self.evaluation.terms(self.name, self.terms.terms())
             if terms.release.unit != "client":
@@ -107,13 +102,12 @@ class AppClient:
             self.policy.check_own_evaluation(terms.release)
         except Exception as error:
             return zeros, {self.name: failure(self.name, error, _NO_TERMS).reason}
-        multiplier = order.noise_multipliers[place]
-        if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier):
+        if reason := why_not(terms, instruction.ask.promise, own):
             return zeros, {self.name: reason}
         account = account_of(None, [self.name], app.context)
         if unpaid := account.charge({evaluation_account(self.name): terms}):
             return zeros, {self.name: next(iter(unpaid.values()))}
-        return order.weights[place] * local_row_of_app(app, order=order, release=terms.release, rng=rng), {}
+        return own.weight * local_row_of_app(app, bounds=bounds, release=terms.release, rng=rng), {}
 
     def work(self, instruction: Instruction, train: AppTraining, context: Context) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet."""
@@ -121,37 +115,37 @@ class AppClient:
         if self.terms is not None:
             return self._local_work(instruction, train, context, refused)
         refuse_ledger(context)
+        work = self._sum(instruction, Updates(train=train), train.model.layout.size, self.name)
+        return replace(work, refused=refused)
+
+    def _sum(self, instruction: Instruction, train: Train, length: int, purpose: str) -> Work:
+        """Return the work whose row is that of `train` [length], clipped, with its share of the noise."""
         with reading():
-            pipeline = CLIENT_LEVEL[instruction.method](instruction, train=Updates(train=train), length=train.model.layout.size)
-        self.policy.check_noise(pipeline.noise)
-        jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
-        return Work(groups=[(pipeline, jobs)], refused=refused)
+            pipeline = client_level.pipeline(instruction.ask, train=train, length=length)
+        jobs = [self._job(instruction, 1.0, purpose)] if self.name in instruction.clients else []
+        return Work(groups=[(pipeline, jobs)], length=length, refused={})
 
     def _local_work(self, instruction: Instruction, train: AppTraining, context: Context, refused: dict[str, str]) -> Work:
-        with reading():
-            order = LocalOrder.of(instruction)
-        if self.terms is None or self.name not in instruction.clients:
-            return Work(groups=[], refused=refused)
-        place = instruction.clients.index(self.name)
+        length, own = train.model.layout.size, own_ask(instruction, self.name)
+        if self.terms is None or own is None:
+            return Work(groups=[], length=length, refused=refused)
         try:
             terms = self.terms.terms()
             self.policy.check_own(terms.release)
         except Exception as error:
-            return Work(groups=[], refused=refused | {self.name: failure(self.name, error, _NO_TERMS).reason})
-        multiplier = order.noise_multipliers[place]
-        reason = why_not(terms, clip_norm=instruction.clip_norm, kind=order.terms[place], noise_multiplier=multiplier)
-        if reason:
-            return Work(groups=[], refused=refused | {self.name: reason})
+            return Work(groups=[], length=length, refused=refused | {self.name: failure(self.name, error, _NO_TERMS).reason})
+        if reason := why_not(terms, instruction.ask.promise, own):
+            return Work(groups=[], length=length, refused=refused | {self.name: reason})
         account = account_of(None, [self.name], context)
         refused |= account.charge({self.name: terms})
         if self.name in refused:
-            return Work(groups=[], refused=refused)
-        pipeline = self.terms.pipeline(terms.release, train=train, length=train.model.layout.size)
-        return Work(groups=[(pipeline, [self._job(instruction, order.weights[place])])], refused=refused)
+            return Work(groups=[], length=length, refused=refused)
+        pipeline = self.terms.pipeline(terms.release, train=train, length=length)
+        return Work(groups=[(pipeline, [self._job(instruction, own.weight, self.name)])], length=length, refused=refused)
 
-    def _job(self, instruction: Instruction, weight: float) -> Job:
+    def _job(self, instruction: Instruction, weight: float, purpose: str) -> Job:
         # A function, not a generator: every draw takes new entropy from the operating system.
-        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, self.name)
+        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, purpose)
         return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=weight)
 
 

@@ -13,11 +13,12 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
+from flower_dp.clients import client_level
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.draws import batch_seed
 from flower_dp.clients.engines import ENGINES
-from flower_dp.clients.evaluation import Metrics, loss_and_accuracy, private_vector
-from flower_dp.clients.pipeline import Job, failure
+from flower_dp.clients.evaluation import MetricRows, Metrics, loss_and_accuracy
+from flower_dp.clients.pipeline import Job, Train, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, in_own_words, reading
 from flower_dp.clients.records import Records
@@ -207,7 +208,7 @@ class NodeClient(NumPyClient):
 
     def _check(self, instruction: Instruction) -> None:
         """Refuse an instruction to train that the policy does not allow."""
-        self.policy.check(instruction)
+        self.policy.check(instruction.ask)
 
     def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
         """Return the answer of this node's clients to a private evaluation."""
@@ -283,33 +284,24 @@ class DPClient(NodeClient):
         return (*CLIENT_LEVEL, wire.EVALUATION)
 
     def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
-        with reading():
-            order = wire.EvaluationOrder.of(instruction)
-        self.policy.check_evaluation(instruction, order)
+        self.policy.check_evaluation(instruction.ask)
+        bounds = instruction.bounds
         vector = self._vector(trained)
-        self.model.reset_buffers()
-        self.model.vector.copy_(vector)
-        total, refused = np.zeros(order.dimension), {}
-        for name in instruction.clients:
-            if name not in self.clients:
-                refused[name] = "not hosted here"
-                continue
-            secret = partial(self.generator, instruction, f"evaluation of {name}")
-            try:
-                total += private_vector(
-                    self.model.module, self.clients[name], self.metrics, instruction=instruction, order=order, secret=secret
-                )
-            except Exception as error:
-                refused[name] = failure(name, error).reason
-        return EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+        rows = MetricRows(model=self.model, metrics=self.metrics, bounds=bounds)
+        made = add_up(vector, self._sum(vector, instruction, rows, length=bounds.num_counted, purpose="evaluation of "))
+        total = made.total.cpu().numpy()
+        return EvaluationAnswer(refused=made.refused, total=total, seeded_noise=self.noise_seed is not None)
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         if beside is not None:
             raise Declined(f"method={instruction.method!r}: uses the model only, but the server sent a second vector with it")
         train = LocalUpdates(training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine)
+        return self._sum(vector, instruction, train, length=vector.numel())
+
+    def _sum(self, vector: Tensor, instruction: Instruction, train: Train, *, length: int, purpose: str = "") -> Work:
+        """Return the work whose rows are those of `train` [length], each clipped, with its share of the noise."""
         with reading():
-            pipeline = CLIENT_LEVEL[instruction.method](instruction, train=train, length=vector.numel())
-        self.policy.check_noise(pipeline.noise)
+            pipeline = client_level.pipeline(instruction.ask, train=train, length=length)
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
         jobs = []
         for name in [name for name in instruction.clients if name not in refused]:
@@ -319,9 +311,9 @@ class DPClient(NodeClient):
                 refused[name] = failure(name, error).reason
                 continue
             seed = batch_seed(self.seed, instruction.server_round, name)
-            secret = partial(self.generator, instruction, name, on=vector)
+            secret = partial(self.generator, instruction, f"{purpose}{name}", on=vector)
             jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
-        return Work(groups=[(pipeline, jobs)], refused=refused)
+        return Work(groups=[(pipeline, jobs)], length=length, refused=refused)
 
 
 def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:

@@ -1,17 +1,17 @@
-"""A client's part in private evaluation: metrics of the global model as one clipped vector, with its share of the noise."""
+"""A client's part in private evaluation: metrics of the global model, as the row of a pipeline."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.losses import Loss, checked
-from flower_dp.clients.metric_vector import protected_vector
-from flower_dp.clients.parts import Secret
+from flower_dp.clients.pipeline import Job, Trained
 from flower_dp.clients.records import Records
-from flower_dp.wire import EvaluationOrder, Instruction
+from flower_dp.clients.training import FlatModel
+from flower_dp.core.metric_bounds import MetricBounds
 
 # A model in evaluation mode, and one client's records -> the metrics by name.
 Metrics = Callable[[nn.Module, Records], Mapping[str, float]]
@@ -45,33 +45,43 @@ def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None =
     return metrics
 
 
-@torch.no_grad()
-def private_vector(
-    module: nn.Module, records: Records, metrics: Metrics, *, instruction: Instruction, order: EvaluationOrder, secret: Secret
-) -> np.ndarray:
-    """Return one client's vector [dimension], float64: clipped, on the lattice of the round, with its share of the noise.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRows:
+    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client.
 
-    Whatever the metrics are, its norm before the noise is at most 1; nothing stands between the clip and the noise.
-
-    Args:
-        module: the global model.
-        records: one client's.
-        metrics: what to compute.
-        instruction: of the round.
-        order: its table.
-        secret: gives the generator of the noise.
-
-    Raises:
-        ValueError: if a metric that is asked for is not there.
+    Attributes:
+        model: where the global model is evaluated.
+        metrics: what is computed.
+        bounds: the metrics that are asked for.
     """
-    training = module.training
-    module.eval()
-    try:
-        values = metrics(module, records)
-    finally:
-        module.train(training)
-    numbers = {name: _number(value) for name, value in values.items()}
-    return protected_vector(numbers, instruction=instruction, order=order, secret=secret)
+
+    model: FlatModel
+    metrics: Metrics
+    bounds: MetricBounds
+
+    @torch.no_grad()
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or its error."""
+        for job in jobs:
+            self.model.reset_buffers()
+            self.model.vector.copy_(vector)
+            try:
+                yield self._row(job.records)
+            except Exception as error:
+                yield error
+            finally:
+                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+
+    def _row(self, records: Records) -> tuple[Tensor, Tensor]:
+        module = self.model.module
+        was = module.training
+        module.eval()
+        try:
+            values = self.metrics(module, records)
+        finally:
+            module.train(was)
+        row = self.bounds.counted({name: _number(value) for name, value in values.items()})
+        return torch.from_numpy(row).to(self.model.device), torch.zeros((), device=self.model.device)
 
 
 def _number(value: Any) -> float:

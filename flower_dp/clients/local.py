@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
-from flower_dp.clients.agreement import why_not
+from flower_dp.clients.agreement import own_ask, why_not
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.control import ControlVariates, KeepsControl
 from flower_dp.clients.draws import batch_seed
@@ -20,14 +20,14 @@ from flower_dp.clients.local_recipe import ConditionsOnModel, LocalRecipe
 from flower_dp.clients.losses import Loss
 from flower_dp.clients.pipeline import Job, Pipeline, failure
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import Declined, reading
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.records import Records
 from flower_dp.clients.work import Work
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import evaluation_account, owner_of
-from flower_dp.wire import EvaluationAnswer, Instruction, LocalEvaluationOrder, LocalOrder
+from flower_dp.wire import EvaluationAnswer, Instruction
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
 
@@ -114,7 +114,7 @@ class LocalDPClient(NodeClient):
         return (self.recipe.method, wire.EVALUATION) if evaluates else (self.recipe.method,)
 
     def _check(self, instruction: Instruction) -> None:
-        self.policy.check_clip(instruction)
+        self.policy.check_clip(instruction.ask)
 
     def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
         """Return the answer to a private evaluation: the weighted sum of its clients' rows, each with its own full noise.
@@ -122,35 +122,31 @@ class LocalDPClient(NodeClient):
         Each is charged to its client's account of evaluations before a record is touched.
         """
         metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
-        with reading():
-            order = LocalEvaluationOrder.of(instruction)
-        if unknown := sorted(set(order.bounds) - set(metrics.names)):
+        bounds = instruction.bounds
+        if unknown := sorted(set(bounds.bounds) - set(metrics.names)):
             raise Declined(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
         vector = self._vector(trained)
         account = account_of(self.ledger, self.clients, self.context)
-        agreed, refused = self._agreed(instruction, order)
+        agreed, refused = self._agreed(instruction)
         unpaid = account.charge({evaluation_account(name): terms for name, (terms, _) in agreed.items()})
         refused |= {owner_of(name): reason for name, reason in unpaid.items()}
         self.model.reset_buffers()
         self.model.vector.copy_(vector)
-        weights = dict(zip(instruction.clients, order.weights, strict=True))
-        total = np.zeros(order.dimension)
+        total = np.zeros(len(bounds.bounds))
         for name, (terms, records) in agreed.items():
             if name in refused:
                 continue
             rng = self.generator(instruction, f"evaluation of {name}")
             try:
-                row = evaluated_row(self.model, records, metrics, order=order, release=terms.release, rng=rng)
+                row = evaluated_row(self.model, records, metrics, bounds=bounds, release=terms.release, rng=rng)
             except Exception as error:
                 refused[name] = failure(name, error).reason
                 continue
-            total += weights[name] * row
+            total += instruction.ask.own[name].weight * row
         return EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
 
     def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
         account = account_of(self.ledger, self.clients, self.context)
-        with reading():
-            order = LocalOrder.of(instruction)
         if self.policy.min_noise_std:
             raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
         keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
@@ -160,8 +156,7 @@ class LocalDPClient(NodeClient):
         if self.context is None:
             raise Declined("context: control variates are kept in the node's state; pass context=context")
         kept = ControlVariates(self.context.state)
-        weights = dict(zip(instruction.clients, order.weights, strict=True))
-        agreed, refused = self._agreed(instruction, order)
+        agreed, refused = self._agreed(instruction)
         number = instruction.server_round
         own = {name: kept.read(name, vector.numel()) for name in agreed} if keeps else {}
 
@@ -185,7 +180,7 @@ class LocalDPClient(NodeClient):
                     records=records,
                     seed=batch_seed(self.seed, number, name),
                     secret=_Given(self.generator(instruction, name)),
-                    weight=weights[name],
+                    weight=instruction.ask.own[name].weight,
                 )
                 drift = drift_of(name)
                 if keeps is None or beside is None or drift is None:
@@ -196,17 +191,15 @@ class LocalDPClient(NodeClient):
                 yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
 
         restarted = tuple(name for name, read in own.items() if read is None and name not in refused)
-        return Work(groups=groups(), refused=dict(refused), restarted=restarted)
+        return Work(groups=groups(), length=vector.numel(), refused=dict(refused), restarted=restarted)
 
-    def _agreed(
-        self, instruction: Instruction, order: LocalOrder | LocalEvaluationOrder
-    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+    def _agreed(self, instruction: Instruction) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
         """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
-        said = zip(instruction.clients, order.terms, order.noise_multipliers, strict=True)
-        for name, kind, multiplier in said:
-            if name not in self.clients:
+        for name in instruction.clients:
+            asked = own_ask(instruction, name)
+            if asked is None or name not in self.clients:
                 refused[name] = "not hosted here"
                 continue
             try:
@@ -225,7 +218,7 @@ class LocalDPClient(NodeClient):
             except Exception as error:
                 refused[name] = failure(name, error, "this client's terms can't be made").reason
                 continue
-            if reason := why_not(terms, clip_norm=instruction.clip_norm, kind=kind, noise_multiplier=multiplier):
+            if reason := why_not(terms, instruction.ask.promise, asked):
                 refused[name] = reason
             else:
                 agreed[name] = (terms, records)

@@ -15,9 +15,9 @@ from flower_dp.clients.per_record import keeps_records_apart
 from flower_dp.clients.reading import apart
 from flower_dp.clients.records import Inputs, Records, outputs_of
 from flower_dp.clients.training import FlatModel
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
-from flower_dp.wire import LocalEvaluationOrder
 
 log = logging.getLogger("flwr")
 
@@ -62,7 +62,7 @@ def record_loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] |
 
 @torch.no_grad()
 def evaluated_row(
-    model: FlatModel, records: Records, metrics: RecordMetrics, *, order: LocalEvaluationOrder, release: Release, rng: Generator
+    model: FlatModel, records: Records, metrics: RecordMetrics, *, bounds: MetricBounds, release: Release, rng: Generator
 ) -> np.ndarray:
     """Return one client's row [dimension], float64: the mean of its contributions with the full noise of the release.
 
@@ -74,7 +74,7 @@ def evaluated_row(
         model: at the global model's weights.
         records: the client's.
         metrics: of one record.
-        order: names and bounds.
+        bounds: the metrics that are asked for.
         release: of the client's own terms of evaluation.
         rng: secret; gives the noise, and the choice of records where there are more than the release has.
     """
@@ -86,10 +86,10 @@ def evaluated_row(
     together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
     was = model.module.training
     model.module.eval()
-    rows, seed = np.zeros((len(positions), order.dimension)), int(rng.integers(2**63))
+    rows, seed = np.zeros((len(positions), len(bounds.bounds))), int(rng.integers(2**63))
     try:
         for index, record in _outputs(model, records, torch.from_numpy(positions), seed, together):
-            rows[index] = _contribution(metrics, record, order)
+            rows[index] = _contribution(metrics, record, bounds)
     finally:
         model.module.train(was)
         model.reset_buffers()
@@ -98,14 +98,14 @@ def evaluated_row(
     return private_row(rows, release, rng)
 
 
-def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], order: LocalEvaluationOrder) -> np.ndarray:
+def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds) -> np.ndarray:
     """Return a record's contribution [dimension]; zero for one whose metrics can't be computed."""
     try:
         told = metrics.of(*record)
-        return np.asarray(order.contributions(np.asarray([[float(told[name]) for name in order.bounds]]))[0])
+        return np.asarray(bounds.centred(np.asarray([[float(told[name]) for name in bounds.bounds]]))[0])
     except Exception as error:
         log.warning("a record's metrics can't be computed (%s): it counts as zero", type(error).__name__)
-        return np.zeros(order.dimension)
+        return np.zeros(len(bounds.bounds))
 
 
 def _outputs(

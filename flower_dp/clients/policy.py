@@ -1,20 +1,11 @@
 """A client's own policy: the instructions that it accepts from any server."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from flower_dp.clients.reasons import Declined
 from flower_dp.core import checks
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Instruction
-
-
-class ClientNoise(Protocol):
-    """The noise that a client adds to its own row: that of a pipeline, or of a method's table."""
-
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation."""
+from flower_dp.wire import Ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +37,9 @@ class ClientPolicy:
 
     Example:
         >>> from flower_dp.clients import ClientPolicy
-        >>> from flower_dp.wire import Instruction
+        >>> from flower_dp.wire import Ask, Promise
         >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
-        >>> policy.check(Instruction(server_round=1, method="dp-fedavg", clients=("a",), clip_norm=1.0, noise_multiplier=0.5))
+        >>> policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
         Traceback (most recent call last):
             ...
         flower_dp.clients.reasons.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8
@@ -100,35 +91,29 @@ class ClientPolicy:
             and self.min_evaluation_noise_std is None
         )
 
-    def check(self, instruction: Instruction) -> None:
-        """Refuse an instruction to train that this policy does not allow.
+    def check(self, ask: Ask) -> None:
+        """Refuse training that this policy does not allow: its clip norm, or its noise in all or on the device.
 
         Raises:
             Declined: naming the limit and the value asked for.
         """
-        self.check_clip(instruction)
+        self.check_clip(ask)
         if not self.trusting and self.min_noise_multiplier is None and self.min_noise_std is None:
             raise Declined("training: this client's policy has limits, but none of its noise; set min_noise_multiplier too")
-        _at_least("noise_multiplier", instruction.noise_multiplier, self.min_noise_multiplier)
+        _at_least("noise_multiplier", ask.promise.noise_multiplier, self.min_noise_multiplier)
+        _at_least("noise_std", ask.noise_std, self.min_noise_std)
 
-    def check_clip(self, instruction: Instruction) -> None:
+    def check_clip(self, ask: Ask) -> None:
         """Refuse a clip norm that this policy does not allow.
 
         Raises:
             Declined: naming the limit and the value asked for.
         """
-        if self.max_clip_norm is not None and not instruction.clip_norm <= self.max_clip_norm:
-            raise Declined(f"clip_norm={instruction.clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
+        clip_norm = ask.promise.clip_norm
+        if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:
+            raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
-    def check_noise(self, noise: ClientNoise) -> None:
-        """Refuse an instruction under which this client would add less noise itself than this policy needs.
-
-        Raises:
-            Declined: naming the limit and the value asked for.
-        """
-        _at_least("noise_std", noise.noise_std, self.min_noise_std)
-
-    def check_evaluation(self, instruction: Instruction, noise: ClientNoise) -> None:
+    def check_evaluation(self, ask: Ask) -> None:
         """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
 
         Raises:
@@ -139,8 +124,8 @@ class ClientPolicy:
             raise Declined(
                 "an evaluation: this client's policy has limits, but none of its noise; set min_evaluation_noise_multiplier too"
             )
-        _at_least("noise_multiplier", instruction.noise_multiplier, self.least_evaluation_multiplier, " of an evaluation")
-        _at_least("noise_std", noise.noise_std, self.least_evaluation_std, " of an evaluation")
+        _at_least("noise_multiplier", ask.promise.noise_multiplier, self.least_evaluation_multiplier, " of an evaluation")
+        _at_least("noise_std", ask.noise_std, self.least_evaluation_std, " of an evaluation")
 
     def check_own(self, release: Release) -> None:
         """Refuse to train if the client's own noise, where its every message is private on its own, is below a limit.

@@ -32,6 +32,8 @@ _MOST_STEPS = 2**16
 _FINE_STEPS = 2**12
 # Digits of a geometric draw are drawn from one uniform number each.
 _DIGIT_BITS = 12
+# Clip norm and noise have fewer steps than this, so that sums of many of them are exact.
+_MOST_STEPS_A_CLIP = 2.0**48
 # Smaller steps have inverses near the end of a double's range.
 _SMALLEST = 2.0**-900
 # Exact integers of a double; sums of lattice values must stay below.
@@ -63,9 +65,24 @@ def lattice_step(scale: float, *, clip_norm: float, dimension: int, norm: str = 
     spread = dimension if checks.one_of("norm", norm, ("l2", "l1")) == "l1" else math.sqrt(max(dimension, 1))
     largest = min(scale / _STEPS_A_SCALE, clip_norm / (_STEPS_AN_ENTRY * max(spread, 1)))
     step = math.ldexp(1.0, math.frexp(largest)[1] - 1)
-    if not largest > _SMALLEST or clip_norm / step >= 2.0**48:
+    if not largest > _SMALLEST or clip_norm / step >= _MOST_STEPS_A_CLIP:
         raise ValueError(f"noise_scale={scale:g}: is too small for clip_norm={clip_norm:g}; use more noise, or 0 for none")
     return step
+
+
+def check_lattice(step: float, *, scale: float, clip_norm: float) -> None:
+    """Check a lattice that another party has chosen, on which this party clips and noises.
+
+    Args:
+        step: of the lattice.
+        scale: of the noise that this party adds.
+        clip_norm: bound on the norm of what it adds the noise to.
+
+    Raises:
+        ValueError: if the step is no power of two, is above scale / 1024, or is so small that sums are not exact.
+    """
+    if not _check_step(scale, step) < _MOST_STEPS_A_CLIP or clip_norm / step >= _MOST_STEPS_A_CLIP or step < _SMALLEST:
+        raise ValueError(f"step={step:g}: is too small for clip_norm={clip_norm:g} and noise of scale {scale:g}")
 
 
 def toward_zero(values: Array, step: float) -> Array:

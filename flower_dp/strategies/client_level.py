@@ -1,15 +1,14 @@
 """Client-level differential privacy: clipped client updates, and Gaussian noise on their sum."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, Protocol, Required
+from typing import Required
 
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
 
 from flower_dp import wire
-from flower_dp.core import checks, compression, noise
+from flower_dp.core import checks, compression
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler, check_sampler
 from flower_dp.privacy import accounting
@@ -20,10 +19,12 @@ from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.client_level_statement import ClientLevelFacts, EvaluationFacts, state
 from flower_dp.strategies.planned_cost import PlannedCost
-from flower_dp.strategies.replies import Bounds, Collected
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts
-from flower_dp.strategies.shared_noise import SharedNoise
-from flower_dp.wire.evaluation import FINER_LATTICE
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.wire import Ask
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -34,8 +35,6 @@ _SEEN_BY = {
 }
 # Of the drawn clients, how many must answer where nobody tops up the noise of the others.
 _MIN_REPLY_RATIO = 0.75
-# More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
-_NORM_DEVIATIONS = 10.0
 # Whose cohorts and charges are the same whatever rounds came before, and hold for more clients than were accounted for. Any other
 # sampler, of a user's own too, is taken for one whose charges follow from whose turn it is.
 _WITHOUT_ORDER = (FullSampling, PoissonSampling, FixedSizeSampling)
@@ -52,19 +51,6 @@ class ClientLevelArguments(Options, total=False):
     delta: Required[float]
     target_epsilon: float | None
     relation: Relation | None
-
-
-class SharedMask(Protocol):
-    """Coordinates that all clients of a round keep. No data chooses them: clip, lattice and noise live on them alone."""
-
-    def draw(self) -> None:
-        """Choose the coordinates of the next round."""
-
-    def indices(self, length: int) -> np.ndarray:
-        """Return this round's coordinates of a vector, increasing."""
-
-    def order(self, placement: str, noise_std: float) -> dict[str, Any]:
-        """Return the table of the instruction."""
 
 
 class ClientLevelRules:
@@ -94,8 +80,8 @@ class ClientLevelRules:
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
-        mask: coordinates that all clients of a round share, which no data chose; None for all of them.
-        finer_lattice: a power of two by which the lattice of clipped vectors and noise is finer than usual.
+        mask_keep_ratio: part of the coordinates of a random mask that all clients of a round share; None for no mask.
+        metrics: of a private evaluation; None in training.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -119,12 +105,10 @@ class ClientLevelRules:
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
-        mask: SharedMask | None = None,
-        finer_lattice: float = 1.0,
+        mask_keep_ratio: float | None = None,
+        metrics: MetricBounds | None = None,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
-        self.mask = mask
-        self._finer_lattice = finer_lattice
         check_sampler(sampling)
         checks.number("delta", delta, above=0, below=1)
         self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
@@ -168,6 +152,13 @@ class ClientLevelRules:
             min_reply_ratio=self.min_reply_ratio,
             lossy_messages=self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None),
         )
+        self.sum = NoisedSum(
+            shared=self.noise,
+            keep_ratio=self.keep_ratio,
+            quantization_levels=self.quantization_levels or 0,
+            mask_keep_ratio=mask_keep_ratio,
+            metrics=metrics,
+        )
         self._evaluation: tuple[ClientLevelRules, int] | None = None
         self.begin()
         if self.target_epsilon is not None and noise_multiplier == 0:
@@ -191,7 +182,7 @@ class ClientLevelRules:
     @property
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
-        if self.mask is not None:
+        if self.sum.mask_keep_ratio is not None:
             return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
         if self.placement == "central":
             return None
@@ -214,7 +205,7 @@ class ClientLevelRules:
             self._evaluation[0].begin()
             self._evaluation[0].ledger, self._evaluation[0].outside_ledger = self.ledger, self.outside_ledger
 
-    def evaluating(self, noise_multiplier: float, sampling: Sampler, every: int) -> "ClientLevelRules":
+    def evaluating(self, noise_multiplier: float, sampling: Sampler, every: int, metrics: MetricBounds) -> "ClientLevelRules":
         """Return the rules of private evaluations: a release of its own, with the placement of this one and its ledgers.
 
         From now on this run's plan and its target count an evaluation after every `every`-th round.
@@ -223,6 +214,7 @@ class ClientLevelRules:
             noise_multiplier: std of the noise on the sum of clients' vectors, whose norm is at most 1.
             sampling: who evaluates.
             every: rounds from one evaluation to the next.
+            metrics: what is evaluated.
         """
         rules = ClientLevelRules(
             name=wire.EVALUATION,
@@ -236,7 +228,7 @@ class ClientLevelRules:
             placement=self.placement,
             trusted_server=self.trusted_server,
             min_reply_ratio=None if self.trusted_server else self.min_reply_ratio,
-            finer_lattice=FINER_LATTICE,
+            metrics=metrics,
         )
         self._evaluation = (rules, every)
         self.begin()
@@ -261,7 +253,7 @@ class ClientLevelRules:
         Args:
             dimension: of the model's vector.
         """
-        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(self._num_kept(dimension)), self.clip_norm
+        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(self.sum.num_kept(dimension)), self.clip_norm
 
     # Noise
 
@@ -280,35 +272,14 @@ class ClientLevelRules:
         evaluates_in_turn = self._evaluation is not None and not self._evaluation[0].open_population
         return type(self.release.sampler) in _WITHOUT_ORDER and not evaluates_in_turn
 
-    def _step(self, layout_size: int, cohort_size: int) -> float:
-        """Return the step of the lattice on which the clients of a cohort, and the server, work."""
-        scale = self.release.noise_scale if self.placement == "central" else self.noise.share(cohort_size)
-        step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self._num_kept(layout_size))
-        return step / self._finer_lattice
-
-    def _num_kept(self, layout_size: int) -> int:
-        """Return how many coordinates clients send this round."""
-        return layout_size if self.mask is None else self.mask.indices(layout_size).size
-
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.
 
         Raises:
             RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
         """
-        num_replies, step = len(collected.clients), self._step(now.layout.size, now.cohort_size)
-        if self.noise.too_few(num_replies, now.cohort_size):
-            raise RoundLeftOut(f"{num_replies} of {now.cohort_size} clients answered, too few for the noise that was charged")
-        std = self.noise.server_std(num_replies)
-        # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
-        kept = slice(None) if self.mask is None else self.mask.indices(now.layout.size)
-        total = collected.total.copy()
-        total[kept] += noise.gaussian(total[kept], std, step, rng)
-        if not noise.exact(total, step):
-            raise RoundLeftOut("the replies' sum is too large to be exact")
-        mean = total / self.release.expected_cohort
-        if self.keep_ratio < 1 and self.placement == "central":
-            mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
+        num_replies = len(collected.clients)
+        mean = self.sum.noised(now.ask, collected.total, num_replies=num_replies, cohort_size=now.cohort_size, rng=rng)
         return np.asarray(now.vector + mean)
 
     # Clients
@@ -320,42 +291,13 @@ class ClientLevelRules:
         """Return all that were drawn."""
         return chosen
 
-    def bounds(self, now: Round) -> Bounds:
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
+        """Return what is asked of the clients of a round."""
+        return self.sum.ask(length, len(names))
+
+    def limits(self, now: Round) -> Limits:
         """Return clip norm, lattice and the longest honest sum."""
-        share, clip_norm = self.noise.share(now.cohort_size), self.release.clip_norm
-        num_kept = self._num_kept(now.layout.size)
-
-        def honest_norm(names: Sequence[str]) -> float:
-            count = len(names)
-            together = count * clip_norm + math.sqrt(count) * share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
-            if self.quantization_levels is None:
-                return together
-            # Quantisation can lengthen a row; each row has the largest norm.
-            each = clip_norm + share * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
-            return count * each * compression.qsgd_norm_ratio(num_kept, self.quantization_levels)
-
-        return Bounds(
-            clip_norm=clip_norm if self.placement == "central" else None,
-            step=self._step(now.layout.size, now.cohort_size),
-            honest_norm=honest_norm,
-            mask=None if self.mask is None else self.mask.indices(now.layout.size),
-        )
-
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the noise multiplier of the sum."""
-        return self.release.mechanism.noise_multiplier
-
-    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
-        """Return placement, share of the noise and sparsity."""
-        if self.mask is not None:
-            return self.mask.order(self.placement, self.noise.share(cohort_size))
-        order = wire.ClientLevelOrder(
-            placement=self.placement,
-            noise_std=self.noise.share(cohort_size),
-            keep_ratio=self.keep_ratio if self.placement == "distributed" else 1.0,
-            quantization_levels=self.quantization_levels or 0,
-        )
-        return asdict(order)
+        return self.sum.limits(now.ask, now.layout.size)
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
@@ -365,7 +307,7 @@ class ClientLevelRules:
         """
         if self.noise.lossy_messages and collected.clients:
             return collected.payload_bytes / len(collected.clients)
-        return 4.0 * self._num_kept(now.layout.size)
+        return 4.0 * self.sum.num_kept(now.layout.size)
 
     # Cost
 
@@ -393,12 +335,10 @@ class ClientLevelRules:
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round to the ledgers, as this cohort's shares are computed; choose the mask of a method that has one.
+        """Charge the round to the ledgers, as this cohort's shares are computed.
 
         What it costs follows from how often this release was charged, not from `server_round`, which a caller may repeat or skip.
         """
-        if self.mask is not None:
-            self.mask.draw()
         charged = self.noise.charged_for(len(names))
         self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
         self.num_rounds += 1

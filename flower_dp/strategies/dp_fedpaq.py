@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Required, Unpack
+from typing import Required, Unpack
 
 import numpy as np
 
@@ -15,9 +15,12 @@ from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.control import Control, Honest
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts, state
-from flower_dp.strategies.replies import Bounds, Collected
-from flower_dp.strategies.rules import Options, Round, RoundLeftOut, RunFacts, split
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts, split
 from flower_dp.strategies.strategy import DPStrategy
+from flower_dp.wire import Ask
 
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
 # The norm of a Gaussian vector exceeds its mean by more standard deviations than this with probability e^-50, which is 2e-22.
@@ -121,19 +124,15 @@ class DPFedPAQRules:
         """Charge one reply to each client."""
         self.books.charge(names)
 
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the least noise multiplier of these clients."""
-        return self.books.noise_multiplier(names)
-
-    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
         """Return terms, and weights of 1: a row that is sent alone is sent as it was quantised."""
-        return self.books.order(names, [1.0] * len(names))
+        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=lambda _: 1.0)
 
     def beside(self, size: int) -> np.ndarray | None:
         """Return the vector that is sent with the model [d]; None for none."""
         return None if self.control is None else self.control.vector(size)
 
-    def bounds(self, now: Round) -> Bounds:
+    def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
         size, factor = now.layout.size, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
@@ -145,7 +144,7 @@ class DPFedPAQRules:
             longest = factor * (self.steps.longest_sum + noise)
             return longest if self.control is None else divisor * self.control.longest(longest / divisor, honest=honest)
 
-        return Bounds(clip_norm=None, step=0.0, honest_norm=lambda names: ratio * sum(row(name) for name in names))
+        return Limits(length=size, honest_norm=lambda names: ratio * sum(row(name) for name in names))
 
     def _honest(self, size: int) -> Honest:
         """Return how long noised mean gradients [size] of honest clients are, from public numbers: clip norm and noises."""

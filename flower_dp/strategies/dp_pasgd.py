@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Required, Unpack
+from typing import Required, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -21,10 +21,12 @@ from flower_dp.strategies.best_model import BestModel, less_is_better
 from flower_dp.strategies.dp_pasgd_statement import DPPASGDFacts, state_dp_pasgd
 from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts
-from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.resources import ResourceBudget, ResourceLedger
 from flower_dp.strategies.rules import Options, Round, RunFacts, split
 from flower_dp.strategies.strategy import DPStrategy
+from flower_dp.wire import Ask
 
 
 class DPPASGDRules:
@@ -129,22 +131,18 @@ class DPPASGDRules:
         self.books.charge(names)
         self.resources.charge(names)
 
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the least noise multiplier of these clients."""
-        return self.books.noise_multiplier(names)
-
-    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
         """Return equal weights, and terms."""
-        return self.books.order(names, [1.0] * len(names))
+        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=lambda _: 1.0)
 
-    def bounds(self, now: Round) -> Bounds:
+    def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum."""
         start, dimension = float(l2_norms(now.vector.astype(np.float64))), now.layout.size
 
         def honest_norm(names: Sequence[str]) -> float:
             return sum(self._longest(name, now.server_round, start, dimension) for name in names)
 
-        return Bounds(clip_norm=None, step=0.0, honest_norm=honest_norm)
+        return Limits(length=dimension, honest_norm=honest_norm)
 
     def _longest(self, name: str, server_round: int, start: float, dimension: int) -> float:
         release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort

@@ -3,19 +3,20 @@
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_dp import wire
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
-from flower_dp.strategies.replies import Collected, Missing, accepted, answering_nodes
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.replies import Collected, Missing, answering_nodes
 from flower_dp.strategies.roster import Roster
-from flower_dp.strategies.rules import Round, RoundLeftOut
+from flower_dp.strategies.rules import Round
 
 log = logging.getLogger("flwr")
 
@@ -25,8 +26,8 @@ class Evaluator:
 
     def __init__(self, plan: PrivateEvaluation, method: ClientLevelRules) -> None:
         self.plan, self.method = plan, method
-        self.rules = method.evaluating(plan.noise_multiplier, plan.sampling, plan.every)
-        self.order = wire.EvaluationOrder(placement="central", bounds=plan.metrics)
+        self.bounds = MetricBounds(bounds=plan.metrics)
+        self.rules = method.evaluating(plan.noise_multiplier, plan.sampling, plan.every, self.bounds)
         names = [*plan.metrics, "the count of clients"]
         self._model = wire.Model(
             names=tuple(names),
@@ -69,10 +70,15 @@ class Evaluator:
         self, server_round: int, roster: Roster, arrays: ArrayRecord, config: ConfigRecord, asked: dict[int, tuple[str, ...]]
     ) -> list[Message]:
         """Return one message a node; the evaluation is charged already."""
-        cohort = sum(len(names) for names in asked.values())
-        order = asdict(self.order) | {"placement": self.rules.placement, "noise_std": self.rules.noise.share(cohort)}
+        ask = self.rules.ask(self.bounds.num_counted, tuple(name for names in asked.values() for name in names))
         self._now = Round(
-            server_round=server_round, model=self._model, asked=asked, bytes_down=0, started=0.0, stock=not roster.hosting
+            server_round=server_round,
+            ask=ask,
+            model=self._model,
+            asked=asked,
+            bytes_down=0,
+            started=0.0,
+            stock=not roster.hosting,
         )
         self._sent = [
             wire.evaluate_message(
@@ -80,14 +86,7 @@ class Evaluator:
                 roster.record_names,
                 arrays,
                 config,
-                wire.Instruction(
-                    server_round=server_round,
-                    method=wire.EVALUATION,
-                    clients=names,
-                    clip_norm=self.rules.clip_norm,
-                    noise_multiplier=self.rules.noise_multiplier(names),
-                    order=order,
-                ),
+                wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=names, ask=ask),
             )
             for node, names in asked.items()
         ]
@@ -98,13 +97,13 @@ class Evaluator:
         now = self._now
         if now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.order.dimension), seeded=seeded)
-        bounds = self.rules.bounds(now)
+        collected = Collected(total=np.zeros(self.bounds.num_counted), seeded=seeded)
+        limits = self.rules.limits(now)
         for node, names, reply in answering_nodes(collected, replies, now.asked, self._sent):
             try:
                 clients, vector = self._read(collected, reply, names, stock=now.stock)
                 if clients:
-                    collected.total += accepted(vector, clients, bounds)
+                    collected.total += limits.accepted(vector, clients)
                     collected.clients.extend(clients)
             except Exception as error:  # whatever a forged reply may raise, it must not end the run
                 collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
@@ -124,9 +123,9 @@ class Evaluator:
         if now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
         mean = self.rules.combine(now, collected, rng)
-        scale = math.sqrt(self.order.dimension) * self.rules.release.expected_cohort
+        scale = math.sqrt(self.bounds.num_counted) * self.rules.release.expected_cohort
         *sums, count = (mean * scale).tolist()
-        std = math.sqrt(self.order.dimension) * self.rules.release.noise_scale
+        std = math.sqrt(self.bounds.num_counted) * self.rules.release.noise_scale
         if count < max(1.0, 3 * std):
             raise RoundLeftOut(f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number")
         told: dict[str, float] = {}
@@ -145,8 +144,8 @@ class Evaluator:
             wire.check_content(reply.content, most_entries=1000, most_bytes=4096 + 6 * wire.most_answer_characters(1))
             if len(names) != 1:
                 raise ValueError("a stock client's reply can stand for one client only")
-            return names, self.order.vector(wire.reported_metrics(reply.content))
-        answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
+            return names, self.bounds.counted(wire.reported_metrics(reply.content))
+        answer = wire.evaluation_answer_of(reply.content, names, self.bounds.num_counted)
         collected.check_seed(answer.seeded_noise)
         collected.add_refused(answer.refused)
         return tuple(name for name in names if name not in answer.refused), answer.total

@@ -1,15 +1,18 @@
 """The cost of private evaluations for clients with ledgers of their own, in addition to the cost of training."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from dp_accounting import ComposedDpEvent, DpEvent
 
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation, UnsupportedEventError
 from flower_dp.privacy.ledger import Ledger
+from flower_dp.strategies.releases.own_replies import ask_of
+from flower_dp.wire import Ask
 
 
 class EvaluationBooks:
@@ -40,6 +43,10 @@ class EvaluationBooks:
     def can_pay(self, name: str) -> bool:
         """Return whether a client's budget covers one more evaluation."""
         return self.ledgers[name].num_charges < self.terms[name].num_replies
+
+    def ask(self, names: Iterable[str], metrics: MetricBounds, *, weight_of: Callable[[str], float]) -> Ask:
+        """Return what is asked of clients: their metrics, by their own terms of evaluation, and with the weight of each."""
+        return ask_of({name: self.terms[name] for name in names}, clip_norm=1.0, weight_of=weight_of, metrics=metrics)
 
     def charge(self, names: tuple[str, ...]) -> None:
         """Charge one evaluation to each client."""

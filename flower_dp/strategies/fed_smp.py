@@ -1,43 +1,11 @@
 """Fed-SMP with rand_k (Hu et al. 2024): updates under one random mask a round, clip and noise on the kept coordinates alone."""
 
-import secrets
-from dataclasses import asdict
-from typing import Any, Unpack
-
-import numpy as np
+from typing import Unpack
 
 from flower_dp.core import checks
 from flower_dp.strategies.client_level import ClientLevelArguments, ClientLevelRules
 from flower_dp.strategies.rules import split
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import FedSMPOrder
-
-
-class RandomMask:
-    """A mask of a share of all coordinates, drawn anew for every round from a public seed."""
-
-    def __init__(self, keep_ratio: float) -> None:
-        self.keep_ratio = checks.number("keep_ratio", keep_ratio, above=0, at_most=1)
-        self._seed = 0
-        self._drawn: tuple[tuple[int, int], np.ndarray] | None = None
-
-    def draw(self) -> None:
-        """Choose the seed of the next round; it is public and does not depend on data."""
-        self._seed = secrets.randbits(63)
-
-    def indices(self, length: int) -> np.ndarray:
-        """Return this round's coordinates [k], increasing."""
-        key = (self._seed, length)
-        if self._drawn is None or self._drawn[0] != key:
-            self._drawn = (key, self._order("central", 0.0).mask(length))
-        return self._drawn[1]
-
-    def order(self, placement: str, noise_std: float) -> dict[str, Any]:
-        """Return the table of the instruction."""
-        return asdict(self._order(placement, noise_std))
-
-    def _order(self, placement: str, noise_std: float) -> FedSMPOrder:
-        return FedSMPOrder(placement=placement, noise_std=noise_std, keep_ratio=self.keep_ratio, mask_seed=self._seed)
 
 
 class FedSMPArguments(ClientLevelArguments, total=False):
@@ -61,7 +29,7 @@ class FedSMP(DPStrategy):
     >>> from flower_dp.strategies import FedSMP
     >>> words = {"clip_norm": 0.5, "noise_multiplier": 0.9, "num_clients": 1000, "delta": 5e-4}
     >>> strategy = FedSMP(**words, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.4)
-    >>> strategy.rules.mask.indices(10).size
+    >>> strategy.rules.sum.num_kept(10)
     4
 
     Args:
@@ -77,8 +45,7 @@ class FedSMP(DPStrategy):
 
     def __init__(self, **words: Unpack[FedSMPArguments]) -> None:
         own, options = split(words, FedSMPArguments)
-        mask = RandomMask(own.pop("keep_ratio", 0.4))
+        keep_ratio = checks.number("keep_ratio", own.pop("keep_ratio", 0.4), above=0, at_most=1)
         placement = own.pop("placement", "distributed")
-        super().__init__(
-            ClientLevelRules(name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask=mask, **own), **options
-        )
+        rules = ClientLevelRules(name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask_keep_ratio=keep_ratio, **own)
+        super().__init__(rules, **options)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Required, Unpack
+from typing import Required, Unpack
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gr
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.local_statement import local_facts, state
-from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts, split
 from flower_dp.strategies.strategy import DPStrategy
+from flower_dp.wire import Ask
 
 _FORMULAS = {
     "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
@@ -114,17 +116,13 @@ class FedSGDDPCRules:
         """Charge one reply to each client."""
         self.books.charge(names)
 
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the least noise multiplier of these clients."""
-        return self.books.noise_multiplier(names)
-
-    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
         """Return weights and terms."""
-        return self.books.order(names, [self._weight(name) for name in names])
+        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=self._weight)
 
-    def bounds(self, now: Round) -> Bounds:
+    def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum."""
-        return self.books.bounds(now, self._weight)
+        return self.books.limits(now)
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""

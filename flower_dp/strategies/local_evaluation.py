@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_dp import wire
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.strategies.evaluation_books import EvaluationBooks
 from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks
 from flower_dp.strategies.private_evaluation import LocalEvaluation
-from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted, answering_nodes
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected, Missing, answering_nodes
 from flower_dp.strategies.roster import Roster
-from flower_dp.strategies.rules import RoundLeftOut
 
 
 class LocalEvaluator:
@@ -24,7 +25,7 @@ class LocalEvaluator:
         self.plan, self.books = plan, books
         self.evaluations = EvaluationBooks(plan.budget, relation=books.relation, delta=books.delta)
         books.evaluations = self.evaluations
-        self.order = wire.LocalEvaluationOrder(bounds=plan.metrics, weights=(), terms=(), noise_multipliers=())
+        self.bounds = MetricBounds(bounds=plan.metrics)
         self._last = 0
         self._now: tuple[int, dict[int, tuple[str, ...]]] | None = None
         self._sent: list[Message] = []
@@ -65,43 +66,33 @@ class LocalEvaluator:
     ) -> list[Message]:
         """Return one message a node; the evaluation is charged already."""
         self._now = (server_round, asked)
+        everyone = [name for names in asked.values() for name in names]
+        ask = self.evaluations.ask(everyone, self.bounds, weight_of=self.books.share)
         self._sent = [
-            wire.evaluate_message(node, roster.record_names, arrays, config, self._instruction(server_round, names))
+            wire.evaluate_message(
+                node,
+                roster.record_names,
+                arrays,
+                config,
+                wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=names, ask=ask),
+            )
             for node, names in asked.items()
         ]
         return self._sent
-
-    def _instruction(self, server_round: int, names: tuple[str, ...]) -> wire.Instruction:
-        terms = [self.evaluations.terms[name] for name in names]
-        multipliers = tuple(one.release.mechanism.noise_multiplier for one in terms)
-        order = replace(
-            self.order,
-            weights=tuple(self.books.share(name) for name in names),
-            terms=tuple(one.kind for one in terms),
-            noise_multipliers=multipliers,
-        )
-        return wire.Instruction(
-            server_round=server_round,
-            method=wire.EVALUATION,
-            clients=names,
-            clip_norm=1.0,
-            noise_multiplier=min(multipliers),
-            order=asdict(order),
-        )
 
     def collect(self, replies: Iterable[Message], *, seeded: bool = False) -> Collected:
         """Add up the rows of a round's replies; an invalid reply is left out."""
         if self._now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.order.dimension), seeded=seeded)
-        bounds = Bounds(clip_norm=None, step=0.0, honest_norm=self._longest)
+        collected = Collected(total=np.zeros(len(self.bounds.bounds)), seeded=seeded)
+        limits = Limits(length=len(self.bounds.bounds), honest_norm=self._longest)
         for node, names, reply in answering_nodes(collected, replies, self._now[1], self._sent):
             try:
-                answer = wire.evaluation_answer_of(reply.content, names, self.order.dimension)
+                answer = wire.evaluation_answer_of(reply.content, names, len(self.bounds.bounds))
                 collected.check_seed(answer.seeded_noise)
                 clients = tuple(name for name in names if name not in answer.refused)
                 if clients:
-                    collected.total += accepted(answer.total, clients, bounds)
+                    collected.total += limits.accepted(answer.total, clients)
                     collected.clients.extend(clients)
                 collected.add_refused(answer.refused)
             except Exception as error:  # whatever a forged reply may raise, it must not end the run
@@ -110,7 +101,7 @@ class LocalEvaluator:
 
     def _longest(self, names: Sequence[str]) -> float:
         """Return an L2 norm that the sum of these clients' honest rows all but never exceeds."""
-        spread = 2 * math.sqrt(self.order.dimension) + NOISE_DEVIATIONS
+        spread = 2 * math.sqrt(len(self.bounds.bounds)) + NOISE_DEVIATIONS
         return sum(self.books.share(name) * (1 + self._scale(name) * spread) for name in names)
 
     def _scale(self, name: str) -> float:
@@ -133,9 +124,11 @@ class LocalEvaluator:
         shares = {name: self.books.share(name) for name in collected.clients}
         whole = sum(shares.values())
         parts = {name: share / whole for name, share in shares.items()}
-        fractions = self.order.fractions(collected.total / whole)
+        fractions = self.bounds.fractions(collected.total / whole)
         # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
-        variance = sum((part * math.sqrt(2) * self._scale(name) * self.order.dimension / 2) ** 2 for name, part in parts.items())
+        variance = sum(
+            (part * math.sqrt(2) * self._scale(name) * len(self.bounds.bounds) / 2) ** 2 for name, part in parts.items()
+        )
         chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.books.ledgers) else 0.0
         told: dict[str, float] = {}
         for (name, bound), fraction in zip(self.plan.metrics.items(), fractions.tolist(), strict=True):

@@ -1,13 +1,12 @@
 """Local differential privacy: every client's message is private on its own, and every client has a ledger of its own."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
@@ -16,8 +15,10 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.worst_client import WorstClient
 from flower_dp.strategies.evaluation_books import EvaluationBooks
-from flower_dp.strategies.replies import Bounds
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.own_replies import ask_of
 from flower_dp.strategies.rules import Round
+from flower_dp.wire import Ask
 
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
@@ -147,20 +148,11 @@ class ClientBooks:
             return 1 / self.population.num_clients
         return self.num_records[name] / self._all_records
 
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the least noise multiplier of these clients, for their policies; clients use their own for the noise."""
-        return min(self.terms[name].release.mechanism.noise_multiplier for name in names)
+    def ask(self, names: Iterable[str], *, clip_norm: float, weight_of: Callable[[str], float]) -> Ask:
+        """Return what is asked of clients: by their own terms, and with the weight of each in the sum."""
+        return ask_of({name: self.terms[name] for name in names}, clip_norm=clip_norm, weight_of=weight_of)
 
-    def order(self, names: tuple[str, ...], weights: Sequence[float]) -> dict[str, Any]:
-        """Return weights, terms and noise multipliers of clients."""
-        order = wire.LocalOrder(
-            weights=tuple(weights),
-            terms=tuple(self.terms[name].kind for name in names),
-            noise_multipliers=tuple(self.terms[name].release.mechanism.noise_multiplier for name in names),
-        )
-        return asdict(order)
-
-    def bounds(self, now: Round, weight_of: Callable[[str], float]) -> Bounds:
+    def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
         size = now.layout.size
 
@@ -173,10 +165,10 @@ class ClientBooks:
                 whole = release.unit == "client"
                 contributions = 1.0 if whole else self.num_records[name]
                 row = (contributions * release.clip_norm + noise) / (1.0 if whole else release.expected_cohort)
-                total += weight_of(name) * row
+                total += now.ask.own[name].weight * row
             return total
 
-        return Bounds(clip_norm=None, step=0.0, honest_norm=honest_norm)
+        return Limits(length=size, honest_norm=honest_norm)
 
     def cost(self, ledger: Ledger) -> Cost:
         """Return the cost of a ledger; equal ledgers are accounted once."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Required, Unpack
+from typing import Required, Unpack
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
@@ -17,9 +17,11 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.local_level import ClientBooks, PerClient, Population
 from flower_dp.strategies.local_statement import local_facts
 from flower_dp.strategies.nbafl_statement import NbAFLFacts, state_nbafl
-from flower_dp.strategies.replies import Bounds, Collected
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts, split
 from flower_dp.strategies.strategy import DPStrategy
+from flower_dp.wire import Ask
 
 # The server's noise is drawn on a lattice that is finer than the broadcast's by this factor.
 _FINER = 2.0**10
@@ -138,17 +140,13 @@ class NbAFLRules:
         """Charge one reply to each client."""
         self.books.charge(names)
 
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the least noise multiplier of these clients."""
-        return self.books.noise_multiplier(names)
-
-    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> dict[str, Any]:
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
         """Return weights and terms."""
-        return self.books.order(names, [self.books.share(name) for name in names])
+        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=self.books.share)
 
-    def bounds(self, now: Round) -> Bounds:
+    def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum."""
-        return self.books.bounds(now, self.books.share)
+        return self.books.limits(now)
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""

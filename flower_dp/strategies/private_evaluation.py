@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flower_dp import wire
 from flower_dp.core import checks
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, Sampler, check_sampler
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 
@@ -53,7 +53,7 @@ class PrivateEvaluation:
     def __post_init__(self) -> None:
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
         check_sampler(self.sampling)
-        wire.EvaluationOrder(placement="central", bounds=self.metrics)
+        MetricBounds(bounds=self.metrics)
         checks.integer("every", self.every, at_least=1)
 
     def due(self, server_round: int) -> bool:
@@ -103,7 +103,7 @@ class LocalEvaluation:
         if not isinstance(self.budget, EvaluationBudget):
             raise ValueError(f"budget={self.budget!r}: must be an EvaluationBudget")
         check_sampler(self.sampling)
-        wire.EvaluationOrder(placement="central", bounds=self.metrics)
+        MetricBounds(bounds=self.metrics)
         checks.integer("every", self.every, at_least=1)
 
     def due(self, server_round: int) -> bool:

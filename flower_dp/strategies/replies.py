@@ -4,15 +4,15 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from flwr.app import Message
 
 from flower_dp import wire
-from flower_dp.core import checks, compression, noise
-from flower_dp.core.clipping import clip_l2, l2_norms
+from flower_dp.core import checks, compression
+from flower_dp.strategies.releases.limits import Limits
 from flower_dp.wire import Model
 
 log = logging.getLogger("flwr")
@@ -23,8 +23,6 @@ APP_RAISED = (0, 2)
 MOST_REASON = 500
 # Of a reply, besides the model's arrays: a stock client's metrics, for example.
 _MOST_ENTRIES = 1000
-# The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
-_HONEST_NORMS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,32 +109,13 @@ class Collected:
         self.missing += Missing(failed=failed, declined=len(refused) - failed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """The limits that a server enforces on the replies of a round.
-
-    Attributes:
-        clip_norm: L2 bound on the update of one client, which the server enforces by clipping; None where updates carry their
-            own noise, so that only the client can have clipped.
-        step: of the lattice that the server rounds updates to, toward zero; 0 for none.
-        mask: indices [k] of the coordinates that clients were told to send; None for all.
-        honest_norm: for methods in which clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with
-            a probability below 1e-20. A reply of more than twice that is refused.
-    """
-
-    clip_norm: float | None
-    step: float
-    honest_norm: Callable[[Sequence[str]], float]
-    mask: np.ndarray | None = None
-
-
 def collect(
     replies: Iterable[Message],
     *,
     asked: Mapping[int, tuple[str, ...]],
     sent: Sequence[Message],
     model: Model,
-    bounds: Bounds,
+    limits: Limits,
     stock: bool,
     seeded: bool = False,
 ) -> Collected:
@@ -147,7 +126,7 @@ def collect(
         asked: the clients that were asked, by node.
         sent: the messages, with the ids that Flower gave them.
         model: the global model that was sent.
-        bounds: the limits that the server enforces.
+        limits: those that the server enforces.
         stock: whether the nodes are stock clients. Otherwise a reply without an answer is refused, since its sender has not
             followed the instruction and may have added no noise.
         seeded: whether the server's own noise is from a fixed seed: see `Collected`.
@@ -155,7 +134,7 @@ def collect(
     collected = Collected(total=np.zeros(model.layout.size, np.float64), seeded=seeded)
     for node, names, reply in answering_nodes(collected, replies, asked, sent):
         try:
-            _add(collected, reply, names, model, bounds, stock)
+            _add(collected, reply, names, model, limits, stock)
         except Exception as error:  # a forged reply may raise any error, and must not end the run
             collected.leave_out(node, names, f"reply refused: {error}", Missing(rejected=len(names)))
     return collected
@@ -193,21 +172,7 @@ def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], re
         collected.leave_out(node, names, f"error reply: {words}", Missing(failed=len(names)))
 
 
-def accepted(update: np.ndarray, clients: Sequence[str], bounds: Bounds) -> np.ndarray:
-    """Return the sum of some clients' updates as it counts: clipped, masked and rounded as the bounds say.
-
-    Raises:
-        ValueError: if it is longer than that of honest clients.
-    """
-    if bounds.clip_norm is not None:
-        # Clients are not trusted to have clipped. A node's sum of n clipped updates is at most n clip norms long.
-        return np.asarray(noise.toward_zero(_clipped(update, len(clients) * bounds.clip_norm), bounds.step))
-    if (norm := float(l2_norms(update))) > _HONEST_NORMS * bounds.honest_norm(clients):
-        raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
-    return update
-
-
-def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Model, bounds: Bounds, stock: bool) -> None:
+def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Model, limits: Limits, stock: bool) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
     layout = model.layout
     # Twice the model in float64, and what an array's name and header take.
@@ -222,16 +187,11 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Mo
     else:
         collected.check_seed(answer.seeded_noise)
         clients = tuple(name for name in names if name not in answer.refused)
-        update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size, mask=bounds.mask)
-    if bounds.mask is not None:
-        kept, update = update[bounds.mask], np.zeros_like(update)
-        update[bounds.mask] = kept
-    if not np.isfinite(update).all():
-        raise ValueError("update has NaN or infinite entries")
+        update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size, mask=limits.mask)
     if answer is None and len(clients) != 1:
         raise ValueError("a stock client's reply can stand for one client only")
     if clients:
-        collected.total += accepted(update, clients, bounds)
+        collected.total += limits.accepted(update, clients)
     collected.num_bytes += num_bytes
     collected.payload_bytes += update.nbytes if answer is None else answer.payload_bytes
     collected.clients.extend(clients)
@@ -240,11 +200,6 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Mo
         collected.restarted.extend(name for name in answer.restarted if name not in answer.refused)
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
-
-
-def _clipped(update: np.ndarray, bound: float) -> np.ndarray:
-    """Return the update with an L2 norm of at most the bound; unchanged if its norm is within the bound."""
-    return update if float(l2_norms(update)) <= bound * (1 - 2.0**-40) else clip_l2(update, bound)
 
 
 def _end_of(reason: str | None) -> str:

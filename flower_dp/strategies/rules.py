@@ -12,8 +12,9 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.replies import Bounds, Collected, Missing
-from flower_dp.wire import Model
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected, Missing
+from flower_dp.wire import Ask, Model
 
 
 class Options(TypedDict, total=False):
@@ -99,9 +100,20 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The current round: the model that was sent, and the clients that were asked, by node."""
+    """What a release has asked in the current round: of whom, and with which model.
+
+    Attributes:
+        server_round: 1, 2, ...
+        ask: what was asked; the limits of the replies follow from it alone.
+        model: the model that was sent.
+        asked: the clients that were asked, by node.
+        bytes_down: bytes of arrays and text sent to nodes.
+        started: when.
+        stock: whether the nodes are stock clients.
+    """
 
     server_round: int
+    ask: Ask
     model: Model
     asked: dict[int, tuple[str, ...]]
     bytes_down: int
@@ -143,10 +155,6 @@ class RunFacts:
     own_evaluation: bool = False
 
 
-class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)
-    """A round that was charged does not change the model; the text has the reason."""
-
-
 @runtime_checkable
 class SendsBeside(Protocol):
     """Rules that may send a second vector with the model."""
@@ -169,7 +177,6 @@ class Rules(Protocol):
         sampling: who takes part in a round.
         num_clients: how many clients there are.
         delta: the delta at which epsilon is stated.
-        clip_norm: bound on the norm of the vector that every client sends.
         secret_cohort: whether the epsilon holds only if nobody knows how many clients take part in a round.
         open_population: whether clients beyond those of the first roll call may take part.
     """
@@ -186,8 +193,6 @@ class Rules(Protocol):
     def num_clients(self) -> int: ...  # noqa: D102
     @property
     def delta(self) -> float: ...  # noqa: D102
-    @property
-    def clip_norm(self) -> float: ...  # noqa: D102
     @property
     def secret_cohort(self) -> bool: ...  # noqa: D102
     @property
@@ -215,14 +220,11 @@ class Rules(Protocol):
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge the round's releases, before any message of the round is sent."""
 
-    def noise_multiplier(self, names: tuple[str, ...]) -> float:
-        """Return the noise multiplier of the release that these clients take part in."""
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
+        """Return what is asked of the clients of a round, of vectors [length]; it is kept with the round."""
 
-    def order(self, server_round: int, names: tuple[str, ...], cohort_size: int) -> Mapping[str, Any]:
-        """Return the method's own table in the instruction to one node, of values that JSON can hold."""
-
-    def bounds(self, now: Round) -> Bounds:
-        """Return the limits that the server enforces on the replies."""
+    def limits(self, now: Round) -> Limits:
+        """Return the limits that the server enforces on the replies: they follow from what was asked, and with which model."""
 
     def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the next global model [d], with all noise that the server must add, drawn from `rng`.

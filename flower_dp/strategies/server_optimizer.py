@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core.vectors import Layout
-from flower_dp.strategies.rules import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundLeftOut
 
 
 class ServerOptimizer:

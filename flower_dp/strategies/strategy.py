@@ -26,6 +26,7 @@ from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.local_evaluation import LocalEvaluator
 from flower_dp.strategies.local_level import ClientBooks
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roster import Register, Roster
 from flower_dp.strategies.rules import (
@@ -33,7 +34,6 @@ from flower_dp.strategies.rules import (
     CountsResources,
     Options,
     Round,
-    RoundLeftOut,
     RoundReport,
     Rules,
     RunFacts,
@@ -280,18 +280,27 @@ class DPStrategy(Strategy):
         if reason := self.rules.why_stop(server_round, len(cohort)):
             return self._stop(server_round, reason)
         self.rules.charge(server_round, cohort)
+        ask = self.rules.ask(model.layout.size, cohort)
         messages = [
             wire.train_message(
                 node,
                 roster.record_names,
                 sent,
                 config,
-                self._instruction(server_round, names, len(cohort), model.frozen_positions),
+                wire.Instruction(
+                    server_round=server_round,
+                    method=self.rules.name,
+                    clients=names,
+                    ask=ask,
+                    report_metrics=self.report_client_metrics,
+                    frozen=model.frozen_positions,
+                ),
             )
             for node, names in asked.items()
         ]
         self._round = Round(
             server_round=server_round,
+            ask=ask,
             model=model,
             asked=asked,
             bytes_down=sum(wire.content_bytes(message.content) for message in messages),
@@ -317,7 +326,7 @@ class DPStrategy(Strategy):
             asked=now.asked,
             sent=sent,
             model=now.model,
-            bounds=self.rules.bounds(now),
+            limits=self.rules.limits(now),
             stock=now.stock,
             seeded=self.seeded_noise,
         )
@@ -486,7 +495,7 @@ class DPStrategy(Strategy):
 
         It reads sums without noise, which only a trusted server has, and writes only to the server's log.
         """
-        if self._constants_checked or not collected.clients or self.rules.bounds(now).clip_norm is None:
+        if self._constants_checked or not collected.clients or now.ask.placement != "central":
             return
         self._constants_checked = True
         same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
@@ -534,21 +543,6 @@ class DPStrategy(Strategy):
         """Return the indices of the clients that are asked in a round."""
         rng = self._generator("cohort", server_round)
         return self.rules.with_budget(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
-
-    def _instruction(
-        self, server_round: int, names: tuple[str, ...], cohort_size: int, frozen: tuple[int, ...] = ()
-    ) -> wire.Instruction:
-        """Return the instruction to the clients of one node."""
-        return wire.Instruction(
-            server_round=server_round,
-            method=self.rules.name,
-            clients=names,
-            clip_norm=self.rules.clip_norm,
-            noise_multiplier=self.rules.noise_multiplier(names),
-            report_metrics=self.report_client_metrics,
-            frozen=frozen,
-            order=self.rules.order(server_round, names, cohort_size),
-        )
 
     def _check_usable_updates(self, *, ended: bool = False) -> None:
         """Fail a run in which no client ever sends a usable update: it would only spend budget."""

@@ -8,16 +8,14 @@ memory is taken, and every refusal is a ValueError that says why.
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import BESIDE, Model, numpy_arrays, payload_of, with_beside
+from flower_dp.wire.ask import Ask, OwnAsk, Promise, RoundMask
 from flower_dp.wire.evaluation import (
-    EVALUATION,
     EvaluationAnswer,
-    EvaluationOrder,
-    LocalEvaluationOrder,
     evaluation_answer_of,
     reported_metrics,
 )
 from flower_dp.wire.hosted import Hosted, hosted_of
-from flower_dp.wire.instruction import Instruction
+from flower_dp.wire.instruction import EVALUATION, Instruction
 from flower_dp.wire.messages import (
     MESSAGE_API,
     NUMPY_CLIENT,
@@ -32,7 +30,6 @@ from flower_dp.wire.messages import (
     roll_call,
     train_message,
 )
-from flower_dp.wire.orders import ClientLevelOrder, FedSMPOrder, LocalOrder
 from flower_dp.wire.text import KEY, PROTOCOL
 
 __all__ = [
@@ -47,16 +44,15 @@ __all__ = [
     "NUMPY_CLIENT",
     "PROTOCOL",
     "Answer",
-    "ClientLevelOrder",
+    "Ask",
     "EvaluationAnswer",
-    "EvaluationOrder",
-    "FedSMPOrder",
     "Hosted",
     "Instruction",
-    "LocalEvaluationOrder",
-    "LocalOrder",
     "Model",
+    "OwnAsk",
+    "Promise",
     "RecordNames",
+    "RoundMask",
     "answer_of",
     "arrays_of",
     "check_content",

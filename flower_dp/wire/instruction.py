@@ -1,15 +1,17 @@
 """What a server asks of the clients of a node."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from flower_dp.core import checks
+from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.wire.ask import Ask
 from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
 
+# The name under which instructions of private evaluation go, and which nodes name among their methods.
+EVALUATION = "private-evaluation"
 _MOST_INSTRUCTION_CHARACTERS = 2**28
-_COMMON = ("server_round", "method", "clients", "clip_norm", "noise_multiplier", "report_metrics", "frozen")
+_FIELDS = ("server_round", "method", "clients", "report_metrics", "frozen", "ask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +22,14 @@ class Instruction:
         server_round: 1, 2, ...
         method: the name of the method, for example `dp-fedsam`; a client refuses a method that it does not run.
         clients: names of the clients that take part.
-        clip_norm: norm bound of what every client sends.
-        noise_multiplier: what the server says of the whole release: noise scale / clip norm.
+        ask: what the release asks of them.
         report_metrics: whether clients are asked for training metrics, which are not private.
         frozen: positions of the arrays of the model that are sent and not trained.
-        order: the method's own table: `ClientLevelOrder` or `LocalOrder`, or another that the method reads.
 
     Example:
-        >>> from flower_dp.wire import Instruction
-        >>> order = {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0}
-        >>> instruction = Instruction(
-        ...     server_round=1, method="dp-fedavg", clients=("a", "b"), clip_norm=0.5, noise_multiplier=1.0, order=order
-        ... )
+        >>> from flower_dp.wire import Ask, Instruction, Promise
+        >>> ask = Ask(promise=Promise(clip_norm=0.5, noise_multiplier=1.0), placement="central")
+        >>> instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a", "b"), ask=ask)
         >>> Instruction.from_json(instruction.to_json()) == instruction
         True
     """
@@ -39,47 +37,55 @@ class Instruction:
     server_round: int
     method: str
     clients: tuple[str, ...]
-    clip_norm: float
-    noise_multiplier: float
+    ask: Ask
     report_metrics: bool = False
     frozen: tuple[int, ...] = ()
-    order: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.integer("server_round", self.server_round, at_least=1)
         if not isinstance(self.method, str) or not self.method:
             raise ValueError(f"method={self.method!r}: must be a method's name")
         _check_names(self.clients)
-        checks.number("clip_norm", self.clip_norm, above=0)
-        checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
+        if not isinstance(self.ask, Ask):
+            raise ValueError(f"ask={self.ask!r}: must be an Ask")
+        if (self.method == EVALUATION) != (self.ask.metrics is not None):
+            raise ValueError(f"metrics: must be asked for by method={EVALUATION!r} and by no other, and method={self.method!r}")
         checks.flag("report_metrics", self.report_metrics)
         for position in self.frozen:
             checks.integer("frozen", position, at_least=0)
 
+    @property
+    def bounds(self) -> MetricBounds:
+        """The metrics that an evaluation asks for.
+
+        Raises:
+            ValueError: if this is none.
+        """
+        if self.ask.metrics is None:
+            raise ValueError(f"method={self.method!r}: is no evaluation")
+        return self.ask.metrics
+
     def to_json(self) -> str:
-        """Return the instruction as one string; the method's table stands under the method's name."""
-        words = {name: getattr(self, name) for name in _COMMON}
-        table = {self.method: dict(self.order)}
-        return json.dumps({"protocol": PROTOCOL, **words, **table}, separators=(",", ":"), default=scalar)
+        """Return the instruction as one string."""
+        words = {name: getattr(self, name) for name in _FIELDS[:-1]} | {"ask": self.ask.to_table(self.clients)}
+        return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=scalar)
 
     @classmethod
     def from_json(cls, text: str) -> "Instruction":
-        """Read an instruction; tables of other methods in it are passed over.
+        """Read an instruction.
 
         Raises:
-            ValueError: if it is not one of this protocol.
+            ValueError: if it is not one of this protocol, has a key that is unknown, or a value that makes no sense.
         """
-        data = load(text, _MOST_INSTRUCTION_CHARACTERS)
-        method = data.get("method")
-        order = data.pop(method, None) if isinstance(method, str) and method not in _COMMON else None
-        if not isinstance(order, dict):
-            raise ValueError(f"instruction: has no table for method={method!r}")
-        words = {name: value for name, value in data.items() if name in _COMMON or not isinstance(value, dict)}
-        check_keys("instruction", words, _COMMON)
-        for name in ("clients", "frozen"):
-            if not isinstance(words[name], list):
-                raise ValueError(f"instruction: {name} must be a list")
-        return cls(**{**words, "clients": tuple(words["clients"]), "frozen": tuple(words["frozen"]), "order": order})
+        words = load(text, _MOST_INSTRUCTION_CHARACTERS)
+        check_keys("instruction", words, _FIELDS)
+        for name, kind in (("clients", list), ("frozen", list), ("ask", dict)):
+            if not isinstance(words[name], kind):
+                raise ValueError(f"instruction: {name} must be a {'table' if kind is dict else 'list'}")
+        clients = tuple(words["clients"])
+        _check_names(clients)
+        ask = Ask.from_table(words["ask"], clients)
+        return cls(**{**words, "clients": clients, "frozen": tuple(words["frozen"]), "ask": ask})
 
 
 def _check_names(names: tuple[str, ...]) -> None:

@@ -25,13 +25,15 @@ from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.agreement import why_not
 from flower_dp.clients.reasons import Declined
 from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Instruction
+from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
+from tests.asks import GONE, ask, config_of, forged, masked, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -39,34 +41,36 @@ BUDGET = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_re
 TRAINING = LocalTraining(learning_rate=0.1)
 
 
-def instruction_of(method: str, order: dict[str, Any], **words: Any) -> Instruction:
-    common = {"server_round": 1, "clients": ("c0",), "clip_norm": 1.0, "noise_multiplier": 1.0}
-    return Instruction(method=method, order=order, **common | words)
+ACCURACY = MetricBounds(bounds={"accuracy": 1.0})
 
 
-def evaluation(**words: Any) -> Instruction:
-    order = {"placement": "distributed", "noise_std": 1e-9, "bounds": {"accuracy": 1.0}}
-    return instruction_of(wire.EVALUATION, order, **words)
+def instruction_of(method: str, asked: Ask, **words: Any) -> Instruction:
+    return Instruction(**{"server_round": 1, "method": method, "clients": ("c0",), "ask": asked} | words)
 
 
-def training(noise_std: float = 0.5, **words: Any) -> Instruction:
-    order = {"placement": "distributed", "noise_std": noise_std, "keep_ratio": 1.0, "quantization_levels": 0}
-    return instruction_of("dp-fedavg", order, **words)
+def evaluation(noise_std: float = 1e-9, step: float = 2.0**-40) -> Instruction:
+    return instruction_of(wire.EVALUATION, ask(placement="distributed", noise_std=noise_std, step=step, metrics=ACCURACY))
 
 
-def local(server_round: int = 1) -> Instruction:
+def training(noise_std: float = 0.5, noise_multiplier: float = 1.0) -> Instruction:
+    asked = ask(placement="distributed", noise_std=noise_std, noise_multiplier=noise_multiplier, size=18)
+    return instruction_of("dp-fedavg", asked)
+
+
+def asked_of(name: str, terms: Terms, *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, **words: Any) -> Ask:
+    """What an honest server asks of one client with these terms, but for its promise."""
+    own = {name: (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
+    return own_ask(own, clip_norm=clip_norm, noise_multiplier=noise_multiplier, **words)
+
+
+def local(server_round: int = 1, *, noise_multiplier: float = 0.0, name: str = "c0") -> Instruction:
     """What an honest server says of the budget above, in any round."""
-    terms = BUDGET.terms("c0", records("c0"))
-    told = {"weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (terms.release.mechanism.noise_multiplier,)}
-    return instruction_of("fedsgd-dpc", told, clip_norm=0.5, noise_multiplier=0.0, server_round=server_round)
+    asked = asked_of(name, BUDGET.terms("c0", records("c0")), clip_norm=0.5, noise_multiplier=noise_multiplier)
+    return instruction_of("fedsgd-dpc", asked, server_round=server_round, clients=(name,))
 
 
 def model() -> dict[str, np.ndarray]:
     return {name: array.numpy() for name, array in model_arrays(linear()).items()}
-
-
-def config_of(instruction: Instruction) -> dict[str, Any]:
-    return {wire.KEY: instruction.to_json()}
 
 
 def device(policy: ClientPolicy | None, **words: Any) -> DPClient:
@@ -98,7 +102,7 @@ def test_noise_of_an_evaluation_is_relative_to_the_clip_that_a_policy_allows() -
     policy = ClientPolicy(max_clip_norm=0.1, min_noise_std=0.05)
     assert policy.least_evaluation_std == 0.5
     for noise_std, allowed in ((0.49, False), (0.5, True)):
-        asked = replaced(evaluation(), order={**evaluation().order, "noise_std": noise_std})
+        asked = evaluation(noise_std, step=2.0**-20)
         if allowed:
             assert device(policy).evaluation(model(), config_of(asked))
         else:
@@ -154,23 +158,14 @@ def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(
         evaluation=EvaluationBudget(epsilon=3.0, num_evaluations=1),
     )
     if limit == "min_noise_multiplier":
-        _, answer = made.answer(model(), config_of(replaced(local(), noise_multiplier=1e9)))
+        _, answer = made.answer(model(), config_of(local(noise_multiplier=1e9)))
         told = answer[wire.KEY]
     else:
         terms = made.evaluation_budget.terms("c0", BUDGET.terms("c0", records("c0")))  # type: ignore[union-attr]
-        order = {
-            "bounds": {"accuracy": 1.0},
-            "weights": (1.0,),
-            "terms": (terms.kind,),
-            "noise_multipliers": (terms.release.mechanism.noise_multiplier,),
-        }
-        told = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, order, noise_multiplier=1e9)))[wire.KEY]
+        asked = asked_of("c0", terms, noise_multiplier=1e9, metrics=ACCURACY)
+        told = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, asked)))[wire.KEY]
     assert f"{limit}={1.5 * own:g}: this client's own terms have less noise" in told
     assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
-
-
-def replaced(instruction: Instruction, **words: Any) -> Instruction:
-    return Instruction(**{name: getattr(instruction, name) for name in instruction.__dataclass_fields__} | words)
 
 
 # The ledger of the device's owner, whichever way a client is hosted
@@ -229,7 +224,7 @@ def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> No
     name = "c0, evaluation"
     made = LocalDPClient(model=linear(), clients={name: records("c0")}, recipe=BUDGET, device="cpu", context=context_of())
     with pytest.raises(Declined, match="its name is that of an account of evaluations"):
-        made.answer(model(), config_of(replaced(local(), clients=(name,))))
+        made.answer(model(), config_of(local(name=name)))
 
 
 # An app that spoils the account
@@ -289,14 +284,9 @@ def spoiling_app(spoils: Any) -> ClientApp:
     return app
 
 
-def nbafl() -> Message:
-    terms = OWN.terms()
-    order = {
-        "weights": (1.0,),
-        "terms": (terms.kind,),
-        "noise_multipliers": (terms.release.mechanism.noise_multiplier,),
-    }
-    asked = instruction_of("nbafl", order, clients=("a",), clip_norm=1.5, noise_multiplier=0.0)
+def nbafl(noise_multiplier: float = 0.0) -> Message:
+    own = asked_of("a", OWN.terms(), clip_norm=1.5, noise_multiplier=noise_multiplier)
+    asked = instruction_of("nbafl", own, clients=("a",))
     return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
 
 
@@ -395,9 +385,9 @@ def test_an_error_in_a_recipes_terms_tells_the_server_nothing(caplog: Any) -> No
 def test_an_error_in_the_middle_of_a_reply_tells_the_server_nothing(caplog: Any) -> None:
     made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Breaking))
     parameters = list(model().values())
-    for ask in (lambda: made.answer(model(), config_of(local())), lambda: made.fit(parameters, config_of(local()))):
+    for question in (lambda: made.answer(model(), config_of(local())), lambda: made.fit(parameters, config_of(local()))):
         with pytest.raises(RuntimeError, match=r"^training failed; the node's own log says why$") as told:
-            ask()
+            question()
         assert type(told.value) is RuntimeError
         assert told.value.__cause__ is None
         untold(str(told.value), caplog)
@@ -420,8 +410,8 @@ def test_an_error_in_an_apps_terms_tells_the_server_nothing(evaluates: bool, cap
     app.evaluate()(lambda message, context: pytest.fail("the app was called"))
     message = nbafl()
     if evaluates:
-        order = {"bounds": {"loss": 1.0}, "weights": (1.0,), "terms": ("x",), "noise_multipliers": (1.0,)}
-        message = wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, instruction_of(wire.EVALUATION, order, clients=("a",)))
+        own = own_ask({"a": (1.0, "x", 1.0)}, metrics=MetricBounds(bounds={"loss": 1.0}))
+        message = wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, instruction_of(wire.EVALUATION, own, clients=("a",)))
     text = str(app(message, context_of()).content[wire.KEY][wire.KEY])
     assert "this client's terms can't be made; the node's own log says why" in text
     untold(text, caplog)
@@ -500,13 +490,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     app.evaluate()(lambda message, context: seen.append(message))  # type: ignore[arg-type, func-returns-value]
     terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
     assert isinstance(terms.release.mechanism, Laplace)
-    order = {
-        "bounds": {"loss": 1.0},
-        "weights": (1.0,),
-        "terms": (terms.kind,),
-        "noise_multipliers": (terms.release.mechanism.noise_multiplier,),
-    }
-    asked = instruction_of(wire.EVALUATION, order)
+    asked = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=MetricBounds(bounds={"loss": 1.0})))
     context = context_of()
     reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context)
     answer = wire.EvaluationAnswer.from_json(str(reply.content[wire.KEY][wire.KEY]), ("c0",), 1)
@@ -537,9 +521,8 @@ def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
     policy = ClientPolicy(min_noise_multiplier=1.5 * own)
     app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=policy)])
     app.train()(lambda message, context: pytest.fail("the app was called"))
-    context, message = context_of(), nbafl()
-    asked = replaced(Instruction.from_json(str(message.content["config"][wire.KEY])), noise_multiplier=1e9)
-    text = app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context).content[wire.KEY][wire.KEY]
+    context = context_of()
+    text = app(nbafl(noise_multiplier=1e9), context).content[wire.KEY][wire.KEY]
     assert "this client's own terms have less noise" in str(text)
     assert KEY not in context.state.config_records
 
@@ -550,10 +533,13 @@ def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
 def test_a_share_of_no_noise_is_declined_by_every_method(method: str) -> None:
     """A device that would add none, where the release counts on its share."""
-    order = {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0}
-    order |= {"mask_seed": 1} if method == "fed-smp" else {"quantization_levels": 0}
-    with pytest.raises(Declined, match="does not go with noise_multiplier=1"):
-        device(None).answer(model(), config_of(instruction_of(method, order)))
+    words: dict[str, Any] = {"placement": "distributed", "noise_std": 0.5}
+    asked = masked(keep_ratio=0.5, seed=1, size=18, **words) if method == "fed-smp" else ask(size=18, **words)
+    honest = instruction_of(method, asked)
+    assert device(None).answer(model(), config_of(honest))
+    for nothing in (0.0, GONE):
+        with pytest.raises(Declined, match="does not go with noise_multiplier=1"):
+            device(None).answer(model(), config_of(forged(honest, noise_std=nothing)))
 
 
 @pytest.mark.parametrize("seeded", [None, 7])
@@ -569,8 +555,7 @@ def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
         noise_seed=seeded,
     )
     terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
-    told = {"weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (terms.release.mechanism.noise_multiplier,)}
-    locally = instruction_of(wire.EVALUATION, {"bounds": {"accuracy": 1.0}, **told})
+    locally = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=ACCURACY))
     assert f'"seeded_noise":{str(seeded is not None).lower()}' in own.evaluation(model(), config_of(locally))[wire.KEY]
     plain = device(None, noise_seed=seeded)
     assert f'"seeded_noise":{str(seeded is not None).lower()}' in plain.evaluation(model(), config_of(evaluation()))[wire.KEY]
@@ -613,7 +598,8 @@ def test_terms_that_differ_in_one_word_are_other_terms() -> None:
         other = Terms(release=Release(**words | change), num_replies=3)
         assert other.why_not(1, opened.text) is not None, change
         if "mechanism" not in change:
-            assert why_not(other, clip_norm=other.release.clip_norm, kind=opened.kind, noise_multiplier=0.0), change
+            promise = Promise(clip_norm=other.release.clip_norm, noise_multiplier=0.0)
+            assert why_not(other, promise, OwnAsk(weight=1.0, terms=opened.kind, noise_multiplier=0.0)), change
 
 
 @pytest.mark.parametrize("num_evaluations", [1, 3, 7, 10, 49, 1000])

@@ -1,7 +1,6 @@
 """A client that lies about its update, to move SCAFFOLD's control variate, which honest clients then carry on."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,11 +31,10 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
 
     def tamper(node: int, reply: Message) -> list[Message]:
         if node == 10 and lies:
-            now: Any = SimpleNamespace(server_round=1, layout=SimpleNamespace(size=SIZE))
             record = next(iter(reply.content.array_records.values()))
             (name,) = record
             row = np.zeros(SIZE, np.float32)
-            row[0] = -1.99 * strategy.rules.bounds(now).honest_norm(["c9"])
+            row[0] = -1.99 * strategy.rules.limits(strategy._round).honest_norm(["c9"])
             record[name] = Array(row)
         return [reply]
 

@@ -25,6 +25,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.wire import KEY, Instruction
+from tests.asks import own_ask
 from tests.local_grids import context_of
 
 BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 4, "batch_size": 2, "clip_norm": 0.3, "decay_iterations": 100.0}
@@ -244,15 +245,8 @@ WORDS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "num_replies": 3, "loss"
 def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, beside: np.ndarray | None = None) -> str:
     """Why a client refuses a server whose terms are right; empty if it replies."""
     terms = client.recipe.terms("a", DATA["a"])
-    multiplier = terms.release.mechanism.noise_multiplier
-    instruction = Instruction(
-        server_round=server_round,
-        method=client.recipe.method,
-        clients=("a",),
-        clip_norm=terms.release.clip_norm,
-        noise_multiplier=multiplier,
-        order={"weights": [1.0], "terms": [terms.kind], "noise_multipliers": [multiplier]},
-    )
+    asked_of = own_ask({"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}, clip_norm=terms.release.clip_norm)
+    instruction = Instruction(server_round=server_round, method=client.recipe.method, clients=("a",), ask=asked_of)
     arrays = [weights] if beside is None else [weights, beside]
     _, _, answer = client.fit(arrays, {KEY: instruction.to_json()})
     return " ".join(json.loads(answer[KEY])["refused"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp import wire
 from flower_dp.clients import (
     DatasetRecords,
     DPFedPAQRecipe,
@@ -32,6 +31,7 @@ from flower_dp.clients.parts import RecordClip
 from flower_dp.clients.pipeline import Job, Reply
 from flower_dp.clients.reasons import UNFIT
 from flower_dp.clients.record_clipping import clipped_sum
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 
@@ -516,8 +516,8 @@ def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics, relation: A
     words = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
     training = gradient_terms(**words, num_records=len(records))
     release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
-    order = wire.LocalEvaluationOrder(bounds={"first": 2.0}, weights=(), terms=(), noise_multipliers=())
-    return evaluated_row(flat, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
+    bounds = MetricBounds(bounds={"first": 2.0})
+    return evaluated_row(flat, records, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
 
 
 def first_output(outputs: Tensor, target: Tensor) -> dict[str, float]:

@@ -17,7 +17,8 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.replies import Bounds, Collected, Missing, accepted, collect
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.replies import Collected, Missing, collect
 from flower_dp.strategies.roll_call import RollCall
 from flower_dp.strategies.roster import Register, Roster
 from tests.grids import LocalGrid, asks_to_train
@@ -315,11 +316,11 @@ def test_the_longest_honest_answers_are_read():
 
 def test_a_reply_slightly_longer_than_its_bound_is_clipped():
     """By a part in 2,000 of the clip norm: charged are sums of rows within it."""
-    bounds = Bounds(clip_norm=0.5, step=0.0, honest_norm=lambda names: 0.0)
+    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
     for excess in (2.0**-11, 2.0**-30, 2.0**-45, 0.0):
         update = np.array([0.3, 0.4]) * (1 + excess)
-        assert np.linalg.norm(accepted(update, ["a"], bounds)) <= 0.5
-        assert np.linalg.norm(accepted(update * 3, ["a", "b", "c"], bounds)) <= 1.5 * (1 + 1e-15)
+        assert np.linalg.norm(limits.accepted(update, ["a"])) <= 0.5
+        assert np.linalg.norm(limits.accepted(update * 3, ["a", "b", "c"])) <= 1.5 * (1 + 1e-15)
 
 
 def test_a_node_of_several_clients_is_clipped_to_as_many_clip_norms():
@@ -342,11 +343,11 @@ def test_a_node_of_several_clients_is_clipped_to_as_many_clip_norms():
 def test_the_reply_of_a_stock_client_stands_for_one_client():
     """A node that is asked for two clients and sends a plain model, under a strategy that takes its clients for stock ones."""
     model = wire.Model.of(arrays(w=np.zeros(2, np.float32)), frozen=())
-    bounds = Bounds(clip_norm=0.5, step=0.0, honest_norm=lambda names: 0.0)
+    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
     for names, counted in ((("a",), 1), (("a", "b"), 0)):
         message = Message(RecordDict(), 7, "train")
         reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32))}), reply_to=message)
-        told = collect([reply], asked={7: names}, sent=[message], model=model, bounds=bounds, stock=True)
+        told = collect([reply], asked={7: names}, sent=[message], model=model, limits=limits, stock=True)
         assert len(told.clients) == counted
         assert np.linalg.norm(told.total) == pytest.approx(0.5 * counted)
 

@@ -21,7 +21,7 @@ from flower_dp.clients.registry import LOCAL
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
-from flower_dp.wire import ClientLevelOrder
+from tests.asks import ask
 from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parents[2]
@@ -237,12 +237,15 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
         {"num-clients": 7, "sampling": "full", "delta": 1e-3, "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
     )
     strategy, node = strategy_of(run, sizes_of(run)), client(run)
-    order = ClientLevelOrder.of(strategy._instruction(1, tuple(node.clients), 7))
-    assert order.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
-    node.policy.check_noise(order)
-    for weaker in (0.0, 0.99 * order.noise_std):
-        with pytest.raises(ValueError, match="noise_std="):
-            node.policy.check_noise(replace(order, noise_std=weaker))
+    asked = strategy.rules.ask(node.model.layout.size, tuple(node.clients))
+    assert asked.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
+    node.policy.check(asked)
+    with pytest.raises(ValueError, match="noise_std="):
+        node.policy.check(replace(asked, noise_std=0.99 * asked.noise_std))
+    central = ask(clip_norm=0.3, noise_multiplier=1.1)
+    assert central.noise_std == 0.0
+    with pytest.raises(ValueError, match="noise_std="):
+        node.policy.check(central)
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(fold
     (other / "pyproject.toml").write_text(PYPROJECT)
     (other / "theirs.py").write_text(FUNCTIONS)
     (folder / "pack" / "theirs.py").symlink_to(other / "theirs.py")
-    with pytest.raises(ValueError, match=r"module 'pack.theirs' is in .*, and not in the app's folder"):
+    with pytest.raises(ValueError, match=r"module 'pack\.theirs' is in .*, and not in the app's folder"):
         app_functions.own_modules("pack.theirs")
 
 

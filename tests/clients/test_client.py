@@ -16,11 +16,13 @@ from torch import Tensor, nn
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
+from tests.asks import GONE, ask, config_of, forged
 
 SIZE = 20_000
 FALSE_ALARM = 1e-6
@@ -50,25 +52,29 @@ def _client(clients: dict[str, TensorRecords], **settings: Any) -> DPClient:
     return DPClient(model=Direct(size), clients=clients, training=TRAINING, device="cpu", **settings)
 
 
-def _instruction(names: tuple[str, ...], *, noise_std: float = 0.0, keep_ratio: float = 1.0, **changes: Any) -> Instruction:
+def _instruction(names: tuple[str, ...], *, size: int = 2, **changes: Any) -> Instruction:
     """What a server asks: noise on the clients if they are to add some or there is none at all, else its own."""
-    words = {"server_round": 1, "method": "dp-fedsam", "clip_norm": 1.0, "noise_multiplier": 1.0, **changes}
-    placement = words.pop("placement", "distributed" if noise_std or not words["noise_multiplier"] else "central")
-    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio, "quantization_levels": 0}
-    return Instruction(clients=names, order=order, **words)
+    words = {"server_round": 1, "method": "dp-fedsam"}
+    words |= {name: changes.pop(name) for name in ("server_round", "method", "report_metrics") if name in changes}
+    noise_std, multiplier = changes.get("noise_std", 0.0), changes.setdefault("noise_multiplier", 1.0)
+    changes.setdefault("placement", "distributed" if noise_std or not multiplier else "central")
+    changes.setdefault("noise_std", 0.0)
+    return Instruction(clients=names, ask=ask(size=size, **changes), **words)
 
 
 def _step(size: int, **changes: Any) -> float:
-    """The step of the lattice that an instruction leads to."""
-    instruction = _instruction(("a",), **changes)
-    scale = instruction.order["noise_std"] or instruction.noise_multiplier * instruction.clip_norm
-    return lattice_step(scale, clip_norm=instruction.clip_norm, dimension=size)
+    """The step of the lattice of an instruction."""
+    asked = _instruction(("a",), size=size, **changes).ask
+    assert asked.step == lattice_step(
+        asked.noise_std or asked.promise.noise_scale, clip_norm=asked.promise.clip_norm, dimension=size
+    )
+    return asked.step
 
 
 def _fit(client: DPClient, names: tuple[str, ...], **changes: Any) -> tuple[np.ndarray, Answer]:
-    instruction = _instruction(names, **changes)
     size = client.model.layout.size
-    arrays, count, answer = client.fit([np.zeros(size, np.float32)], {wire.KEY: instruction.to_json()})
+    instruction = _instruction(names, size=size, **changes)
+    arrays, count, answer = client.fit([np.zeros(size, np.float32)], config_of(instruction))
     read = Answer.from_json(answer[wire.KEY], names)
     assert count == 1  # example counts are private
     assert list(answer) == [wire.KEY]
@@ -404,29 +410,89 @@ def test_instructions_of_other_methods_are_refused(method: str) -> None:
         _fit(_client({"a": _records([0.5, 0.0])}), ("a",), method=method)
 
 
+PROMISED = {"clip_norm": 1.0, "noise_multiplier": 1.0, "step": 2.0**-16}
+OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
+
+
 @pytest.mark.parametrize(
-    "order",
+    "table",
     [
         {},
         {"placement": "central"},
-        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0, "extra": 1},
-        {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 1},
-        {"placement": "distributed", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": -1},
-        {"placement": "distributed", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": 32768},
-        {"placement": "edge", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0},
-        {"placement": "central", "noise_std": 0.1, "keep_ratio": 1.0, "quantization_levels": 0},
-        {"placement": "distributed", "noise_std": 0.0, "keep_ratio": 1.0, "quantization_levels": 0},
-        {"placement": "distributed", "noise_std": -0.1, "keep_ratio": 1.0, "quantization_levels": 0},
-        {"placement": "distributed", "noise_std": "0.1", "keep_ratio": 1.0, "quantization_levels": 0},
-        {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]},
+        PROMISED,
+        {**PROMISED, "placement": "central", "extra": 1},
+        {**PROMISED, "placement": "central", "quantization_levels": 1},
+        {**PROMISED, "placement": "distributed", "noise_std": 0.1, "quantization_levels": -1},
+        {**PROMISED, "placement": "distributed", "noise_std": 0.1, "quantization_levels": 32768},
+        {**PROMISED, "placement": "edge"},
+        {**PROMISED, "placement": "central", "noise_std": 0.1},
+        {**PROMISED, "placement": "distributed", "noise_std": 0.0},
+        {**PROMISED, "placement": "distributed"},
+        {**PROMISED, "placement": "distributed", "noise_std": -0.1},
+        {**PROMISED, "placement": "distributed", "noise_std": "0.1"},
+        {**PROMISED, "placement": "central", **OTHERS},
+        OTHERS,
     ],
 )
-def test_orders_that_make_no_sense_are_refused(order: dict[str, Any]) -> None:
-    instruction = Instruction(
-        server_round=1, method="dp-fedsam", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=order
-    )
+def test_asks_that_make_no_sense_are_refused(table: dict[str, Any]) -> None:
+    instruction = json.loads(_instruction(("a",)).to_json()) | {"ask": table}
     with pytest.raises(ValueError, match=r"placement|noise_std|quantization_levels|keys"):
-        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: instruction.to_json()})
+        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(json.dumps(instruction)))
+
+
+@pytest.mark.parametrize("method", ["dp-fedsam", "fed-smp"])
+def test_a_client_without_terms_of_its_own_refuses_to_be_private_on_its_own(method: str) -> None:
+    """It would send a row without noise, since nobody else is to add any."""
+    text = forged(_instruction(("a",), method=method), placement="local", step=GONE, **OTHERS)
+    with pytest.raises(Declined, match="placement='local': this client has no terms of its own"):
+        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(text))
+
+
+# The lattice that the server asks for
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        (0.0, "must be a power of two, at most 1/1024 of the noise scale 0.5"),
+        (2.0**-10, "must be a power of two, at most 1/1024"),  # twice too coarse for the share
+        (2.0**-1, "must be a power of two, at most 1/1024"),
+        (1.5 * 2.0**-12, "must be a power of two"),
+        (2.0**-12 * (1 + 2.0**-52), "must be a power of two"),
+        (2.0**-48, "is too small for clip_norm=1 and noise of scale 0.5"),
+        (2.0**-200, "is too small"),
+        (2.0**-1074, "is too small"),
+    ],
+)
+def test_a_lattice_that_the_noise_does_not_hide_is_refused(step: float, match: str) -> None:
+    """Too coarse, and the noise is seen on it; too fine, and the sums are not exact."""
+    client = _client({"a": _records([0.25, 0.5])})
+    with pytest.raises(Declined, match=match):
+        client.fit([np.zeros(2, np.float32)], config_of(forged(_instruction(("a",), noise_std=0.5), step=step)))
+
+
+def test_a_lattice_that_is_not_said_is_refused_where_the_client_adds_noise() -> None:
+    with pytest.raises(Declined, match=r"step=0.0: must be a power of two"):
+        _client({"a": _records([0.25, 0.5])}).fit(
+            [np.zeros(2, np.float32)], config_of(forged(_instruction(("a",), noise_std=0.5), step=GONE))
+        )
+
+
+@pytest.mark.parametrize("step", [2.0**-11, 2.0**-20, 2.0**-47])
+def test_any_lattice_that_the_noise_hides_is_followed(step: float) -> None:
+    total, _ = _fit(_client({"a": _records(np.zeros(200))}), ("a",), noise_std=0.5, step=step)
+    cells = total.astype(np.float64) / step
+    assert (cells == np.rint(cells)).all()
+    assert np.gcd.reduce(cells.astype(np.int64)) == 1  # no coarser one
+    assert 0.4 < total.std() < 0.6
+
+
+@pytest.mark.parametrize("clip_norm", [2.0**40, 2.0**20])
+def test_a_lattice_that_is_too_fine_for_the_clip_norm_is_refused(clip_norm: float) -> None:
+    """Sums of so many clip norms would not be exact on it."""
+    words = {"noise_std": 0.5, "clip_norm": clip_norm, "noise_multiplier": 0.5 / clip_norm}
+    with pytest.raises(Declined, match="is too small for clip_norm="):
+        _fit(_client({"a": _records([0.25, 0.5])}), ("a",), step=2.0**-29, **words)
 
 
 def test_servers_that_say_nothing_are_refused() -> None:
@@ -440,7 +506,7 @@ def test_servers_that_say_nothing_are_refused() -> None:
 def test_models_that_do_not_fit_are_refused(parameters: list[np.ndarray]) -> None:
     instruction = _instruction(("a",))
     with pytest.raises(ValueError, match=r"model|float"):
-        _client({"a": _records([0.5, 0.0])}).fit(parameters, {wire.KEY: instruction.to_json()})
+        _client({"a": _records([0.5, 0.0])}).fit(parameters, config_of(instruction))
 
 
 def test_a_node_without_clients_is_refused() -> None:

@@ -11,6 +11,7 @@ from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
+from tests.asks import own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records, start
 
@@ -105,12 +106,8 @@ def client(path, state=None, names=("c0",)):
 def ask(made, names=("c0",)):
     """Ask clients once; return why they refuse, and what has left."""
     terms = FedSGDDPCRecipe(**WORDS, num_replies=3).terms("c0", records("c0"))
-    order = {
-        "weights": (1.0,) * len(names),
-        "terms": (terms.kind,) * len(names),
-        "noise_multipliers": (terms.release.mechanism.noise_multiplier,) * len(names),
-    }
-    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, clip_norm=0.5, noise_multiplier=0.0, order=order)
+    own = dict.fromkeys(names, (1.0, terms.kind, terms.release.mechanism.noise_multiplier))
+    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, ask=own_ask(own, clip_norm=0.5))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
     return wire.Answer.from_json(answer[wire.KEY], names).refused, arrays[-1]
 

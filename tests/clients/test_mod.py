@@ -39,7 +39,9 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, ClientLevelOrder, FedSMPOrder, Instruction, LocalOrder
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise
+from tests.asks import GONE, forged, masked, own_ask, saying
+from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, stock_app
 from tests.test_extras import without
@@ -92,34 +94,32 @@ def context_of(node: int = 1, **config: Any) -> Context:
 
 
 def instruction_of(
-    placement: str = "distributed", noise_std: float = 0.5, *, keep_ratio: float = 1.0, **changes: Any
+    placement: str = "distributed", noise_std: float = 0.5, *, size: int = SIZE, asked: Ask | None = None, **changes: Any
 ) -> Instruction:
-    order = {"placement": placement, "noise_std": noise_std, "keep_ratio": keep_ratio, "quantization_levels": 0}
-    words = {
-        "server_round": 1,
-        "method": "dp-fedsam",
-        "clients": ("a",),
-        "clip_norm": 1.0,
-        "noise_multiplier": 1.0,
-        "order": order,
+    words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",)}
+    words |= {
+        name: changes.pop(name) for name in ("server_round", "method", "clients", "frozen", "report_metrics") if name in changes
     }
-    return Instruction(**words | changes)
+    return Instruction(ask=asked or made(placement=placement, noise_std=noise_std, size=size, **changes), **words)
 
 
 CENTRAL = instruction_of("central", 0.0)
+OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
+LOCAL_TO_OTHERS = forged(CENTRAL, placement="local", step=GONE, **OTHERS)
 NO_NOISE = instruction_of("distributed", 0.0, noise_multiplier=0.0)
 
 
 def local_instruction(own: NbAFLTerms = NBAFL, weight: float = 1.0, **changes: Any) -> Instruction:
     terms = own.terms()
-    multiplier = terms.release.mechanism.noise_multiplier
-    order = LocalOrder(weights=(weight,), terms=(terms.kind,), noise_multipliers=(multiplier,))
-    words = {"server_round": 1, "method": "nbafl", "clients": ("a",), "clip_norm": own.clip_norm, "noise_multiplier": multiplier}
-    table = {"weights": order.weights, "terms": order.terms, "noise_multipliers": order.noise_multipliers}
-    return Instruction(**words | {"order": table} | changes)
+    asked = own_ask({"a": (weight, terms.kind, terms.release.mechanism.noise_multiplier)}, clip_norm=own.clip_norm)
+    words = {"server_round": 1, "method": "nbafl", "clients": ("a",), "ask": asked}
+    return Instruction(**words | changes)
 
 
-def message_of(instruction: Instruction, model: ArrayRecord, record_names: Any = MESSAGE_API, **config: Any) -> Message:
+def message_of(instruction: Instruction | str, model: ArrayRecord, record_names: Any = MESSAGE_API, **config: Any) -> Message:
+    """The message of a server; a text is what no honest one can send."""
+    if isinstance(instruction, str):
+        return saying(message_of(CENTRAL, model, record_names, **config), instruction)
     return wire.train_message(1, record_names, model, config, instruction)
 
 
@@ -141,10 +141,8 @@ def read(reply: Message, instruction: Instruction, size: int) -> tuple[np.ndarra
     answer = wire.answer_of(reply.content, instruction.clients)
     assert answer is not None
     payload = wire.payload_of(wire.arrays_of(reply.content), answer.payload, size)
-    mask = None
-    if instruction.method == "fed-smp":
-        mask = FedSMPOrder.of(instruction).mask(size)
-    return decode(payload, size, mask=mask), answer
+    mask = instruction.ask.mask
+    return decode(payload, size, mask=None if mask is None else mask.indices(size)), answer
 
 
 def zeros(size: int = SIZE) -> ArrayRecord:
@@ -398,15 +396,13 @@ class Direct(nn.Module):
 
 
 TRAINING = LocalTraining(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
-SMP = FedSMPOrder(placement="distributed", noise_std=0.25, keep_ratio=0.3, mask_seed=11)
+SMP = masked(placement="distributed", noise_std=0.25, keep_ratio=0.3, seed=11, size=500)
 INSTRUCTIONS = {
     "central": CENTRAL,
     "distributed": instruction_of(),
     "top-k": instruction_of(keep_ratio=0.1),
     "no noise": NO_NOISE,
-    "fed-smp": instruction_of(
-        method="fed-smp", order={"placement": "distributed", "noise_std": 0.25, "keep_ratio": SMP.keep_ratio, "mask_seed": 11}
-    ),
+    "fed-smp": instruction_of(method="fed-smp", asked=SMP),
     "local": local_instruction(weight=0.3),
 }
 
@@ -449,7 +445,7 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
 @pytest.mark.parametrize("clip_norm", [1e-3, 1.0])
 def test_an_update_is_clipped_and_rounded_to_the_lattice(clip_norm: float) -> None:
     for placement, noise_std in (("central", 0.0), ("distributed", 0.5)):
-        instruction = instruction_of(placement, noise_std, clip_norm=clip_norm)
+        instruction = instruction_of(placement, noise_std, clip_norm=clip_norm, size=200)
         step = lattice_step(noise_std or clip_norm, clip_norm=clip_norm, dimension=200)
         row, _ = ask(added(np.pi)(privacy_mod(name="a")), instruction, zeros(200))
         np.testing.assert_array_equal(row / step, np.rint(row / step))
@@ -611,15 +607,23 @@ def test_no_record_silences_a_client_with_local_noise(kind: str) -> None:
         ({"max_clip_norm": 1.0, "min_noise_std": 0.6}, NO_NOISE, "noise_std=0: this client's policy asks for 0.6"),
         ({}, replace(CENTRAL, method="nbafl"), "method='nbafl': this client runs dp-fedavg, dp-fedsam, fed-smp"),
         ({}, replace(CENTRAL, method="unknown"), "method='unknown': this client runs"),
-        ({}, replace(CENTRAL, order={"placement": "central"}), "missing"),
-        ({}, replace(CENTRAL, order={**CENTRAL.order, "noise_off": True}), r"unknown keys \['noise_off'\]"),
-        ({}, replace(CENTRAL, order={**CENTRAL.order, "keep_ratio": 0.5}), "must be 0, 1 and 0 for placement='central'"),
-        ({}, instruction_of(noise_std=0.0), "does not go with noise_multiplier=1"),
+        ({}, forged(CENTRAL, noise_multiplier=GONE), "missing"),
+        ({}, forged(CENTRAL, placement=GONE), "missing"),
+        ({}, forged(CENTRAL, noise_off=True), r"unknown keys \['noise_off'\]"),
+        ({}, forged(CENTRAL, keep_ratio=0.5), "must be 0, 1 and 0 for placement='central'"),
+        ({}, forged(instruction_of(), noise_std=0.0), "does not go with noise_multiplier=1"),
+        ({}, forged(instruction_of(), noise_std=GONE), "does not go with noise_multiplier=1"),
+        ({}, forged(instruction_of(), step=2.0**-10), "must be a power of two, at most 1/1024 of the noise scale 0.5"),
+        ({}, forged(instruction_of(), step=GONE), "must be a power of two, at most 1/1024"),
+        ({}, forged(instruction_of(), step=2.0**-49), "is too small for clip_norm=1"),
+        ({}, forged(instruction_of(), step=1.5 * 2.0**-14), "must be a power of two"),
+        ({}, forged(CENTRAL, metrics={"loss": 1.0}), "metrics: must be asked for by method='private-evaluation'"),
+        ({}, LOCAL_TO_OTHERS, "placement='local': this client has no terms of its own"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
         ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
     ],
 )
-def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Instruction, reason: str) -> None:
+def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Any, reason: str) -> None:
     app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a", policy=ClientPolicy(**policy)))
     with pytest.raises(ValueError, match=f"^declined: .*{reason}"):
         ask(app, instruction, zeros(4))
@@ -633,6 +637,17 @@ def test_a_client_with_local_noise_answers_no_other_method() -> None:
     strict = privacy_mod(name="a", terms=NBAFL, policy=ClientPolicy(max_clip_norm=NBAFL.clip_norm, min_noise_std=0.1))
     with pytest.raises(ValueError, match=r"min_noise_std=0.1: this client's noise follows from its own budget alone"):
         ask(added(0)(strict), local_instruction(), zeros(4))
+
+
+@pytest.mark.parametrize("asked", [CENTRAL.ask, NO_NOISE.ask, instruction_of().ask])
+def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked: Ask) -> None:
+    """Under its own method's name, too: the server would state what another placement costs."""
+    context, app = context_of(), replying(lambda message: pytest.fail("the app was called"))
+    with pytest.raises(
+        ValueError, match=f"declined: placement='{asked.placement}': this client's messages are private on its own"
+    ):
+        ask(app(privacy_mod(name="a", terms=NBAFL)), instruction_of(method="nbafl", asked=asked), zeros(4), context=context)
+    assert StateAccount(context.state).replies("a") == 0
 
 
 def test_clients_that_live_elsewhere_are_named() -> None:
@@ -809,9 +824,10 @@ app = ClientApp(mods=[privacy_mod(name="a", policy=ClientPolicy(max_clip_norm=1.
 def train(message, context):
     return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 model = ArrayRecord({"w": Array(np.zeros(4))})
-order = {"placement": "distributed", "noise_std": 0.5, "keep_ratio": 0.5, "quantization_levels": 0}
-words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": 1.0}
-message = wire.train_message(1, wire.MESSAGE_API, model, {}, wire.Instruction(**words, order=order))
+promise = wire.Promise(clip_norm=1.0, noise_multiplier=1.0)
+ask = wire.Ask(promise=promise, placement="distributed", step=2.0**-12, noise_std=0.5, keep_ratio=0.5)
+instruction = wire.Instruction(server_round=1, method="dp-fedsam", clients=("a",), ask=ask)
+message = wire.train_message(1, wire.MESSAGE_API, model, {}, instruction)
 context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
 print(wire.answer_of(app(message, context).content, ("a",)).refused, "torch" in sys.modules)
 try:
@@ -839,11 +855,18 @@ def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
         _ = flower_dp.clients.DPClients
 
 
-def test_orders_of_these_tests_are_what_servers_send() -> None:
-    """The second source: the dataclasses that the strategies fill in."""
-    assert ClientLevelOrder.of(CENTRAL).placement == "central"
-    assert FedSMPOrder.of(INSTRUCTIONS["fed-smp"]) == SMP
-    assert compression.num_kept(SMP.keep_ratio, 500) == 150
+def test_asks_of_these_tests_are_what_servers_send() -> None:
+    """The second source: the asks of the strategies' rules."""
+    words = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
+    assert DPFedSAM(**words, noise_multiplier=1.0, placement="central").rules.ask(SIZE, ("a",)) == CENTRAL.ask
+    assert DPFedSAM(**words, noise_multiplier=0.5, placement="distributed").rules.ask(SIZE, ("a",)) == replace(
+        instruction_of().ask, promise=Promise(clip_norm=1.0, noise_multiplier=0.5)
+    )
+    sent = FedSMP(**words, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.ask(500, ("a",))
+    assert sent.mask is not None
+    assert replace(sent, promise=SMP.promise, mask=SMP.mask) == SMP
+    assert sent.mask.keep_ratio == 0.3
+    assert compression.num_kept(sent.mask.keep_ratio, 500) == 150
 
 
 # The ledger of the device's owner

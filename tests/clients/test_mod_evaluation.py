@@ -13,9 +13,12 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, NbAFLTerms, privacy_mod
 from flower_dp.clients.account import LEDGER_PATH
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, PrivateEvaluation
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, EvaluationAnswer, Instruction
+from tests.asks import GONE, forged, saying
+from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays
 
@@ -50,17 +53,18 @@ def numpy_app(mod: Any) -> ClientApp:
     return ClientApp(client_fn=lambda context: Stock().to_client(), mods=[mod])
 
 
-def order(placement: str = "central", noise_std: float = 0.0, **changes: Any) -> Instruction:
-    words = {"server_round": 1, "method": wire.EVALUATION, "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": 1.0}
-    table = {"placement": placement, "noise_std": noise_std, "bounds": BOUNDS}
-    return Instruction(**words | {"order": table} | changes)
+def order(placement: str = "central", noise_std: float = 0.0, clients: tuple[str, ...] = ("a",)) -> Instruction:
+    asked = made(placement=placement, noise_std=noise_std, metrics=MetricBounds(bounds=BOUNDS), size=3)
+    return Instruction(server_round=1, method=wire.EVALUATION, clients=clients, ask=asked)
 
 
 def context_of(**config: Any) -> Context:
     return Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
 
 
-def message_of(instruction: Instruction, record_names: Any = MESSAGE_API) -> Message:
+def message_of(instruction: Instruction | str, record_names: Any = MESSAGE_API) -> Message:
+    if isinstance(instruction, str):
+        return saying(message_of(order(), record_names), instruction)
     return wire.evaluate_message(1, record_names, arrays(w=np.zeros(3, np.float32)), {"lr": 0.5}, instruction)
 
 
@@ -99,6 +103,12 @@ def test_the_app_gets_what_a_stock_server_sends() -> None:
     assert seen[0].content["arrays"].to_numpy_ndarrays()[0].shape == (3,)
 
 
+SHARE = order("distributed", 0.4)
+OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
+AS_TRAINING = json.dumps({**json.loads(order().to_json()), "method": "dp-fedavg"})
+TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
+
+
 @pytest.mark.parametrize(
     ("policy", "instruction", "config", "match"),
     [
@@ -106,15 +116,24 @@ def test_the_app_gets_what_a_stock_server_sends() -> None:
         (ClientPolicy(min_evaluation_noise_multiplier=2.0), order(), {}, "noise_multiplier=1 of an evaluation"),
         (ClientPolicy(min_evaluation_noise_std=0.5), order("distributed", 0.4), {}, "noise_std=0.4 of an evaluation"),
         (ClientPolicy(max_clip_norm=1.0, min_noise_std=0.5), order(), {}, "noise_std=0 of an evaluation"),
-        (ClientPolicy(), order("distributed", 0.0), {}, "do not go with private evaluation"),
-        (ClientPolicy(), order(clip_norm=10.0), {}, "clip_norm=10"),
-        (ClientPolicy(), order(method="dp-fedavg"), {}, "method='dp-fedavg'"),
+        (ClientPolicy(), forged(SHARE, noise_std=0.0), {}, "noise_std=0: does not go with noise_multiplier=1"),
+        (ClientPolicy(), forged(SHARE, noise_multiplier=0.0), {}, "noise_std=0.4: does not go with noise_multiplier=0"),
+        (ClientPolicy(), forged(order(), clip_norm=10.0), {}, "clip_norm=10: must be 1"),
+        (ClientPolicy(), forged(order(), metrics=GONE), {}, "metrics: must be asked for"),
+        (ClientPolicy(), AS_TRAINING, {}, "metrics: must be asked for by method='private-evaluation' and by no other"),
+        (ClientPolicy(), TRAINING, {}, "method='dp-fedavg': to evaluate"),
+        (ClientPolicy(), forged(SHARE, step=2.0**-11), {}, "must be a power of two, at most 1/1024 of the noise scale 0.4"),
+        (ClientPolicy(), forged(SHARE, step=GONE), {}, "must be a power of two, at most 1/1024"),
+        (ClientPolicy(), forged(SHARE, step=2.0**-48), {}, "is too small"),
+        (ClientPolicy(), forged(SHARE, keep_ratio=0.5), {}, "metrics: do not go with"),
+        (ClientPolicy(), forged(order(), mask_seed=1, mask_keep_ratio=0.5), {}, "metrics: do not go with"),
+        (ClientPolicy(), forged(order(), placement="local", step=GONE, **OTHERS), {}, "has no terms of its own"),
         (ClientPolicy(), order(), {LEDGER_PATH: "ledger.json"}, "keeps no account"),
     ],
 )
 @pytest.mark.parametrize("allow_metrics", [False, True])
 def test_what_a_device_does_not_allow_never_reaches_its_app(
-    policy: ClientPolicy, instruction: Instruction, config: Any, match: str, allow_metrics: bool
+    policy: ClientPolicy, instruction: Instruction | str, config: Any, match: str, allow_metrics: bool
 ) -> None:
     seen: list[Message] = []
     words = {name: getattr(policy, name) for name in policy.__dataclass_fields__} | {"allow_metrics": allow_metrics}

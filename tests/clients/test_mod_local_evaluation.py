@@ -12,9 +12,12 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, EvaluationBudget, NbAFLTerms, privacy_mod
 from flower_dp.clients.account import KEY, LEDGER_PATH
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import LocalEvaluation, NbAFL
 from flower_dp.wire import MESSAGE_API, EvaluationAnswer, Instruction
+from tests.asks import ask as made
+from tests.asks import own_ask
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -36,12 +39,11 @@ def app_of(mod: Any, told: Any, *, seen: list[Any] | None = None) -> ClientApp:
     return app
 
 
-def instruction_of(budget: EvaluationBudget = BUDGET, **changes: Any) -> Instruction:
+def instruction_of(budget: EvaluationBudget = BUDGET, least: float | None = None) -> Instruction:
     terms = budget.terms("a", TERMS.terms())
-    multiplier = terms.release.mechanism.noise_multiplier
-    order = {"bounds": {"acc": 1.0}, "weights": (0.5,), "terms": (terms.kind,), "noise_multipliers": (multiplier,)}
-    words = {"server_round": 1, "method": wire.EVALUATION, "clients": ("a",), "clip_norm": 1.0, "noise_multiplier": multiplier}
-    return Instruction(**words | {"order": order | changes})
+    multiplier = terms.release.mechanism.noise_multiplier if least is None else least
+    asked = own_ask({"a": (0.5, terms.kind, multiplier)}, metrics=MetricBounds(bounds={"acc": 1.0}))
+    return Instruction(server_round=1, method=wire.EVALUATION, clients=("a",), ask=asked)
 
 
 def context_of(state: Any = None, **config: Any) -> Context:
@@ -92,7 +94,7 @@ def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
     ("words", "changes", "match"),
     [
         ({"budget": EvaluationBudget(epsilon=4.0, num_evaluations=1)}, {}, "are not this client's own"),
-        ({}, {"noise_multipliers": (1.1,)}, "by this client's own budget it is less"),
+        ({}, {"least": 1.1}, "by this client's own budget it is less"),
         ({"policy": ClientPolicy(allow_evaluation=False)}, {}, "allow_evaluation=False"),
         ({"policy": ClientPolicy(min_evaluation_noise_std=2.0)}, {}, "own terms have less noise"),
     ],
@@ -103,6 +105,17 @@ def test_what_its_own_terms_do_not_allow_never_reaches_the_app(words: Any, chang
     assert match in answer.refused["a"]
     assert not answer.total.any()
     assert seen == []
+
+
+@pytest.mark.parametrize(("placement", "noise_std"), [("central", 0.0), ("distributed", 0.5)])
+def test_a_client_with_terms_sends_no_metrics_that_another_is_to_noise(placement: str, noise_std: float) -> None:
+    seen: list[Any] = []
+    asked = made(placement=placement, noise_std=noise_std, metrics=MetricBounds(bounds={"acc": 1.0}), size=2)
+    instruction, context = Instruction(server_round=1, method=wire.EVALUATION, clients=("a",), ask=asked), context_of()
+    with pytest.raises(ValueError, match=f"declined: placement='{placement}': this client's messages are private on its own"):
+        ask(app_of(mod(), {"acc": 0.5}, seen=seen), instruction, context)
+    assert seen == []
+    assert KEY not in context.state
 
 
 @pytest.mark.parametrize("told", [KeyError("Jane Doe"), {"f1": 0.5}, {"acc": math.nan}])

@@ -20,6 +20,7 @@ from scipy import stats
 from flower_dp.core.clipping import clip_l1, clip_l2
 from flower_dp.core.noise import (
     LARGEST_EXACT,
+    check_lattice,
     exact,
     gaussian,
     gaussian_share,
@@ -699,3 +700,49 @@ def test_shares_of_noise_sum_to_the_noise(shares: int) -> None:
 def test_nonsense_numbers_of_shares_are_refused(shares: Any) -> None:
     with pytest.raises(ValueError, match="num_shares="):
         gaussian_share(1.0, shares)
+
+
+# A lattice that another party has chosen
+
+
+@pytest.mark.parametrize("dimension", [1, 1000, 10**7])
+@pytest.mark.parametrize("scale", [1e-6, 0.1, 3.0, 1e4])
+@pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 100.0])
+def test_the_lattice_that_an_honest_party_chooses_is_accepted(dimension, scale, clip_norm):
+    step = lattice_step(scale, clip_norm=clip_norm, dimension=dimension)
+    check_lattice(step, scale=scale, clip_norm=clip_norm)
+    assert step <= scale / 1024
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        (0.0, "must be a power of two"),
+        (-(2.0**-12), "must be a power of two"),
+        (math.nan, "must be a power of two"),
+        (math.inf, "must be a power of two"),
+        (3 * 2.0**-14, "must be a power of two"),
+        (2.0**-10 * 1.0000000000000002, "must be a power of two"),
+        (2.0**-9, "at most 1/1024 of the noise scale 1"),
+        (1.0, "at most 1/1024 of the noise scale 1"),
+    ],
+)
+def test_a_lattice_on_which_the_noise_shows_is_refused(step, match):
+    check_lattice(2.0**-10, scale=1.0, clip_norm=1.0)
+    with pytest.raises(ValueError, match=match):
+        check_lattice(step, scale=1.0, clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "scale", "clip_norm"),
+    [
+        (2.0**-48, 1.0, 0.01),  # the noise has 2^48 steps
+        (2.0**-47, 0.2, 2.0),  # the clip norm has
+        (2.0**-901, 2.0**-880, 2.0**-880),  # the inverse of the step is near the end of a double's range
+        (2.0**-1074, 1.0, 1.0),
+    ],
+)
+def test_a_lattice_that_is_too_fine_for_exact_sums_is_refused(step, scale, clip_norm):
+    check_lattice(2.0**-46, scale=1.0, clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"step=.*: is too small for clip_norm="):
+        check_lattice(step, scale=scale, clip_norm=clip_norm)

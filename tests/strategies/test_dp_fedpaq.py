@@ -229,8 +229,7 @@ def test_bytes_per_client_are_told_whatever_the_hosting():
     """A worker that hosts all four sends one sum of floats, and says what each would have sent."""
     told = []
     for nodes in (4, 2, 1):
-        strategy, recipe = pair(quantization_levels=1)
-        strategy.noise_seed = 7  # else replies with noise from a seed are refused
+        strategy, recipe = pair(quantization_levels=1, server={"noise_seed": 1})
         grid = grid_of(recipe, IMAGES, model=logistic, num_nodes=nodes, seeds=lambda context: 7)
         model = start(strategy, grid, 1, model=logistic)
         (report,) = strategy.rounds

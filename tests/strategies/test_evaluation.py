@@ -14,9 +14,13 @@ from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
+from flower_dp.clients.evaluation import loss_and_accuracy
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
+from tests.asks import GONE, config_of, forged
+from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -135,9 +139,9 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
-        collected = evaluator.collect(
-            grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked)), seeded=True
-        )
+        replies = grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked))
+        collected = evaluator.collect(replies, seeded=True)
+        assert len(collected.clients) == 4
         sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", server_round)) * 4
         draws.append(sums - noiseless)
     std = np.std(draws)
@@ -170,11 +174,59 @@ def test_no_value_before_the_noise_is_told_anywhere(caplog):
     assert "0.5125" not in caplog.text + str(strategy.statement)
 
 
+class Remembering(nn.Module):
+    """A model whose outputs depend on the records that it has seen before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs) + self.seen * torch.tensor([1.0, -1.0])
+        self.seen += 10 * inputs.abs().sum()
+        return outputs
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["a buffer", "weights that a metrics function changes"])
+def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(changes):
+    def metrics(module, records):
+        told = loss_and_accuracy(nn.functional.cross_entropy)(module, records)
+        if changes:
+            module.linear.weight.data += 7.0 * records.inputs.sum()
+        return told
+
+    def client(names):
+        data = {
+            name: TensorRecords(inputs=torch.full((3, 2), 0.3 * index), targets=torch.ones(3, dtype=torch.int64))
+            for index, name in enumerate(names_of, 1)
+        }
+        hosted = {name: data[name] for name in names}
+        return DPClient(
+            model=Remembering(), clients=hosted, training=LocalTraining(learning_rate=0.1), metrics=metrics, device="cpu"
+        )
+
+    names_of = ("c01", "c02", "c03")
+    given = {"linear.weight": np.ones((2, 2), np.float32), "linear.bias": np.zeros(2, np.float32)}
+    bounds = MetricBounds(bounds={"loss": 50.0, "accuracy": 1.0})
+
+    def total(names):
+        instruction = wire.Instruction(
+            server_round=1, method=wire.EVALUATION, clients=names, ask=made(noise_multiplier=0.0, metrics=bounds)
+        )
+        made_of = client(names)
+        answers = [made_of.evaluation(given, config_of(instruction)) for _ in range(2)]
+        assert answers[0] == answers[1]
+        return wire.EvaluationAnswer.from_json(answers[0][wire.KEY], names, 3).total
+
+    np.testing.assert_array_equal(total(names_of), sum(total((name,)) for name in names_of))
+
+
 def test_a_clients_vector_is_never_longer_than_one():
-    order = wire.EvaluationOrder(placement="central", bounds={"a": 1.0, "b": 0.5})
+    bounds = MetricBounds(bounds={"a": 1.0, "b": 0.5})
     for told in ({"a": 1e300, "b": math.inf}, {"a": math.nan, "b": -5.0}, {"a": 1, "b": 0.5}):
-        assert np.linalg.norm(order.vector(told)) <= 1 + 1e-12
-    assert order.vector({"a": math.nan, "b": -5.0}) == pytest.approx(np.array([1, 0, 1]) / math.sqrt(3))
+        assert np.linalg.norm(bounds.counted(told)) <= 1 + 1e-12
+    assert bounds.counted({"a": math.nan, "b": -5.0}) == pytest.approx(np.array([1, 0, 1]) / math.sqrt(3))
 
 
 @pytest.mark.parametrize("total", [[1e9, 0.0, 0.0], [math.nan, 0, 0], [0.1, 0.1], ["a", 0, 0], None, [10**400, 0, 0]])
@@ -282,7 +334,7 @@ def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(tru
     strategy, grid, _ = constant(DPFedSAM, placement="distributed", trusted_server=trusted, noise_multiplier=2.0)
     strategy.start(grid, flat(), num_rounds=1)
     (order,) = {
-        json.dumps(json.loads(one.content.config_records["config"][wire.KEY])[wire.EVALUATION], sort_keys=True)
+        json.dumps(json.loads(one.content.config_records["config"][wire.KEY])["ask"], sort_keys=True)
         for one in grid.sent
         if one.metadata.message_type == "evaluate"
     }
@@ -291,25 +343,41 @@ def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(tru
     assert order["noise_std"] == pytest.approx(2.0 / math.sqrt(shares))
 
 
+def asked(names=("c01",), **words):
+    """An instruction to evaluate the accuracy."""
+    bounds = MetricBounds(bounds={"accuracy": 1.0})
+    return wire.Instruction(server_round=1, method=wire.EVALUATION, clients=names, ask=made(metrics=bounds, size=2, **words))
+
+
 @pytest.mark.parametrize(
-    ("changes", "order"),
+    "changes",
     [
-        ({"clip_norm": 2.0}, {}),
-        ({}, {"noise_std": 0.0}),
-        ({"noise_multiplier": 0.0}, {}),
-        ({}, {"placement": "central"}),
-        ({}, {"bounds": {"accuracy": 0.0}}),
-        ({}, {"bounds": {}}),
+        {"clip_norm": 2.0},
+        {"noise_std": 0.0},
+        {"noise_std": GONE},
+        {"noise_multiplier": 0.0},
+        {"placement": "central"},
+        {"placement": "local"},
+        {"placement": "local", "noise_std": GONE, "step": GONE, "weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]},
+        {"metrics": {"accuracy": 0.0}},
+        {"metrics": {}},
+        {"metrics": GONE},
+        {"keep_ratio": 0.5},
+        {"quantization_levels": 1},
+        {"mask_seed": 1, "mask_keep_ratio": 0.5},
+        {"step": GONE},
+        {"step": 2.0**-11},
+        {"step": 2.0**-48},
+        {"bounds": {"accuracy": 1.0}},
     ],
 )
-def test_a_device_declines_an_order_whose_noise_and_placement_do_not_go_together(changes, order):
+def test_a_device_declines_an_order_whose_noise_and_placement_do_not_go_together(changes):
     client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}))
-    words = {"server_round": 1, "method": wire.EVALUATION, "clients": ("c01",), "clip_norm": 1.0, "noise_multiplier": 1.0}
-    table = {"placement": "distributed", "noise_std": 0.4, "bounds": {"accuracy": 1.0}}
+    honest = asked(placement="distributed", noise_std=0.4)
     given = {name: array.numpy() for name, array in flat().items()}
-    assert client.evaluation(given, {wire.KEY: wire.Instruction(**words, order=table).to_json()})
+    assert client.evaluation(given, config_of(honest))
     with pytest.raises(ValueError, match=f"^{wire.DECLINED}: "):
-        client.evaluation(given, {wire.KEY: wire.Instruction(**words | changes, order=table | order).to_json()})
+        client.evaluation(given, config_of(forged(honest, **changes)))
 
 
 def test_a_run_that_is_not_private_states_no_part_that_is():
@@ -323,7 +391,7 @@ def test_what_clients_are_promised_is_the_noise_of_the_plan():
     strategy, grid, _ = constant(noise_multiplier=2.0)
     strategy.start(grid, flat(), num_rounds=1)
     asked = [one for one in grid.sent if one.metadata.message_type == "evaluate"]
-    told = [json.loads(one.content.config_records["config"][wire.KEY]) for one in asked]
+    told = [json.loads(one.content.config_records["config"][wire.KEY])["ask"] for one in asked]
     assert {(one["noise_multiplier"], one["clip_norm"]) for one in told} == {(2.0, 1.0)}
 
 
@@ -489,9 +557,9 @@ def test_methods_with_ledgers_of_single_clients_refuse_it():
     [
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1"),
         ({"every": 0}, "every=0"),
-        ({"metrics": {}}, "bounds="),
-        ({"metrics": {"loss": 0.0}}, "bounds\\['loss'\\]=0"),
-        ({"metrics": {"loss": math.inf}}, "bounds\\['loss'\\]=inf"),
+        ({"metrics": {}}, "metrics="),
+        ({"metrics": {"loss": 0.0}}, "metrics\\['loss'\\]=0"),
+        ({"metrics": {"loss": math.inf}}, "metrics\\['loss'\\]=inf"),
         ({"sampling": "full"}, "sampling='full'"),
     ],
 )
@@ -515,12 +583,8 @@ def test_a_device_that_insists_on_its_own_noise_does_not_evaluate_without_it():
         Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}),
         policy=ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1),
     )
-    order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}
-    instruction = wire.Instruction(
-        server_round=1, method=wire.EVALUATION, clients=("c01",), clip_norm=1.0, noise_multiplier=1.0, order=order
-    )
     with pytest.raises(ValueError, match="declined: noise_std=0 of an evaluation"):
-        client.evaluation({}, {wire.KEY: instruction.to_json()})
+        client.evaluation({}, config_of(asked()))
 
 
 @pytest.mark.parametrize(
@@ -537,16 +601,13 @@ def test_a_device_that_insists_on_its_own_noise_does_not_evaluate_without_it():
 def test_a_device_may_insist_on_its_own_share_of_an_evaluations_noise_or_refuse_it(policy, match):
     """The server's word for the noise on the whole sum is no protection."""
     client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}), policy=policy)
-    order = {"placement": "distributed", "noise_std": 0.4, "bounds": {"accuracy": 1.0}}
-    instruction = wire.Instruction(
-        server_round=1, method=wire.EVALUATION, clients=("c01",), clip_norm=1.0, noise_multiplier=1e6, order=order
-    )
+    instruction = asked(placement="distributed", noise_std=0.4, noise_multiplier=1e6)
     given = {name: array.numpy() for name, array in flat().items()}
     if match is None:
-        assert client.evaluation(given, {wire.KEY: instruction.to_json()})
+        assert client.evaluation(given, config_of(instruction))
         return
     with pytest.raises(ValueError, match=match):
-        client.evaluation(given, {wire.KEY: instruction.to_json()})
+        client.evaluation(given, config_of(instruction))
 
 
 @pytest.mark.parametrize("placement", ["central", "distributed"])
@@ -581,12 +642,9 @@ def test_why_an_evaluation_was_left_out_is_logged(caplog):
 
 def test_an_evaluation_is_never_answered_as_training_nor_training_as_evaluation():
     client = own(Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}))
-    order = {"placement": "central", "noise_std": 0.0, "bounds": {"accuracy": 1.0}}
-    words = {"server_round": 1, "clients": ("c01",), "clip_norm": 1.0, "noise_multiplier": 1.0}
-    as_training = wire.Instruction(method=wire.EVALUATION, order=order, **words)
+    as_training = asked()
     with pytest.raises(ValueError, match="declined: method='private-evaluation'"):
         client.answer({}, {wire.KEY: as_training.to_json()})
-    order = {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0}
-    as_evaluation = wire.Instruction(method="dp-fedavg", order=order, **words)
+    as_evaluation = wire.Instruction(server_round=1, method="dp-fedavg", clients=("c01",), ask=made())
     with pytest.raises(ValueError, match="declined: method='dp-fedavg'"):
         client.evaluation({}, {wire.KEY: as_evaluation.to_json()})

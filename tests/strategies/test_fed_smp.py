@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,33 +15,38 @@ from torch import nn
 from flower_dp import wire
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
 from flower_dp.clients.parts import Mask
+from flower_dp.clients.reasons import Declined
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, FedSMP
-from flower_dp.wire import Answer, FedSMPOrder, Instruction
+from flower_dp.wire import Answer, Ask, Instruction, RoundMask
+from tests.asks import GONE, config_of, forged, masked
 from tests.clients.test_client import FALSE_ALARM, _client, _records
 from tests.grids import LocalGrid
 
 SIZE, KEPT = 40_000, 20_000
 
 
-def order(**changes: Any) -> FedSMPOrder:
-    words = {"placement": "distributed", "noise_std": 0.5, "keep_ratio": 0.5, "mask_seed": 11}
-    return FedSMPOrder(**words | changes)
+def order(*, size: int = SIZE, keep_ratio: float = 0.5, seed: int = 11, **changes: Any) -> Ask:
+    words = {"placement": "distributed", "noise_std": 0.5}
+    return masked(size=size, keep_ratio=keep_ratio, seed=seed, **words | changes)
 
 
-def instruction(names: tuple[str, ...], table: FedSMPOrder, **changes: Any) -> Instruction:
-    words = {"server_round": 1, "clip_norm": 1.0, "noise_multiplier": 1.0, **changes}
-    return Instruction(method="fed-smp", clients=names, order=asdict(table), **words)
+def coordinates(asked: Ask, size: int) -> np.ndarray:
+    assert asked.mask is not None
+    return asked.mask.indices(size)
 
 
-def fit(client: Any, names: tuple[str, ...], table: FedSMPOrder, **changes: Any) -> tuple[np.ndarray, Answer]:
+def instruction(names: tuple[str, ...], asked: Ask) -> Instruction:
+    return Instruction(server_round=1, method="fed-smp", clients=names, ask=asked)
+
+
+def fit(client: Any, names: tuple[str, ...], asked: Ask) -> tuple[np.ndarray, Answer]:
     size = client.model.layout.size
-    asked = instruction(names, table, **changes)
-    arrays, _, answer = client.fit([np.zeros(size, np.float32)], {wire.KEY: asked.to_json()})
+    arrays, _, answer = client.fit([np.zeros(size, np.float32)], config_of(instruction(names, asked)))
     read = Answer.from_json(answer[wire.KEY], names)
-    return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size, mask=table.mask(size)), read
+    return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size, mask=coordinates(asked, size)), read
 
 
 def others(mask: np.ndarray) -> np.ndarray:
@@ -58,7 +62,7 @@ def fits(values: np.ndarray, std: float) -> bool:
 def test_only_kept_coordinates_leave_and_the_payload_is_their_values(placement: str) -> None:
     table = order(placement=placement, noise_std=0.5 if placement == "distributed" else 0.0)
     total, answer = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
-    mask = table.mask(SIZE)
+    mask = coordinates(table, SIZE)
     assert len(mask) == KEPT
     assert not total[others(mask)].any()
     assert np.count_nonzero(total[mask]) > 0.99 * KEPT
@@ -74,7 +78,7 @@ def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected
     names = tuple(f"c{i}" for i in range(hosted))
     table = order(noise_std=noise_std)
     total, _ = fit(_client({name: _records(np.zeros(size)) for name in names}, noise_seed=41), names, table)
-    kept, std = total[table.mask(size)], noise_std * math.sqrt(hosted)
+    kept, std = total[coordinates(table, size)], noise_std * math.sqrt(hosted)
     assert fits(kept, std)
     assert not fits(kept, 1.05 * std)
     assert not fits(kept, 0.95 * std)
@@ -83,7 +87,7 @@ def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected
 def test_the_clip_bounds_the_masked_update() -> None:
     """What is not kept takes nothing of the clip norm; what is kept is as long as the clip norm, less the lattice."""
     table = order(placement="central", noise_std=0.0)
-    mask = table.mask(SIZE)
+    mask = coordinates(table, SIZE)
     update = np.full(SIZE, 1e6)
     update[mask] = 3.0
     total, _ = fit(_client({"a": _records(update)}), ("a",), table)
@@ -112,13 +116,13 @@ def test_clients_of_a_round_share_the_mask_and_no_data_chooses_it() -> None:
         total, _ = fit(_client({name: _records(row)}), (name,), table)
         kept.append(np.flatnonzero(total))
         # Less than a step of an entry is rounded away.
-        assert set(kept[-1]) <= set(table.mask(SIZE))
+        assert set(kept[-1]) <= set(coordinates(table, SIZE))
         assert len(kept[-1]) > 0.95 * KEPT
     both, _ = fit(_client({name: _records(row) for name, row in rows.items()}), ("a", "b"), table)
-    assert set(np.flatnonzero(both)) <= set(table.mask(SIZE))
-    other, _ = fit(_client({"a": _records(rows["a"])}), ("a",), order(placement="central", noise_std=0.0, mask_seed=12))
+    assert set(np.flatnonzero(both)) <= set(coordinates(table, SIZE))
+    other, _ = fit(_client({"a": _records(rows["a"])}), ("a",), order(placement="central", noise_std=0.0, seed=12))
     # Two masks of half the coordinates share a quarter of them; the standard deviation of that is 50.
-    assert abs(len(np.intersect1d(np.flatnonzero(other), table.mask(SIZE))) - SIZE / 4) < 1000
+    assert abs(len(np.intersect1d(np.flatnonzero(other), coordinates(table, SIZE))) - SIZE / 4) < 1000
 
 
 def test_one_client_a_node_and_many_give_the_same_sum() -> None:
@@ -132,21 +136,22 @@ def test_one_client_a_node_and_many_give_the_same_sum() -> None:
 
 def test_the_order_and_the_client_draw_one_mask() -> None:
     table = order(keep_ratio=0.01)
-    np.testing.assert_array_equal(table.mask(SIZE), Mask(seed=table.mask_seed, length=SIZE, keep_ratio=table.keep_ratio).indices)
+    assert table.mask is not None
+    np.testing.assert_array_equal(coordinates(table, SIZE), Mask(seed=11, length=SIZE, keep_ratio=0.01).indices)
     # As NumPy draws it everywhere: its checksum travels with every payload.
     assert (
-        FedSMPOrder(placement="central", keep_ratio=0.1, mask_seed=0).mask(20).tolist()
+        RoundMask(keep_ratio=0.1, seed=0).indices(20).tolist()
         == np.sort(np.random.default_rng(0).choice(20, 2, replace=False)).tolist()
     )
 
 
 def test_a_payload_under_another_mask_is_refused() -> None:
     client, names = _client({"a": _records(np.ones(100))}), ("a",)
-    arrays, _, answer = client.fit([np.zeros(100, np.float32)], {wire.KEY: instruction(names, order()).to_json()})
+    arrays, _, answer = client.fit([np.zeros(100, np.float32)], config_of(instruction(names, order(size=100))))
     read = Answer.from_json(answer[wire.KEY], names)
     payload = wire.payload_of(ArrayRecord(arrays), read.payload, 100)
     with pytest.raises(ValueError, match="mask is not the one of this round"):
-        decode(payload, 100, mask=order(mask_seed=12).mask(100))
+        decode(payload, 100, mask=coordinates(order(seed=12, size=100), 100))
 
 
 @pytest.mark.parametrize(
@@ -156,33 +161,23 @@ def test_a_payload_under_another_mask_is_refused() -> None:
         {"placement": "central"},
         {"noise_std": 0.0},
         {"noise_std": -0.1},
-        {"keep_ratio": 0.0},
-        {"keep_ratio": 1.5},
+        {"mask_keep_ratio": 0.0},
+        {"mask_keep_ratio": 1.5},
+        {"mask_keep_ratio": GONE},
         {"mask_seed": -1},
         {"mask_seed": 1.5},
         {"mask_seed": 2**63},
         {"mask_seed": None},
+        {"mask_seed": GONE},
+        {"keep_ratio": 0.5},  # of what noise has changed: goes with no mask
+        {"quantization_levels": 3},
         {"extra": 1},
     ],
 )
-def test_orders_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
-    asked = Instruction(
-        server_round=1,
-        method="fed-smp",
-        clients=("a",),
-        clip_norm=1.0,
-        noise_multiplier=1.0,
-        order={**asdict(order()), **changes},
-    )
-    with pytest.raises(ValueError, match=r"placement|noise_std|keep_ratio|mask_seed|keys"):
-        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: asked.to_json()})
-
-
-def test_the_table_of_another_method_is_refused() -> None:
-    table = {"placement": "central", "noise_std": 0.0, "keep_ratio": 1.0}
-    asked = Instruction(server_round=1, method="fed-smp", clients=("a",), clip_norm=1.0, noise_multiplier=1.0, order=table)
-    with pytest.raises(ValueError, match="missing"):
-        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], {wire.KEY: asked.to_json()})
+def test_asks_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    text = forged(instruction(("a",), order(size=2)), **changes)
+    with pytest.raises(Declined, match=r"placement|noise_std|keep_ratio|mask|keys"):
+        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(text))
 
 
 # The server
@@ -200,6 +195,18 @@ def still(num_clients):
     return client_app(client_fn)
 
 
+def masks_of(grid):
+    """The mask of every round, as it was asked of clients: of all of them the same."""
+    masks = {}
+    for message in grid.sent:
+        if message.metadata.message_type == "train":
+            (config,) = (record for record in message.content.config_records.values() if wire.KEY in record)
+            instruction = wire.instruction_of(config)
+            masks.setdefault(instruction.server_round, set()).add(instruction.ask.mask)
+    assert all(len(asked) == 1 for asked in masks.values())
+    return [mask.indices(4000) for _, (mask,) in sorted(masks.items())]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 @pytest.mark.parametrize("drop", [0, 1])
@@ -209,24 +216,23 @@ def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop)
         clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=4, delta=1e-3, keep_ratio=0.25, placement=placement
     )
     grid = LocalGrid(still(4), 4, tamper=lambda node, reply: [] if strategy.rounds and node <= drop else [reply])
-    models, masks = [], []
+    models = []
 
     def keep(server_round, current):
         models.append(np.concatenate([array.numpy().ravel() for array in current.values()]).astype(np.float64))
-        masks.append(strategy.rules.mask.indices(4000))
 
     start = nn.Linear(1, 2000)
     torch.nn.init.zeros_(start.weight)
     torch.nn.init.zeros_(start.bias)
     strategy.start(grid, model_arrays(start), num_rounds=40, evaluate_fn=keep)
     steps = np.diff(np.stack(models), axis=0)
-    values = []
-    for step, mask in zip(steps, masks[1:], strict=True):
+    values, masks = [], masks_of(grid)
+    for step, mask in zip(steps, masks, strict=True):
         outside = np.ones(4000, bool)
         outside[mask] = False
         assert np.abs(step[outside]).max() < 1e-6  # what float32 makes of adding nothing
         values.append(step[mask])
-    assert len({mask.tobytes() for mask in masks[1:]}) == 40
+    assert len({mask.tobytes() for mask in masks}) == 40
     ratio = np.sum(np.concatenate(values) ** 2) / (0.8 * 0.5 / 4) ** 2
     low, high = stats.chi2.interval(1 - 1e-6, 40_000)
     assert low < ratio < high
@@ -256,9 +262,10 @@ def test_coordinates_beside_the_mask_are_not_taken_from_a_reply():
 
     strategy = FedSMP(clip_norm=0.5, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3, placement="central")
     start = model_arrays(nn.Linear(1, 2000))
-    result = strategy.start(LocalGrid(still(1), 1, tamper=forge), start, num_rounds=1)
+    grid = LocalGrid(still(1), 1, tamper=forge)
+    result = strategy.start(grid, start, num_rounds=1)
     moved = np.concatenate([array.numpy().ravel() for array in result.arrays.values()]) - np.concatenate(
         [array.numpy().ravel() for array in start.values()]
     )
-    assert set(np.flatnonzero(moved)) <= set(strategy.rules.mask.indices(4000))
+    assert set(np.flatnonzero(moved)) <= set(masks_of(grid)[0])
     assert np.linalg.norm(moved) == pytest.approx(0.5, rel=1e-4)

@@ -677,8 +677,7 @@ def test_without_noise_nothing_is_claimed():
 
 
 def test_fixed_noise_is_not_private():
-    strategy, recipe = pair(2, **LAPLACE)
-    strategy.noise_seed = 3
+    strategy, recipe = pair(2, server={"noise_seed": 1}, **LAPLACE)
     start(strategy, grid_of(recipe, FOUR, seeds=lambda context: 3), 2)
     assert not strategy.statement.private
     assert "FIXED SEED" in str(strategy.statement)

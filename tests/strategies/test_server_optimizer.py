@@ -8,7 +8,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.rules import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app

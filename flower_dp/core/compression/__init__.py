@@ -11,12 +11,13 @@ import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.core.compression import dense as _dense
+from flower_dp.core.compression import inline as _inline
 from flower_dp.core.compression import qsgd as _qsgd
 from flower_dp.core.compression import rand_k as _rand_k
 from flower_dp.core.compression import top_k as _top_k
 from flower_dp.core.compression.payload import Codec, Header, Payload
 
-dense = _dense.dense
+dense, inline = _dense.dense, _inline.inline
 rand_k, random_mask = _rand_k.rand_k, _rand_k.random_mask
 top_k, top_k_bytes, top_k_indices = _top_k.top_k, _top_k.top_k_bytes, _top_k.top_k_indices
 qsgd = _qsgd.qsgd
@@ -33,6 +34,7 @@ __all__ = [
     "check_levels",
     "decode",
     "dense",
+    "inline",
     "num_kept",
     "qsgd",
     "qsgd_bytes",
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 # Every codec, by the header's `encoding`.
-CODECS = {codec.name: codec for codec in (_dense.CODEC, _top_k.CODEC, _rand_k.CODEC, _qsgd.CODEC)}
+CODECS = {codec.name: codec for codec in (_dense.CODEC, _inline.CODEC, _top_k.CODEC, _rand_k.CODEC, _qsgd.CODEC)}
 
 
 def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> np.ndarray:

@@ -1,0 +1,82 @@
+"""Metrics of an evaluation as vectors of bounded norm, which noise can protect."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_dp.core import checks
+
+_MOST_METRICS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricBounds:
+    """The metrics that an evaluation asks for, each with its public upper bound; all metrics are at least 0.
+
+    Attributes:
+        bounds: the upper bound of every metric, by its name, in the order of the vectors.
+
+    Raises:
+        ValueError: if there are none or too many, or a bound is not above 0.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.core.metric_bounds import MetricBounds
+        >>> three = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0, "f1": 1.0})
+        >>> three.counted({"loss": 8.0, "accuracy": 0.5, "f1": 0.0}).tolist()
+        [0.5, 0.25, 0.0, 0.5]
+        >>> metrics = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0})
+        >>> metrics.centred(np.array([[8.0, 0.5], [1.0, 0.0]])).tolist()
+        [[0.5, 0.0], [-0.25, -0.5]]
+        >>> metrics.fractions(np.array([0.5, 0.0])).tolist()  # of the bounds
+        [1.0, 0.5]
+    """
+
+    bounds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bounds, Mapping) or not 0 < len(self.bounds) <= _MOST_METRICS:
+            raise ValueError(f"metrics={self.bounds!r}: must be 1 to {_MOST_METRICS} metrics, each with its upper bound")
+        for name, bound in self.bounds.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"metrics: {name!r} is not the name of a metric")
+            checks.number(f"metrics[{name!r}]", bound, above=0)
+
+    @property
+    def num_counted(self) -> int:
+        """The number of entries of a `counted` vector."""
+        return len(self.bounds) + 1
+
+    def counted(self, values: Mapping[str, float]) -> np.ndarray:
+        """Return one client's vector [metrics + 1], float64, of L2 norm at most 1.
+
+        It has an entry a metric, clipped to [0, bound] and divided by the bound, and an entry 1 that counts the client; all are
+        divided by the square root of their number. A metric that is NaN counts as its bound.
+
+        Raises:
+            ValueError: if a metric is missing or is no number.
+        """
+        entries = []
+        for name, bound in self.bounds.items():
+            if not isinstance(values.get(name), int | float):
+                raise ValueError(f"metric {name!r} is missing; there are {', '.join(map(repr, values)) or 'none'}")
+            value = float(values[name])
+            entries.append(1.0 if math.isnan(value) else min(max(value / bound, 0.0), 1.0))
+        return np.asarray([*entries, 1.0]) / math.sqrt(len(entries) + 1)
+
+    def centred(self, values: np.ndarray) -> np.ndarray:
+        """Return contributions of L1 norm at most 1 of metrics [n, metrics], float64.
+
+        A value is clipped to [0, bound], mapped to [-1, 1] and divided by the number of metrics. One that is NaN counts as its
+        bound.
+        """
+        with np.errstate(over="ignore"):
+            fractions = np.asarray(values, np.float64) / np.asarray(list(self.bounds.values()))
+        clipped = np.clip(np.where(np.isnan(fractions), 1.0, fractions), 0.0, 1.0)
+        return np.asarray((2 * clipped - 1) / len(self.bounds))
+
+    def fractions(self, mean: np.ndarray) -> np.ndarray:
+        """Return what part of its bound every metric is [metrics], of a mean of `centred` contributions."""
+        return np.asarray((mean * len(self.bounds) + 1) / 2)

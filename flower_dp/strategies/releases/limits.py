@@ -1,0 +1,56 @@
+"""The limits that a server enforces on the replies to what it has asked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_dp.core import noise
+from flower_dp.core.clipping import clip_l2, l2_norms
+
+# The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
+_HONEST_NORMS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of the replies to one ask.
+
+    Attributes:
+        length: of the vectors that are added up.
+        mask: indices [k] of the coordinates that clients were told to send; None for all.
+        clip_norm: L2 bound on the vector of one client, which the server enforces by clipping; None where vectors carry their
+            own noise, so that only the client can have clipped.
+        step: of the lattice to which the server rounds clipped vectors, toward zero; 0 for none.
+        honest_norm: where clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with a probability
+            below 1e-20. A reply of more than twice that is refused.
+    """
+
+    length: int
+    mask: np.ndarray | None = None
+    clip_norm: float | None = None
+    step: float = 0.0
+    honest_norm: Callable[[Sequence[str]], float]
+
+    def accepted(self, vector: np.ndarray, clients: Sequence[str]) -> np.ndarray:
+        """Return the sum [length] of some clients' vectors as it counts: masked, clipped and rounded.
+
+        Raises:
+            ValueError: if it is not finite, or longer than that of honest clients.
+        """
+        if self.mask is not None:
+            kept, vector = vector[self.mask], np.zeros_like(vector)
+            vector[self.mask] = kept
+        if not np.isfinite(vector).all():
+            raise ValueError("update has NaN or infinite entries")
+        if self.clip_norm is not None:
+            # Clients are not trusted to have clipped. A node's sum of n clipped vectors is at most n clip norms long.
+            return np.asarray(noise.toward_zero(_clipped(vector, len(clients) * self.clip_norm), self.step))
+        if (norm := float(l2_norms(vector))) > _HONEST_NORMS * self.honest_norm(clients):
+            raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
+        return vector
+
+
+def _clipped(vector: np.ndarray, bound: float) -> np.ndarray:
+    """Return the vector with an L2 norm of at most the bound; unchanged if its norm is within the bound."""
+    return vector if float(l2_norms(vector)) <= bound * (1 - 2.0**-40) else clip_l2(vector, bound)

@@ -1,0 +1,69 @@
+"""Asks and instructions for tests, as a server would make them, and the same with forged keys."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flwr.app import Message
+
+from flower_dp.core import noise
+from flower_dp.wire import KEY, Ask, Instruction, OwnAsk, Promise, RoundMask
+from flower_dp.wire.evaluation import FINER_LATTICE
+
+GONE = object()
+
+
+def ask(*, clip_norm: float = 1.0, noise_multiplier: float = 1.0, placement: str = "central", size: int = 0, **words: Any) -> Ask:
+    """Return an ask; its lattice is that of a server whose clients noise and send `size` coordinates."""
+    promise = Promise(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
+    if placement == "distributed":
+        words.setdefault("noise_std", clip_norm * noise_multiplier)
+    if placement != "local" and "step" not in words:
+        scale = words.get("noise_std", 0.0) or promise.noise_scale
+        finer = FINER_LATTICE if words.get("metrics") is not None else 1.0
+        words["step"] = noise.lattice_step(scale, clip_norm=clip_norm, dimension=size) / finer
+    return Ask(promise=promise, placement=placement, **words)
+
+
+def masked(*, keep_ratio: float, seed: int, size: int, **words: Any) -> Ask:
+    """Return an ask of rows [size] under a mask."""
+    mask = RoundMask(seed=seed, keep_ratio=keep_ratio)
+    return ask(mask=mask, size=mask.indices(size).size, **words)
+
+
+def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1.0, **words: Any) -> Ask:
+    """Return an ask under local placement: weight, terms and noise multiplier of every client."""
+    each = {name: OwnAsk(weight=weight, terms=terms, noise_multiplier=z) for name, (weight, terms, z) in own.items()}
+    least = min((one.noise_multiplier for one in each.values()), default=0.0)
+    return ask(clip_norm=clip_norm, noise_multiplier=words.pop("noise_multiplier", least), placement="local", own=each, **words)
+
+
+def promised(asked: Instruction, **changes: float) -> Instruction:
+    """Return an instruction whose promise has other values."""
+    return replace(asked, ask=replace(asked.ask, promise=replace(asked.ask.promise, **changes)))
+
+
+def table_of(asked: Instruction) -> dict[str, Any]:
+    """Return the table of the ask, as it is sent."""
+    return asked.ask.to_table(asked.clients)
+
+
+def forged(asked: Instruction, **keys: Any) -> str:
+    """Return an instruction's text in which keys of the ask have other values, or are `GONE`."""
+    data = json.loads(asked.to_json())
+    data["ask"] = {name: value for name, value in (data["ask"] | keys).items() if value is not GONE}
+    return json.dumps(data)
+
+
+def config_of(asked: Instruction | str) -> dict[str, str]:
+    """Return the config of a message with an instruction."""
+    return {KEY: asked if isinstance(asked, str) else asked.to_json()}
+
+
+def saying(message: Message, text: str) -> Message:
+    """Return a message whose instruction has this text instead, whatever an honest server could send."""
+    for record in message.content.config_records.values():
+        if KEY in record:
+            record[KEY] = text
+    return message
