@@ -86,6 +86,11 @@ class DPStrategy(Strategy):
     """
 
     def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:
+        if unknown := sorted(set(options) - set(Options.__annotations__)):
+            known = ", ".join(Options.__annotations__)
+            raise TypeError(
+                f"{type(self).__name__}: unexpected keyword argument {unknown[0]!r}; besides the method's own: {known}"
+            )
         self.rules = rules
         self.report_client_metrics = checks.flag("report_client_metrics", options.get("report_client_metrics", False))
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
