@@ -16,13 +16,13 @@ from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.client_level_statement import ClientLevelFacts, EvaluationFacts, state
-from flower_dp.strategies.planned_cost import PlannedCost
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.releases.planned_cost import PlannedCost
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.strategies.replies import Collected
 from flower_dp.strategies.rules import Round, RunFacts
+from flower_dp.strategies.statements.client_level import ClientLevelFacts, EvaluationFacts, state
 from flower_dp.wire import Ask
 
 _SEEN_BY = {

@@ -18,13 +18,13 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.best_model import BestModel, less_is_better
-from flower_dp.strategies.dp_pasgd_statement import DPPASGDFacts, state_dp_pasgd
-from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.local_statement import local_facts
+from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.resources import ResourceBudget, ResourceLedger
 from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.dp_pasgd import DPPASGDFacts, state_dp_pasgd
+from flower_dp.strategies.statements.local import local_facts
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 

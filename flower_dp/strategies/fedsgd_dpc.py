@@ -13,11 +13,11 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.local_statement import local_facts, state
+from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.local import local_facts, state
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 

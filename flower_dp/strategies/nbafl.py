@@ -14,12 +14,12 @@ from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.local_level import ClientBooks, PerClient, Population
-from flower_dp.strategies.local_statement import local_facts
-from flower_dp.strategies.nbafl_statement import NbAFLFacts, state_nbafl
+from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.local import local_facts
+from flower_dp.strategies.statements.nbafl import NbAFLFacts, state_nbafl
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 

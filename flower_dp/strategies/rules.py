@@ -13,7 +13,7 @@ from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected, Missing
+from flower_dp.strategies.releases.replies import Collected, Missing
 from flower_dp.wire import Ask, Model
 
 

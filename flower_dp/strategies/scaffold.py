@@ -13,8 +13,8 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.control import Honest
 from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
-from flower_dp.strategies.local_level import PerClient
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.books import PerClient
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 

@@ -24,11 +24,11 @@ from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.local_evaluation import LocalEvaluator
-from flower_dp.strategies.local_level import ClientBooks
+from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.replies import Collected, Missing, collect
-from flower_dp.strategies.roster import Register, Roster
+from flower_dp.strategies.releases.replies import Collected, Missing, collect
 from flower_dp.strategies.rules import (
     ComparesNoise,
     CountsResources,
