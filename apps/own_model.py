@@ -19,8 +19,8 @@ from apps.parts import training_of
 from apps.records import Config, config_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
-from flower_dp.clients.evaluation import loss_and_accuracy
-from flower_dp.clients.losses import Loss
+from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.clients.training.losses import Loss
 from flower_dp.running.apps import OwnFunction, read_app
 from flower_dp.running.recorded import record_run
 

@@ -9,8 +9,8 @@ from torch import nn
 from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
-from flower_dp.clients.evaluation import loss_and_accuracy
-from flower_dp.clients.local_evaluation import record_loss_and_accuracy
+from flower_dp.clients.local.evaluation import record_loss_and_accuracy
+from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import EvaluationBudget, LocalEvaluation, PrivateEvaluation

@@ -15,7 +15,7 @@ from apps.methods import Run
 from apps.records import config_of, deal
 from apps.settings import Settings
 from apps.tasks import module_of
-from flower_dp.clients.records import TensorRecords
+from flower_dp.clients.training.records import TensorRecords
 from flower_dp.planning.constants import estimate
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.planning.registry import PLANNERS

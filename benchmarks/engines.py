@@ -26,10 +26,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from apps.tasks.models import make  # noqa: E402
-from flower_dp.clients.engines import ENGINES, local_updates  # noqa: E402
-from flower_dp.clients.engines.batched import num_slots  # noqa: E402
-from flower_dp.clients.records import TensorRecords  # noqa: E402
-from flower_dp.clients.training import FlatModel, LocalTraining  # noqa: E402
+from flower_dp.clients.training.engines import ENGINES, local_updates  # noqa: E402
+from flower_dp.clients.training.engines.batched import num_slots  # noqa: E402
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining  # noqa: E402
+from flower_dp.clients.training.records import TensorRecords  # noqa: E402
 
 
 class Perceptron(nn.Module):

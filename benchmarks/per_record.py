@@ -7,8 +7,8 @@ and way: milliseconds a record (the fastest round, with as many records together
 process on one thread), memory at the peak beyond model and records, and how far the sum is from that of the plain loop. Ghost
 clipping gives the sum alone, without the rows that noise on a lattice needs.
 
-The last column says whether a row of the two engines of `flower_dp.clients.per_record` has the same bits at every place among
-other records.
+The last column says whether a row of the two engines of `flower_dp.clients.training.per_record` has the same bits at every
+place among other records.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from apps.tasks.models import make
-from flower_dp.clients.per_record import record_gradients
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.training.per_record import record_gradients
+from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core.clipping import clip_l2
 
 CLIP_NORM = 1.0

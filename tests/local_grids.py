@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from flower_dp.clients import LocalDPClient, TensorRecords, client_app, model_arrays
-from flower_dp.clients.local import LocalRecipe
+from flower_dp.clients.local.client import LocalRecipe
 from tests.grids import LocalGrid
 
 FEATURES, CLASSES = 6, 3

@@ -30,7 +30,7 @@ import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
-from flower_dp.strategies.not_covered import OTHER_RUNS
+from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records

@@ -30,18 +30,18 @@ from flower_dp.clients import (
     NbAFLRecipe,
     TensorRecords,
     client_app,
-    client_level,
     model_arrays,
 )
-from flower_dp.clients.parts import GaussianShare, NotPrivate, RecordClip, ServerNoise
-from flower_dp.clients.record_clipping import clipped_sum, secret_batch
+from flower_dp.clients.reply import client_level
+from flower_dp.clients.reply.parts import GaussianShare, NotPrivate, RecordClip, ServerNoise
+from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.roster import Roster
+from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
 from tests.grids import LocalGrid

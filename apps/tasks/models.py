@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.losses import Loss, hinge
+from flower_dp.clients.training.losses import Loss, hinge
 
 _PIXELS = 28 * 28
 

@@ -6,7 +6,7 @@ Names that need torch are imported when they are first used: `privacy_mod`, poli
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flower_dp.clients.mod import privacy_mod
+from flower_dp.clients.foreign.mod import privacy_mod
 from flower_dp.clients.nbafl_weights import NbAFLTerms
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from flower_dp.clients.client import DPClient
     from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
     from flower_dp.clients.dp_pasgd import DPPASGDRecipe
-    from flower_dp.clients.engines import local_updates
     from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
-    from flower_dp.clients.fixes import fix_batchnorm
-    from flower_dp.clients.local import LocalDPClient
-    from flower_dp.clients.local_evaluation import RecordMetrics
+    from flower_dp.clients.local.client import LocalDPClient
+    from flower_dp.clients.local.evaluation import RecordMetrics
     from flower_dp.clients.nbafl import NbAFLRecipe
-    from flower_dp.clients.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.scaffold import ScaffoldRecipe
-    from flower_dp.clients.training import FlatModel, LocalTraining, model_arrays
+    from flower_dp.clients.training.engines import local_updates
+    from flower_dp.clients.training.fixes import fix_batchnorm
+    from flower_dp.clients.training.recipe import FlatModel, LocalTraining, model_arrays
+    from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
 
 __all__ = [
     "ClientPolicy",
@@ -53,24 +53,24 @@ __all__ = [
 
 # What needs torch, by its module here.
 _WITH_TORCH = {
-    "DatasetRecords": "records",
-    "as_records": "records",
-    "fix_batchnorm": "fixes",
+    "DatasetRecords": "training.records",
+    "as_records": "training.records",
+    "fix_batchnorm": "training.fixes",
     "DPClient": "client",
     "DPFedPAQRecipe": "dp_fedpaq",
     "DPPASGDRecipe": "dp_pasgd",
     "FedSGDDPCRecipe": "fedsgd_dpc",
-    "FlatModel": "training",
-    "LocalDPClient": "local",
-    "LocalTraining": "training",
+    "FlatModel": "training.recipe",
+    "LocalDPClient": "local.client",
+    "LocalTraining": "training.recipe",
     "NbAFLRecipe": "nbafl",
-    "RecordMetrics": "local_evaluation",
-    "Records": "records",
+    "RecordMetrics": "local.evaluation",
+    "Records": "training.records",
     "ScaffoldRecipe": "scaffold",
-    "TensorRecords": "records",
+    "TensorRecords": "training.records",
     "client_app": "app",
-    "local_updates": "engines",
-    "model_arrays": "training",
+    "local_updates": "training.engines",
+    "model_arrays": "training.recipe",
 }
 
 

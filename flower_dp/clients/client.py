@@ -13,19 +13,19 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients import client_level
 from flower_dp.clients.account import refuse_ledger
-from flower_dp.clients.draws import batch_seed
-from flower_dp.clients.engines import ENGINES
-from flower_dp.clients.evaluation import MetricRows, Metrics, loss_and_accuracy
-from flower_dp.clients.pipeline import Job, Train, failure
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, in_own_words, reading
-from flower_dp.clients.records import Records
 from flower_dp.clients.registry import CLIENT_LEVEL
-from flower_dp.clients.training import FlatModel, LocalTraining
-from flower_dp.clients.updates import LocalUpdates
-from flower_dp.clients.work import Work, add_up
+from flower_dp.clients.reply import client_level
+from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
+from flower_dp.clients.reply.pipeline import Job, Train, failure
+from flower_dp.clients.reply.updates import LocalUpdates
+from flower_dp.clients.reply.work import Work, add_up
+from flower_dp.clients.training.draws import batch_seed
+from flower_dp.clients.training.engines import ENGINES
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Answer, EvaluationAnswer, Instruction
@@ -237,7 +237,7 @@ class DPClient(NodeClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.engines`.
+        engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.training.engines`.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
             where targets are classes.
         context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;

@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.convex import ConvexModel
-from flower_dp.clients.local_steps import ClippedSteps
-from flower_dp.clients.parts import Clip, FullNoise, RecordClip, RowClip
-from flower_dp.clients.pipeline import Pipeline
-from flower_dp.clients.records import Records
-from flower_dp.clients.sending import QSGD, SinglePrecision
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.reply.parts import Clip, FullNoise, RecordClip, RowClip
+from flower_dp.clients.reply.pipeline import Pipeline
+from flower_dp.clients.reply.sending import QSGD, SinglePrecision
+from flower_dp.clients.training.clipped_steps import ClippedSteps
+from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, compression
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.parts import RecordClip, StepNoise
-from flower_dp.clients.pipeline import Job, Pipeline, Trained
-from flower_dp.clients.record_clipping import clipped_sum, secret_batch
-from flower_dp.clients.records import Records
-from flower_dp.clients.sending import SinglePrecision
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.reply.parts import RecordClip, StepNoise
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
+from flower_dp.clients.training.records import Records
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import PoissonSampling, Sampler
 from flower_dp.core.steps import LocalSteps

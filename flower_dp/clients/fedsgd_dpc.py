@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.parts import FullNoise, RecordClip
-from flower_dp.clients.pipeline import Job, Pipeline
-from flower_dp.clients.record_clipping import clipped_sum, secret_batch
-from flower_dp.clients.records import Records
-from flower_dp.clients.sending import SinglePrecision
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.reply.parts import FullNoise, RecordClip
+from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
+from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.events import Relation

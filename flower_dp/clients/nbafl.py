@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_dp.clients.draws import OwnDraws
-from flower_dp.clients.engines.one_by_one import Trained
-from flower_dp.clients.losses import checked
 from flower_dp.clients.nbafl_weights import weights_pipeline
-from flower_dp.clients.per_record import UnfitModelError
-from flower_dp.clients.pipeline import Job, Pipeline
-from flower_dp.clients.records import Records, each, made_up, outputs_of
-from flower_dp.clients.training import FlatModel, LocalTraining
+from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.losses import checked
+from flower_dp.clients.training.per_record import UnfitModelError
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.records import Records, each, made_up, outputs_of
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import weights_terms

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_dp.clients.parts import FullNoise, RowClip
-from flower_dp.clients.pipeline import Job, Pipeline, Train, Trained
-from flower_dp.clients.sending import SinglePrecision
+from flower_dp.clients.reply.parts import FullNoise, RowClip
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained
+from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.core import checks
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.client_terms import Terms

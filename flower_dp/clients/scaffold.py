@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe, steps_pipeline
-from flower_dp.clients.pipeline import Pipeline
-from flower_dp.clients.records import Records
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.reply.pipeline import Pipeline
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Records
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.release import Release

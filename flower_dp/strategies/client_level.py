@@ -1,7 +1,6 @@
 """Client-level differential privacy: clipped client updates, and Gaussian noise on their sum."""
 
 import math
-from typing import Required
 
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
@@ -17,13 +16,13 @@ from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.client_level_statement import ClientLevelFacts, EvaluationFacts, state
-from flower_dp.strategies.planned_cost import PlannedCost
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.releases.planned_cost import PlannedCost
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.rules import Round, RunFacts
+from flower_dp.strategies.statements.client_level import ClientLevelFacts, EvaluationFacts, state
 from flower_dp.wire import Ask
 
 _SEEN_BY = {
@@ -39,18 +38,6 @@ _MIN_REPLY_RATIO = 0.75
 # sampler, of a user's own too, is taken for one whose charges follow from whose turn it is.
 _WITHOUT_ORDER = (FullSampling, PoissonSampling, FixedSizeSampling)
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
-
-
-class ClientLevelArguments(Options, total=False):
-    """What a strategy with one noised sum takes; see `ClientLevelRules` and `Options`."""
-
-    clip_norm: Required[float]
-    noise_multiplier: Required[float]
-    sampling: Required[Sampler]
-    num_clients: Required[int]
-    delta: Required[float]
-    target_epsilon: float | None
-    relation: Relation | None
 
 
 class ClientLevelRules:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.replies import Collected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

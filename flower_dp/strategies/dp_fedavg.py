@@ -2,8 +2,10 @@
 
 from typing import Unpack
 
-from flower_dp.strategies.client_level import ClientLevelArguments, ClientLevelRules
-from flower_dp.strategies.rules import split
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy.events import Relation
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -13,24 +15,52 @@ class DPFedAvg(DPStrategy):
     Works with any Flower client that replies with its trained model in one `arrays` record, and with the clients of
     `flower_dp.clients`. Updates are clipped on the server in any case, and not weighted by example counts.
 
-    >>> from flower_dp.core.sampling import PoissonSampling
-    >>> from flower_dp.strategies import DPFedAvg
-    >>> strategy = DPFedAvg(
-    ...     clip_norm=0.5, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.1), num_clients=100, delta=1e-4
-    ... )
-    >>> strategy.statement.epsilon  # nothing was released yet
-    0.0
-
     Args:
-        words: clip_norm, noise_multiplier, sampling, num_clients, delta, and optionally target_epsilon and relation: see
-            `ClientLevelRules`; report_client_metrics, registration_timeout, noise_seed: see `Options`.
+        clip_norm: L2 bound of one client's update.
+        noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
+        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
+        num_clients: number of clients; the run waits until that many have registered.
+        delta: the delta at which epsilon is stated, in (0, 1).
+        target_epsilon: the run ends before the round that would pass it; None for no target.
+        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> from flower_dp.strategies import DPFedAvg
+        >>> strategy = DPFedAvg(
+        ...     clip_norm=0.5, noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=0.1), num_clients=100, delta=1e-4
+        ... )
+        >>> strategy.statement.epsilon  # nothing was released yet
+        0.0
     """
 
     rules: ClientLevelRules
 
-    def __init__(self, **words: Unpack[ClientLevelArguments]) -> None:
-        own, options = split(words, ClientLevelArguments)
-        super().__init__(ClientLevelRules(name="dp-fedavg", title="DP-FedAvg", **own), **options)
+    def __init__(
+        self,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        sampling: Sampler,
+        num_clients: int,
+        delta: float,
+        target_epsilon: float | None = None,
+        relation: Relation | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rules = ClientLevelRules(
+            name="dp-fedavg",
+            title="DP-FedAvg",
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            sampling=sampling,
+            num_clients=num_clients,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            relation=relation,
+        )
+        super().__init__(rules, **options)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Required, Unpack
+from typing import Unpack
 
 import numpy as np
 
@@ -13,12 +13,12 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, update_terms, violated_conditions
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.control import Control, Honest
-from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.local_statement import local_facts, state
+from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.local import local_facts, state
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 
@@ -274,19 +274,6 @@ class DPFedPAQRules:
         )
 
 
-class DPFedPAQArguments(Options, total=False):
-    """The arguments of `DPFedPAQ`; see there and `Options`."""
-
-    steps: Required[FedPAQSteps]
-    sampling: Required[Sampler]
-    num_clients: Required[int]
-    num_records: Required[int | Sequence[int] | Mapping[str, int]]
-    epsilon: Required[float | PerClient]
-    delta: Required[float]
-    quantization_levels: int | None
-    num_replies: int | Sequence[int] | Mapping[str, int] | None
-
-
 class DPFedPAQ(DPStrategy):
     """DP-FedPAQ (the paper's Algorithm 2), for clients whose recipe is `flower_dp.clients.DPFedPAQRecipe` with the same numbers.
 
@@ -308,7 +295,7 @@ class DPFedPAQ(DPStrategy):
         quantization_levels: levels above 0 of what clients send (paper: s); None: float32.
         num_replies: the most replies of a client. By default as many as the rounds need (round robin, or all clients); with
             `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
-        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -327,6 +314,27 @@ class DPFedPAQ(DPStrategy):
 
     rules: DPFedPAQRules
 
-    def __init__(self, **words: Unpack[DPFedPAQArguments]) -> None:
-        own, options = split(words, DPFedPAQArguments)
-        super().__init__(DPFedPAQRules(**own), **options)
+    def __init__(
+        self,
+        *,
+        steps: FedPAQSteps,
+        sampling: Sampler,
+        num_clients: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        epsilon: float | PerClient,
+        delta: float,
+        quantization_levels: int | None = 10,
+        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rules = DPFedPAQRules(
+            steps=steps,
+            sampling=sampling,
+            num_clients=num_clients,
+            num_records=num_records,
+            epsilon=epsilon,
+            delta=delta,
+            quantization_levels=quantization_levels,
+            num_replies=num_replies,
+        )
+        super().__init__(rules, **options)

@@ -2,21 +2,13 @@
 
 from typing import Unpack
 
-from flower_dp.strategies.client_level import ClientLevelArguments, ClientLevelRules
-from flower_dp.strategies.rules import split
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy.events import Relation
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
-
-
-class DPFedSAMArguments(ClientLevelArguments, total=False):
-    """The arguments of `DPFedSAM`."""
-
-    keep_ratio: float
-    quantization_levels: int | None
-    placement: str
-    trusted_server: bool
-    min_reply_ratio: float | None
 
 
 class DPFedSAM(DPStrategy):
@@ -39,29 +31,70 @@ class DPFedSAM(DPStrategy):
     a few bits a coordinate. As with top-k, a single quantised message is not a function of the noised sum. Distributed placement
     only, since under central placement a client's message has no noise.
 
-    >>> from flower_dp.core.sampling import PoissonSampling
-    >>> from flower_dp.strategies import DPFedSAM
-    >>> strategy = DPFedSAM(
-    ...     clip_norm=0.5, noise_multiplier=0.9, sampling=PoissonSampling(sampling_rate=0.1), num_clients=1000, delta=5e-4
-    ... )
-    >>> round(strategy.rules.noise.charged.mechanism.noise_multiplier, 4)  # against a participant, who knows one of 192 shares
-    0.8977
-
     Args:
-        words: clip_norm (paper: C), noise_multiplier (paper: sigma), sampling, num_clients (paper: M), delta, and optionally
-            target_epsilon, relation, keep_ratio (paper: p), quantization_levels, placement, trusted_server, min_reply_ratio:
-            see `ClientLevelRules`;
-            report_client_metrics, registration_timeout, noise_seed: see `Options`.
+        clip_norm: L2 bound of one client's update (paper: C).
+        noise_multiplier: std of the noise on the sum / clip_norm (paper: sigma); 0 runs without privacy, as the statement says.
+        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
+        num_clients: number of clients (paper: M); the run waits until that many have registered.
+        delta: the delta at which epsilon is stated, in (0, 1).
+        target_epsilon: the run ends before the round that would pass it; None for no target.
+        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        keep_ratio: part of the coordinates kept after the noise, those of largest magnitude (paper: p).
+        quantization_levels: levels above 0 to which every client rounds its own noised update (QSGD); None for none.
+        placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
+        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
+            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
+        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> from flower_dp.strategies import DPFedSAM
+        >>> strategy = DPFedSAM(
+        ...     clip_norm=0.5, noise_multiplier=0.9, sampling=PoissonSampling(sampling_rate=0.1), num_clients=1000, delta=5e-4
+        ... )
+        >>> # Against a participant, who knows one of 192 shares:
+        >>> round(strategy.rules.noise.charged.mechanism.noise_multiplier, 4)
+        0.8977
     """
 
     rules: ClientLevelRules
 
-    def __init__(self, **words: Unpack[DPFedSAMArguments]) -> None:
-        own, options = split(words, DPFedSAMArguments)
-        title = "DP-FedSAM" if own.get("keep_ratio", 1) == 1 else "DP-FedSAM-top_k"
-        placement = own.pop("placement", "distributed")
-        rules = ClientLevelRules(name="dp-fedsam", title=title, placement=placement, paper_formula=_PAPER_FORMULA, **own)
+    def __init__(
+        self,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        sampling: Sampler,
+        num_clients: int,
+        delta: float,
+        target_epsilon: float | None = None,
+        relation: Relation | None = None,
+        keep_ratio: float = 1.0,
+        quantization_levels: int | None = None,
+        placement: str = "distributed",
+        trusted_server: bool = True,
+        min_reply_ratio: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rules = ClientLevelRules(
+            name="dp-fedsam",
+            title="DP-FedSAM" if keep_ratio == 1 else "DP-FedSAM-top_k",
+            paper_formula=_PAPER_FORMULA,
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            sampling=sampling,
+            num_clients=num_clients,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            relation=relation,
+            keep_ratio=keep_ratio,
+            quantization_levels=quantization_levels,
+            placement=placement,
+            trusted_server=trusted_server,
+            min_reply_ratio=min_reply_ratio,
+        )
         super().__init__(rules, **options)

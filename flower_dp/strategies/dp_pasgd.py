@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Required, Unpack
+from typing import Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -18,13 +18,13 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.best_model import BestModel, less_is_better
-from flower_dp.strategies.dp_pasgd_statement import DPPASGDFacts, state_dp_pasgd
-from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.local_statement import local_facts
+from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.resources import ResourceBudget, ResourceLedger
-from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.dp_pasgd import DPPASGDFacts, state_dp_pasgd
+from flower_dp.strategies.statements.local import local_facts
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 
@@ -221,28 +221,6 @@ class DPPASGDRules:
         )
 
 
-class DPPASGDArguments(Options, total=False):
-    """The arguments of `DPPASGD`; see there and `Options`."""
-
-    num_clients: Required[int]
-    batch_size: Required[int | Sequence[int] | Mapping[str, int]]
-    clip_norm: Required[float]
-    epsilon: Required[float | PerClient]
-    delta: Required[float]
-    num_steps: Required[int]
-    num_local_steps: Required[int]
-    learning_rate: Required[float]
-    learning_rate_decay: float
-    weight_decay: float
-    batch_sampling: str
-    calibration: str
-    num_records: int | Sequence[int] | Mapping[str, int] | None
-    cost_per_aggregation: float
-    cost_per_step: float
-    max_cost: float | None
-    best_by: str
-
-
 class DPPASGD(DPStrategy):
     """DP-PASGD, for clients whose recipe is `flower_dp.clients.DPPASGDRecipe` with the same numbers; DP-SGD with one local step.
 
@@ -277,7 +255,7 @@ class DPPASGD(DPStrategy):
         max_cost: of a device in a run (paper: C_th); None: no limit.
         best_by: the number of `evaluate_fn` by which models are compared: the least, if its name ends in `loss`, or the largest,
             if it ends in `accuracy`.
-        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -306,13 +284,48 @@ class DPPASGD(DPStrategy):
 
     rules: DPPASGDRules
 
-    def __init__(self, **words: Unpack[DPPASGDArguments]) -> None:
-        own, options = split(words, DPPASGDArguments)
-        if options.get("evaluation") is not None and own.get("num_records") is None:
-            raise ValueError(
-                "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
-            )
-        super().__init__(DPPASGDRules(**own), **options)
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        batch_size: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float | PerClient,
+        delta: float,
+        num_steps: int,
+        num_local_steps: int,
+        learning_rate: float,
+        learning_rate_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        batch_sampling: str = "fixed-size",
+        calibration: str = "exact",
+        num_records: int | Sequence[int] | Mapping[str, int] | None = None,
+        cost_per_aggregation: float = 0.0,
+        cost_per_step: float = 0.0,
+        max_cost: float | None = None,
+        best_by: str = "loss",
+        **options: Unpack[Options],
+    ) -> None:
+        rules = DPPASGDRules(
+            num_clients=num_clients,
+            batch_size=batch_size,
+            clip_norm=clip_norm,
+            epsilon=epsilon,
+            delta=delta,
+            num_steps=num_steps,
+            num_local_steps=num_local_steps,
+            learning_rate=learning_rate,
+            learning_rate_decay=learning_rate_decay,
+            weight_decay=weight_decay,
+            batch_sampling=batch_sampling,
+            calibration=calibration,
+            num_records=num_records,
+            cost_per_aggregation=cost_per_aggregation,
+            cost_per_step=cost_per_step,
+            max_cost=max_cost,
+            best_by=best_by,
+        )
+        super().__init__(rules, **options)
 
     def start(
         self,

@@ -12,10 +12,10 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.population.roster import Roster
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.replies import Collected, Missing, answering_nodes
-from flower_dp.strategies.roster import Roster
+from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes
 from flower_dp.strategies.rules import Round
 
 log = logging.getLogger("flwr")

@@ -3,18 +3,11 @@
 from typing import Unpack
 
 from flower_dp.core import checks
-from flower_dp.strategies.client_level import ClientLevelArguments, ClientLevelRules
-from flower_dp.strategies.rules import split
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy.events import Relation
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
-
-
-class FedSMPArguments(ClientLevelArguments, total=False):
-    """The arguments of `FedSMP`."""
-
-    keep_ratio: float
-    placement: str
-    trusted_server: bool
-    min_reply_ratio: float | None
 
 
 class FedSMP(DPStrategy):
@@ -25,27 +18,64 @@ class FedSMP(DPStrategy):
     carry no noise. The mask does not depend on data, so it costs no privacy: epsilon is that of the noised sum. A masked update
     is shorter, so it is clipped less, and less noise reaches the model. The update is not scaled by d / k.
 
-    >>> from flower_dp.core.sampling import PoissonSampling
-    >>> from flower_dp.strategies import FedSMP
-    >>> words = {"clip_norm": 0.5, "noise_multiplier": 0.9, "num_clients": 1000, "delta": 5e-4}
-    >>> strategy = FedSMP(**words, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.4)
-    >>> strategy.rules.sum.num_kept(10)
-    4
-
     Args:
-        words: clip_norm, noise_multiplier, sampling, num_clients, delta, keep_ratio (paper: p = k / d), and optionally
-            target_epsilon, relation, placement, trusted_server, min_reply_ratio: see `ClientLevelRules`; report_client_metrics,
-            registration_timeout, noise_seed: see `Options`.
+        clip_norm: L2 bound of one client's update.
+        noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
+        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
+        num_clients: number of clients; the run waits until that many have registered.
+        delta: the delta at which epsilon is stated, in (0, 1).
+        target_epsilon: the run ends before the round that would pass it; None for no target.
+        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        keep_ratio: part of the coordinates of a round's mask (paper: p = k / d).
+        placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
+        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
+            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
+        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.core.sampling import PoissonSampling
+        >>> from flower_dp.strategies import FedSMP
+        >>> words = {"clip_norm": 0.5, "noise_multiplier": 0.9, "num_clients": 1000, "delta": 5e-4}
+        >>> strategy = FedSMP(**words, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.4)
+        >>> strategy.rules.sum.num_kept(10)
+        4
     """
 
     rules: ClientLevelRules
 
-    def __init__(self, **words: Unpack[FedSMPArguments]) -> None:
-        own, options = split(words, FedSMPArguments)
-        keep_ratio = checks.number("keep_ratio", own.pop("keep_ratio", 0.4), above=0, at_most=1)
-        placement = own.pop("placement", "distributed")
-        rules = ClientLevelRules(name="fed-smp", title="Fed-SMP-rand_k", placement=placement, mask_keep_ratio=keep_ratio, **own)
+    def __init__(
+        self,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        sampling: Sampler,
+        num_clients: int,
+        delta: float,
+        target_epsilon: float | None = None,
+        relation: Relation | None = None,
+        keep_ratio: float = 0.4,
+        placement: str = "distributed",
+        trusted_server: bool = True,
+        min_reply_ratio: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rules = ClientLevelRules(
+            name="fed-smp",
+            title="Fed-SMP-rand_k",
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            sampling=sampling,
+            num_clients=num_clients,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            relation=relation,
+            mask_keep_ratio=checks.number("keep_ratio", keep_ratio, above=0, at_most=1),
+            placement=placement,
+            trusted_server=trusted_server,
+            min_reply_ratio=min_reply_ratio,
+        )
         super().__init__(rules, **options)

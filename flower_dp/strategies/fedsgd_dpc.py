@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Required, Unpack
+from typing import Unpack
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.local_level import ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.local_statement import local_facts, state
+from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population, check_count
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.local import local_facts, state
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 
@@ -267,27 +267,6 @@ class FedSGDDPCRules:
         )
 
 
-class FedSGDDPCArguments(Options, total=False):
-    """The arguments of `FedSGDDPC`; see there and `Options`."""
-
-    mechanism: Required[str]
-    num_clients: Required[int]
-    cohort_size: Required[int]
-    num_records: Required[int | Sequence[int] | Mapping[str, int]]
-    clip_norm: Required[float]
-    epsilon: Required[float | PerClient]
-    learning_rate: float | None
-    delta: float
-    learning_rate_decay: float
-    strong_convexity: float | None
-    smoothness: float | None
-    aggregation: str
-    sampling_rate: float
-    relation: Relation
-    num_replies: int | Sequence[int] | Mapping[str, int] | None
-    noise_constant: float | None
-
-
 class FedSGDDPC(DPStrategy):
     """FedSGD-DPC, for clients whose recipe is `flower_dp.clients.FedSGDDPCRecipe` with the same numbers.
 
@@ -316,7 +295,7 @@ class FedSGDDPC(DPStrategy):
         relation: neighbouring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
         num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
         noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
-        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -338,6 +317,43 @@ class FedSGDDPC(DPStrategy):
 
     rules: FedSGDDPCRules
 
-    def __init__(self, **words: Unpack[FedSGDDPCArguments]) -> None:
-        own, options = split(words, FedSGDDPCArguments)
-        super().__init__(FedSGDDPCRules(**own), **options)
+    def __init__(
+        self,
+        *,
+        mechanism: str,
+        num_clients: int,
+        cohort_size: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float | PerClient,
+        learning_rate: float | None = None,
+        delta: float = 0.0,
+        learning_rate_decay: float = 0.0,
+        strong_convexity: float | None = None,
+        smoothness: float | None = None,
+        aggregation: str = "data-size",
+        sampling_rate: float = 1.0,
+        relation: Relation = "replace-one",
+        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        noise_constant: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rules = FedSGDDPCRules(
+            mechanism=mechanism,
+            num_clients=num_clients,
+            cohort_size=cohort_size,
+            num_records=num_records,
+            clip_norm=clip_norm,
+            epsilon=epsilon,
+            learning_rate=learning_rate,
+            delta=delta,
+            learning_rate_decay=learning_rate_decay,
+            strong_convexity=strong_convexity,
+            smoothness=smoothness,
+            aggregation=aggregation,
+            sampling_rate=sampling_rate,
+            relation=relation,
+            num_replies=num_replies,
+            noise_constant=noise_constant,
+        )
+        super().__init__(rules, **options)

@@ -9,13 +9,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_dp import wire
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
-from flower_dp.strategies.evaluation_books import EvaluationBooks
-from flower_dp.strategies.local_level import NOISE_DEVIATIONS, ClientBooks
+from flower_dp.strategies.population.roster import Roster
 from flower_dp.strategies.private_evaluation import LocalEvaluation
+from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks
+from flower_dp.strategies.releases.evaluation_books import EvaluationBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected, Missing, answering_nodes
-from flower_dp.strategies.roster import Roster
+from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes
 
 
 class LocalEvaluator:

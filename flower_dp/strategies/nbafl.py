@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Required, Unpack
+from typing import Unpack
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
@@ -14,12 +14,12 @@ from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.local_level import ClientBooks, PerClient, Population
-from flower_dp.strategies.local_statement import local_facts
-from flower_dp.strategies.nbafl_statement import NbAFLFacts, state_nbafl
+from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts, split
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.statements.local import local_facts
+from flower_dp.strategies.statements.nbafl import NbAFLFacts, state_nbafl
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 
@@ -251,21 +251,6 @@ class NbAFLRules:
         )
 
 
-class NbAFLArguments(Options, total=False):
-    """The arguments of `NbAFL`; see there and `Options`."""
-
-    num_clients: Required[int]
-    num_records: Required[int | Sequence[int] | Mapping[str, int]]
-    clip_norm: Required[float]
-    epsilon: Required[float]
-    delta: Required[float]
-    uplink_exposures: Required[int]
-    cohort_size: int | None
-    num_replies: int | PerClient | None
-    min_records: int | None
-    aggregation: str
-
-
 class NbAFL(DPStrategy):
     """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
 
@@ -292,7 +277,7 @@ class NbAFL(DPStrategy):
         num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
         min_records: the fewest records of any client (paper: m); None: of `num_records`.
         aggregation: `data-size` (p_i = n_i / n) or `uniform`.
-        words: report_client_metrics, registration_timeout, noise_seed: see `Options`.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -306,6 +291,31 @@ class NbAFL(DPStrategy):
 
     rules: NbAFLRules
 
-    def __init__(self, **words: Unpack[NbAFLArguments]) -> None:
-        own, options = split(words, NbAFLArguments)
-        super().__init__(NbAFLRules(**own), **options)
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        clip_norm: float,
+        epsilon: float,
+        delta: float,
+        uplink_exposures: int,
+        cohort_size: int | None = None,
+        num_replies: int | PerClient | None = None,
+        min_records: int | None = None,
+        aggregation: str = "data-size",
+        **options: Unpack[Options],
+    ) -> None:
+        rules = NbAFLRules(
+            num_clients=num_clients,
+            num_records=num_records,
+            clip_norm=clip_norm,
+            epsilon=epsilon,
+            delta=delta,
+            uplink_exposures=uplink_exposures,
+            cohort_size=cohort_size,
+            num_replies=num_replies,
+            min_records=min_records,
+            aggregation=aggregation,
+        )
+        super().__init__(rules, **options)

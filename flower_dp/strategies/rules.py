@@ -1,8 +1,8 @@
 """Rules: the interface between a method and the strategy, and the data that they exchange."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypedDict, get_type_hints, runtime_checkable
+from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -13,7 +13,7 @@ from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected, Missing
+from flower_dp.strategies.releases.replies import Collected, Missing
 from flower_dp.wire import Ask, Model
 
 
@@ -44,19 +44,6 @@ class Options(TypedDict, total=False):
     evaluation: PrivateEvaluation | LocalEvaluation | None
     most_clients_per_node: int | None
     most_newcomers: int | None
-
-
-def split(words: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the method's own arguments of a strategy, and its `Options`.
-
-    Raises:
-        TypeError: for an argument that the strategy does not take.
-    """
-    names = get_type_hints(known)
-    if unknown := sorted(set(words) - set(names)):
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known are {', '.join(names)}")
-    own = {name: value for name, value in words.items() if name not in Options.__annotations__}
-    return own, {name: value for name, value in words.items() if name in Options.__annotations__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

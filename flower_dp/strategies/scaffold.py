@@ -2,16 +2,20 @@
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 import numpy as np
 
 from flower_dp.core import compression
 from flower_dp.core.clipping import l2_norms
+from flower_dp.core.sampling import Sampler
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.control import Honest
-from flower_dp.strategies.dp_fedpaq import DPFedPAQArguments, DPFedPAQRules
-from flower_dp.strategies.replies import Collected
-from flower_dp.strategies.rules import split
+from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
+from flower_dp.strategies.releases.books import PerClient
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
 log = logging.getLogger("flwr")
@@ -123,8 +127,15 @@ class Scaffold(DPStrategy):
     without privacy.
 
     Args:
-        words: those of `DPFedPAQ`; `quantization_levels` is None by default, and else more than sqrt(d): with fewer the errors of
-            control variates grow from round to round.
+        steps: as for `DPFedPAQ`, and all others.
+        sampling: who takes part in a round.
+        num_clients: number of clients.
+        num_records: public data sizes.
+        epsilon: budget of each client; math.inf: no noise, not private.
+        delta: of every budget.
+        quantization_levels: more than sqrt(d), or None: with fewer the errors of control variates grow from round to round.
+        num_replies: the most replies of a client.
+        options: those of every strategy: see `Options`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -145,8 +156,30 @@ class Scaffold(DPStrategy):
 
     rules: DPFedPAQRules
 
-    def __init__(self, **words: Unpack[DPFedPAQArguments]) -> None:
-        own, options = split(words, DPFedPAQArguments)
-        own.setdefault("quantization_levels", None)
-        control = ControlVariate(own["quantization_levels"])
-        super().__init__(DPFedPAQRules(name="scaffold", title="SCAFFOLD", control=control, **own), **options)
+    def __init__(
+        self,
+        *,
+        steps: FedPAQSteps,
+        sampling: Sampler,
+        num_clients: int,
+        num_records: int | Sequence[int] | Mapping[str, int],
+        epsilon: float | PerClient,
+        delta: float,
+        quantization_levels: int | None = None,
+        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rules = DPFedPAQRules(
+            name="scaffold",
+            title="SCAFFOLD",
+            control=ControlVariate(quantization_levels),
+            steps=steps,
+            sampling=sampling,
+            num_clients=num_clients,
+            num_records=num_records,
+            epsilon=epsilon,
+            delta=delta,
+            quantization_levels=quantization_levels,
+            num_replies=num_replies,
+        )
+        super().__init__(rules, **options)

@@ -24,11 +24,11 @@ from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.evaluation import Evaluator
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.local_evaluation import LocalEvaluator
-from flower_dp.strategies.local_level import ClientBooks
+from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.replies import Collected, Missing, collect
-from flower_dp.strategies.roster import Register, Roster
+from flower_dp.strategies.releases.replies import Collected, Missing, collect
 from flower_dp.strategies.rules import (
     ComparesNoise,
     CountsResources,
@@ -86,6 +86,11 @@ class DPStrategy(Strategy):
     """
 
     def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:
+        if unknown := sorted(set(options) - set(Options.__annotations__)):
+            known = ", ".join(Options.__annotations__)
+            raise TypeError(
+                f"{type(self).__name__}: unexpected keyword argument {unknown[0]!r}; besides the method's own: {known}"
+            )
         self.rules = rules
         self.report_client_metrics = checks.flag("report_client_metrics", options.get("report_client_metrics", False))
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)

@@ -18,12 +18,12 @@ from flower_dp.clients import (
     NbAFLTerms,
     client_app,
     model_arrays,
-    parts,
     privacy_mod,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
-from flower_dp.clients.agreement import why_not
+from flower_dp.clients.local.agreement import why_not
 from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply import parts
 from flower_dp.core.clipping import NOT_FINITE
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling

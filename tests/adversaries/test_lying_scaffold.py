@@ -13,7 +13,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
 from flower_dp.strategies.control import Honest
-from flower_dp.strategies.replies import Collected
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.scaffold import ControlVariate
 from tests.local_grids import NAMES, grid_of, records, start
 

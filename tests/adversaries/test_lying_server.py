@@ -17,10 +17,10 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
-from flower_dp.clients.control import KEY as KEPT
-from flower_dp.clients.convex import ConvexModel
 from flower_dp.clients.dp_fedpaq import steps_pipeline
-from flower_dp.clients.pipeline import Job
+from flower_dp.clients.local.control import KEY as KEPT
+from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.training.convex import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release

@@ -24,13 +24,13 @@ from flower_dp.clients import (
     NbAFLRecipe,
     RecordMetrics,
     TensorRecords,
-    record_clipping,
 )
-from flower_dp.clients.local_evaluation import evaluated_row
-from flower_dp.clients.parts import RecordClip
-from flower_dp.clients.pipeline import Job, Reply
+from flower_dp.clients.local.evaluation import evaluated_row
 from flower_dp.clients.reasons import UNFIT
-from flower_dp.clients.record_clipping import clipped_sum
+from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.reply.pipeline import Job, Reply
+from flower_dp.clients.training import record_clipping
+from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms

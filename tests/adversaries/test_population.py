@@ -17,10 +17,10 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
+from flower_dp.strategies.population.roll_call import RollCall
+from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.replies import Collected, Missing, collect
-from flower_dp.strategies.roll_call import RollCall
-from flower_dp.strategies.roster import Register, Roster
+from flower_dp.strategies.releases.replies import Collected, Missing, collect
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
 
@@ -32,7 +32,7 @@ SILENT = "silent"
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.roster._LATE_SECONDS", 0.05)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._LATE_SECONDS", 0.05)
 
 
 def app():
@@ -130,7 +130,7 @@ def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
 @pytest.mark.parametrize("at", [0, 9])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at, monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.1)
     strategy, grid, _ = run({1: {at: LIES[lie], **THREE}})
     assert grid.asked == [[1, 2, 3]] * 4
     assert strategy._register._roster.names == ("a", "b", "c")
@@ -145,10 +145,12 @@ def test_a_node_that_is_waited_for_is_named_by_the_error():
 def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(crowd, monkeypatch):
     """No round waits again for new nodes for many times as long, so that a crowd of silent nodes takes a small share of the time."""
     waited = set()
-    monkeypatch.setattr("flower_dp.strategies.roster._REST", 1e6)
-    monkeypatch.setattr("flower_dp.strategies.roster._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._REST", 1e6)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._POLL_SECONDS", 0.001)
     pause = time.sleep
-    monkeypatch.setattr("flower_dp.strategies.roster.time.sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds)))
+    monkeypatch.setattr(
+        "flower_dp.strategies.population.roster.time.sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds))
+    )
     late = {node - 7: {node: SILENT} for node in range(9, 15 if crowd else 10)}
     grid = Population({1: THREE} | late)
     DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=8)
@@ -158,7 +160,7 @@ def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(c
 
 
 def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.roster._LATE_SECONDS", 5.0)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._LATE_SECONDS", 5.0)
     polls = []
 
     class Slow(Population):
@@ -173,7 +175,7 @@ def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(m
 
 def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("flower_dp.strategies.roll_call.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("flower_dp.strategies.population.roll_call.time.monotonic", lambda: clock[0])
     grid, roll_call, asked = Population({1: {1: "a"}}), RollCall(), []
     roll_call.ask(grid, [1], most_names=3)
     grid.come()
@@ -195,7 +197,7 @@ def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_
 
 def test_one_node_does_not_decide_that_the_app_is_a_stock_one(monkeypatch):
     """A stock client has no name, no policy and no budget: clients of this package would all decline."""
-    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.1)
     for changes in ({1: {0: LIES["a stock app's error"], **THREE}}, {1: {0: LIES["a stock app's error"], 1: "a"}}):
         strategy, _, _ = run(changes, num_clients=len(changes[1]) - 1)
         assert strategy._register._roster.hosting

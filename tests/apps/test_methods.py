@@ -16,8 +16,8 @@ from apps.settings import TRAINING, Settings
 from apps.tasks import TASKS
 from apps.tasks import module_of as task_module
 from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
-from flower_dp.clients.losses import hinge
 from flower_dp.clients.registry import LOCAL
+from flower_dp.clients.training.losses import hinge
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from apps.tasks import models
-from flower_dp.clients.losses import hinge
+from flower_dp.clients.training.losses import hinge
 
 
 def made(name: str, **words) -> torch.nn.Module:

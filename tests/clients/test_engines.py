@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from apps.tasks.models import make
 from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates
-from flower_dp.clients.draws import OwnDraws, batch_seed, draws_seed
-from flower_dp.clients.engines import ENGINES, batched
-from flower_dp.clients.engines.program import Program, _sliced_product
-from flower_dp.clients.losses import hinge
+from flower_dp.clients.training.draws import OwnDraws, batch_seed, draws_seed
+from flower_dp.clients.training.engines import ENGINES, batched
+from flower_dp.clients.training.engines.program import Program, _sliced_product
+from flower_dp.clients.training.losses import hinge
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 DEVICES = ["cpu", GPU]

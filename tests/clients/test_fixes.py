@@ -82,7 +82,7 @@ before = (root.level, list(root.handlers))
 import torch
 from torch import nn
 from flower_dp.clients import FlatModel, fix_batchnorm
-from flower_dp.clients.per_record import ENGINES
+from flower_dp.clients.training.per_record import ENGINES
 fixed = fix_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2)))
 cross_entropy = nn.functional.cross_entropy
 ENGINES["expanded-weights"](FlatModel(fixed), torch.zeros(2, 3, 3, 3), torch.zeros(2, dtype=torch.int64), cross_entropy)

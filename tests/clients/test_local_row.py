@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flower_dp.clients.local_row import private_row
+from flower_dp.clients.local.row import private_row
 from flower_dp.core import noise
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.fedsgd_dpc import gradient_terms

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
-from flower_dp.clients.convex import ConvexModel
 from flower_dp.clients.dp_fedpaq import Update, steps_pipeline
-from flower_dp.clients.local_steps import ClippedSteps
-from flower_dp.clients.parts import RecordClip, RowClip
-from flower_dp.clients.pipeline import Job
+from flower_dp.clients.reply.parts import RecordClip, RowClip
+from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.training.clipped_steps import ClippedSteps
+from flower_dp.clients.training.convex import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release

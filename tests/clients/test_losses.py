@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.clients.losses import checked, cross_entropy, hinge, record_cross_entropy
+from flower_dp.clients.training.losses import checked, cross_entropy, hinge, record_cross_entropy
 
 
 def _value_and_gradient(loss, outputs, targets):

@@ -7,10 +7,11 @@ from opacus import GradSampleModule
 from torch import nn
 
 from apps.tasks.models import make
-from flower_dp.clients import FlatModel, TensorRecords, per_record, record_clipping
-from flower_dp.clients.losses import hinge
-from flower_dp.clients.parts import RecordClip
-from flower_dp.clients.per_record import ENGINES, engine_of, record_gradients
+from flower_dp.clients import FlatModel, TensorRecords
+from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.training import per_record, record_clipping
+from flower_dp.clients.training.losses import hinge
+from flower_dp.clients.training.per_record import ENGINES, engine_of, record_gradients
 from flower_dp.core.clipping import clip_l2
 
 CROSS_ENTROPY = nn.functional.cross_entropy

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flower_dp.clients.fedsgd_dpc import ClippedGradients, FedSGDDPCRecipe
-from flower_dp.clients.parts import (
+from flower_dp.clients.registry import CLIENT_LEVEL, LOCAL
+from flower_dp.clients.reply.parts import (
     FullNoise,
     GaussianShare,
     Mask,
@@ -19,10 +20,9 @@ from flower_dp.clients.parts import (
     RowClip,
     ServerNoise,
 )
-from flower_dp.clients.pipeline import Job, Pipeline, Refusal, Reply
-from flower_dp.clients.registry import CLIENT_LEVEL, LOCAL
-from flower_dp.clients.sending import QSGD, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
-from flower_dp.clients.training import FlatModel
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
+from flower_dp.clients.reply.sending import QSGD, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
+from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core import compression
 from flower_dp.core.noise import noise_generator
 from flower_dp.core.sampling import FullSampling
@@ -141,9 +141,9 @@ def test_a_pipeline_and_its_parts_can_not_be_changed() -> None:
 
 
 SNIPPET = """
-from flower_dp.clients.parts import GaussianShare, Mask, RowClip, ServerNoise
-from flower_dp.clients.pipeline import Pipeline, Train
-from flower_dp.clients.sending import QSGD, Lossless, RandK, TopK
+from flower_dp.clients.reply.parts import GaussianShare, Mask, RowClip, ServerNoise
+from flower_dp.clients.reply.pipeline import Pipeline, Train
+from flower_dp.clients.reply.sending import QSGD, Lossless, RandK, TopK
 
 def good(train: Train) -> None:
     clip, noise = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0)

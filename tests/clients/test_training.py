@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, as_records, local_updates, model_arrays
-from flower_dp.clients.draws import batch_seed
-from flower_dp.clients.engines import ENGINES
-from flower_dp.clients.parts import RecordClip
-from flower_dp.clients.record_clipping import clipped_sum
+from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.training.draws import batch_seed
+from flower_dp.clients.training.engines import ENGINES
+from flower_dp.clients.training.record_clipping import clipped_sum
 
 
 class Point(nn.Module):

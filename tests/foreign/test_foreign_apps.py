@@ -103,7 +103,7 @@ def test_the_statement_after_a_start_of_ones_own_counts_rounds_and_lost_replies(
 
 
 def test_a_model_with_batchnorm_is_refused_with_the_layer_and_what_to_do(play, monkeypatch):
-    from flower_dp.clients import fixes
+    from flower_dp.clients.training import fixes
 
     monkeypatch.setattr("flower_dp.clients.fix_batchnorm", lambda model: model)
     assert fixes.fix_batchnorm is not None

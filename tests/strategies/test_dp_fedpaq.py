@@ -15,7 +15,7 @@ from scipy import special, stats
 from torch import nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords, model_arrays
-from flower_dp.clients.pipeline import Job
+from flower_dp.clients.reply.pipeline import Job
 from flower_dp.core.compression import Payload, decode, qsgd_bytes, qsgd_variance
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting

@@ -13,7 +13,7 @@ from torch import nn
 
 from flower_dp.clients import DPPASGDRecipe, FlatModel, TensorRecords, model_arrays
 from flower_dp.clients import dp_pasgd as client_side
-from flower_dp.clients.parts import FullNoise, RecordClip, RowClip, StepNoise
+from flower_dp.clients.reply.parts import FullNoise, RecordClip, RowClip, StepNoise
 from flower_dp.core.steps import LocalSteps
 from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy import accounting

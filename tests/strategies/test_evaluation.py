@@ -14,7 +14,7 @@ from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
-from flower_dp.clients.evaluation import loss_and_accuracy
+from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting

@@ -14,8 +14,8 @@ from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
-from flower_dp.clients.parts import Mask
 from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply.parts import Mask
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling

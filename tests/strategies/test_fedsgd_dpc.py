@@ -9,10 +9,11 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from scipy import integrate, stats
 from torch import nn
 
-from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords, record_clipping
-from flower_dp.clients.parts import RecordClip
-from flower_dp.clients.per_record import UnfitModelError, record_gradients
-from flower_dp.clients.record_clipping import clipped_sum, secret_batch
+from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords
+from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.training import record_clipping
+from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.privacy import accounting
 from flower_dp.privacy import fedsgd_dpc as terms
@@ -99,7 +100,7 @@ def test_one_huge_record_moves_the_mean_by_its_clip_norm_at_most(huge):
 def test_the_gradient_is_the_same_in_small_parts(monkeypatch):
     recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1)
     whole = reply(recipe, records("c0"))
-    monkeypatch.setattr("flower_dp.clients.record_clipping._LARGEST_MATRIX", {"cpu": 3 * FEATURES * CLASSES})
+    monkeypatch.setattr("flower_dp.clients.training.record_clipping._LARGEST_MATRIX", {"cpu": 3 * FEATURES * CLASSES})
     torch.testing.assert_close(reply(recipe, records("c0")), whole)
 
 
@@ -148,7 +149,7 @@ def _own_loss(outputs, targets):
 )
 def test_a_record_without_a_gradient_counts_as_zero(make, loss, part, monkeypatch, caplog):
     """The reply is that of the others, over the same 8; so is the loss."""
-    monkeypatch.setattr("flower_dp.clients.record_clipping._LARGEST_MATRIX", {"cpu": part * FEATURES * CLASSES})
+    monkeypatch.setattr("flower_dp.clients.training.record_clipping._LARGEST_MATRIX", {"cpu": part * FEATURES * CLASSES})
     recipe = FedSGDDPCRecipe(**LAPLACE | {"epsilon": math.inf}, num_replies=1, loss=loss)
     data = records("c0")
     with caplog.at_level(logging.WARNING, logger="flwr"):
@@ -273,7 +274,7 @@ def test_dropout_depends_on_no_other_client_and_not_on_the_global_seed(make):
 
 def test_dropout_of_a_record_does_not_depend_on_who_is_in_the_batch(monkeypatch):
     """With and without each record the sums differ by its own clipped gradient, whatever part it and the others are in."""
-    monkeypatch.setattr("flower_dp.clients.record_clipping._LARGEST_MATRIX", {"cpu": 3 * 163})
+    monkeypatch.setattr("flower_dp.clients.training.record_clipping._LARGEST_MATRIX", {"cpu": 3 * 163})
     recipe = FedSGDDPCRecipe(**GAUSSIAN | {"epsilon": math.inf, "clip_norm": 0.25}, num_replies=1)
     flat, data = FlatModel(dropping()), records("c0")
     everyone = torch.arange(8)

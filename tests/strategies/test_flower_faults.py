@@ -95,7 +95,7 @@ def test_noise_does_not_come_from_a_global_generator():
 
 def test_no_module_uses_a_global_generator():
     """One module lends them to a user's data set, seeded for one record, and gives them back as they were."""
-    lends = Path(flower_dp.__file__).parent / "clients" / "draws.py"
+    lends = Path(flower_dp.__file__).parent / "clients" / "training" / "draws.py"
     for path in set(Path(flower_dp.__file__).parent.rglob("*.py")) - {lends}:
         text = path.read_text(encoding="utf-8")
         for word in ("np.random.seed", "np.random.normal", "np.random.rand", "torch.manual_seed", "random.seed"):

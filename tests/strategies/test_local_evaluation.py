@@ -31,8 +31,8 @@ from flower_dp.clients import (
     client_app,
 )
 from flower_dp.clients.account import LEDGER_PATH
-from flower_dp.clients.local_evaluation import evaluated_row, record_loss_and_accuracy
-from flower_dp.clients.local_row import private_row
+from flower_dp.clients.local.evaluation import evaluated_row, record_loss_and_accuracy
+from flower_dp.clients.local.row import private_row
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting

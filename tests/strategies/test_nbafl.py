@@ -8,7 +8,7 @@ from scipy import optimize, stats
 from torch import nn
 
 from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, TensorRecords
-from flower_dp.clients.draws import batch_seed
+from flower_dp.clients.training.draws import batch_seed
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
 from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of

@@ -11,7 +11,7 @@ from torch import nn
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, TensorRecords, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC
-from flower_dp.strategies.roster import Register
+from flower_dp.strategies.population.roster import Register
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 

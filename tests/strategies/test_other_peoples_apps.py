@@ -14,8 +14,9 @@ from torch import nn
 from flower_dp import wire
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app
 from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedAvg, replies
-from flower_dp.strategies.roster import Register
+from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.population.roster import Register
+from flower_dp.strategies.releases import replies
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -180,7 +181,7 @@ class SimulatedGrid(LocalGrid):
 
 @pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
 def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch, kind):
-    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.2)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.2)
     grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
         Register(5, timeout=30, newcomers=True).roster(grid)

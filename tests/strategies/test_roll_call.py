@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
-from flower_dp.strategies.roll_call import RollCall
+from flower_dp.strategies.population.roll_call import RollCall
 from flower_dp.wire import instruction_of
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
@@ -67,7 +67,7 @@ def test_the_roll_call_of_stock_clients_leaves_no_error_in_the_log(app, errors):
 
 
 def test_an_app_that_fails_for_another_reason_is_shown_and_ends_the_run_before_a_round(errors, monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.roster._SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.1)
 
     def broken(context):
         raise FileNotFoundError("no data on this node")
@@ -146,7 +146,7 @@ def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_on
 
 def test_a_node_that_fails_is_asked_again_after_longer_and_longer_pauses(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("flower_dp.strategies.roll_call.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("flower_dp.strategies.population.roll_call.time", SimpleNamespace(monotonic=lambda: clock[0]))
     app = stock_app(shifted(lambda node: 1.0))
     roll_call, grid, asked = RollCall(), LocalGrid(faltering(app, failures=6), 1), []
     while not (told := roll_call.ask(grid, [1], most_names=9)):

@@ -63,7 +63,7 @@ def test_a_stock_app_with_a_query_of_its_own_works():
 
 
 def test_a_node_that_does_not_answer_does_not_decide_what_the_app_is(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.roll_call._SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("flower_dp.strategies.population.roll_call._SILENT_SECONDS", 0.2)
 
     class Deaf(LocalGrid):
         def send_and_receive(self, messages, *, timeout=None):

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from torch import nn
 
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, TensorRecords, model_arrays
-from flower_dp.clients.control import KEY, ControlVariates
+from flower_dp.clients.local.control import KEY, ControlVariates
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold

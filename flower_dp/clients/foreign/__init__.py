@@ -1,0 +1,1 @@
+"""Protection around other people's apps and frameworks."""

@@ -1,0 +1,198 @@
+"""A Flower mod that puts this package's protection around any ClientApp: sklearn, JAX, TensorFlow, plain NumPy."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable, Mod
+
+from flower_dp import wire
+from flower_dp.clients.account import keeping_account
+from flower_dp.clients.foreign.client import AppClient, OwnTerms
+from flower_dp.clients.foreign.evaluation import EVALUATE_STATUS, names_to_evaluate
+from flower_dp.clients.foreign.training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import SEE_LOG, Declined, in_own_words, reading
+from flower_dp.clients.reply.work import add_up
+from flower_dp.core import checks
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.wire import (
+    Answer,
+    EvaluationAnswer,
+    Instruction,
+    Model,
+    RecordNames,
+)
+
+log = logging.getLogger("flwr")
+
+
+def privacy_mod(
+    *,
+    name: str | Callable[[Context], str] | None = None,
+    policy: ClientPolicy | None = None,
+    terms: OwnTerms | Callable[[Context], OwnTerms] | None = None,
+    evaluation: EvaluationBudget | None = None,
+    noise_seed: int | None = None,
+) -> Mod:
+    """Return a Flower mod for an app whose clients are not this package's: `ClientApp(mods=[privacy_mod()])`.
+
+    The app gets the model and the config that a stock server would send, and trains as it likes. Of its reply only the model is
+    used. The mod makes the update, clips it, rounds it to the lattice of the noise, adds the client's share of the noise if the
+    server asks for shares, compresses it after that, and answers under the strategies of this package as `DPClient` does. With
+    `terms` every reply is private on its own instead, as `LocalDPClient`'s: noise follows from the client's own terms, and each
+    reply is charged to an account in the node's state before the app is called.
+
+    The app's metrics and example counts are not sent; metrics are, if both server and policy allow it. In a private evaluation
+    (`flower_dp.strategies.PrivateEvaluation`) the app's own evaluate function is called. Only a vector of the metrics that the
+    server names is sent, clipped to their public bounds, with the client's share of the noise. All other messages (a stock
+    server's `evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is private.
+    Put the mod first in the list, so that no other mod changes what is noised.
+
+    Args:
+        name: this client's stable name, public and unique among all clients, or a function of the node's context; None:
+            `client-<partition-id>` of the node's config, without one `node-<node id>`, which changes with every run.
+        policy: this client's own limits.
+        terms: this client's own terms, or a function of the node's context that makes them; None: methods in which a single
+            message is not private on its own, with the noise that the server asks for and the policy allows.
+        evaluation: with `terms`, this client's budget of private evaluations; None: it takes part in none.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming it.
+
+    Example:
+        >>> from flwr.clientapp import ClientApp
+        >>> from flower_dp.clients import ClientPolicy, privacy_mod
+        >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
+        >>> app = ClientApp(mods=[privacy_mod(name="hospital-7", policy=policy)])
+    """
+    if name is not None and not callable(name):
+        checks.line("name", name)
+    if noise_seed is not None:
+        checks.integer("noise_seed", noise_seed, at_least=0)
+    if terms is not None and not hasattr(terms, "terms") and not callable(terms):
+        raise ValueError(f"terms={terms!r}: must be a client's terms, for example NbAFLTerms, or a function that makes them")
+    if policy is not None and not isinstance(policy, ClientPolicy):
+        raise ValueError(f"policy={policy!r}: must be a ClientPolicy")
+    if evaluation is not None and (terms is None or not isinstance(evaluation, EvaluationBudget)):
+        raise ValueError(
+            f"evaluation={evaluation!r}: must be an EvaluationBudget, beside terms; without terms the policy decides"
+        )
+    return _PrivacyMod(name=name, policy=policy or ClientPolicy(), own_terms=terms, evaluation=evaluation, noise_seed=noise_seed)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrivacyMod:
+    """What `privacy_mod` returns; it holds no generator and no state that a copy could repeat."""
+
+    name: str | Callable[[Context], str] | None
+    policy: ClientPolicy
+    own_terms: OwnTerms | Callable[[Context], OwnTerms] | None
+    evaluation: EvaluationBudget | None
+    noise_seed: int | None
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Answer the roll call, or train or evaluate as the server instructs; refuse all other messages.
+
+        Whatever the message is, the client's account is kept while the app runs, and errors leave in this package's words alone.
+
+        Raises:
+            Declined: if the message is none of these, the policy does not allow it, or this client's name or terms can't be made.
+            RuntimeError: if anything else fails.
+        """
+        with in_own_words("this client's app"):
+            return self._reply(message, context, keeping_account(call_next))
+
+    def _reply(self, message: Message, context: Context, app: ClientAppCallable) -> Message:
+        kind = message.metadata.message_type
+        train = kind.partition(".")[0] == "train"
+        # Not a query: the server would take the app for one of the Message API, and it may be a `NumPyClient`.
+        if kind == "get_properties" or (train and wire.is_roll_call(message)):
+            return _config_reply(message, self._hosted(context))
+        if train:
+            return self._train(message, context, app)
+        if kind.partition(".")[0] == "evaluate" and (record_names := names_to_evaluate(message.content)):
+            return self._evaluate(message, context, app, record_names)
+        if not self.policy.allow_metrics:
+            raise Declined(f"message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False")
+        return app(message, context)
+
+    def _hosted(self, context: Context) -> str:
+        try:
+            client = self._client(context)
+        except Declined as error:
+            return json.dumps({"error": error.reason})
+        return json.dumps({"clients": [client.name], "methods": list(client.methods)})
+
+    def _client(self, context: Context) -> "AppClient":
+        """Return this node's client; of an error nothing is told, because its text and its class may contain data."""
+        try:
+            name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
+            terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
+            return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
+        except Exception as error:
+            log.error("this client's name or terms can't be made", exc_info=error)
+            raise Declined(f"this client's name or terms can't be made; {SEE_LOG}") from None
+
+    def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        client = self._client(context)
+        with reading():
+            record_names = record_names_of(message.content)
+            instruction = wire.instruction_of(message.content.config_records[record_names.config])
+        client.check(instruction)
+        with reading():
+            model = _model(wire.arrays_of(message.content), instruction)
+        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=TRAIN_STATUS)
+        train = AppTraining(app=app, model=model)
+        work = client.work(instruction, train, context)
+        made = add_up(model.vector, work)
+        allowed = instruction.report_metrics and self.policy.allow_metrics and bool(made.losses)
+        answer = Answer(
+            refused=made.refused,
+            payload=made.payload.header,
+            payload_bytes=made.payload_bytes,
+            seeded_noise=self.noise_seed is not None,
+            metrics=train.metrics if allowed else {},
+        )
+        return _config_reply(message, answer.to_json(instruction.clients), ArrayRecord(list(made.payload.arrays)))
+
+    def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, record_names: RecordNames) -> Message:
+        client = self._client(context)
+        with reading():
+            instruction = wire.instruction_of(message.content.config_records[record_names.config])
+        client.check_evaluates(instruction)
+        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=EVALUATE_STATUS)
+        total, refused = client.evaluate(instruction, app)
+        refused |= {name: "not hosted here" for name in instruction.clients if name != client.name}
+        answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+        return _config_reply(message, answer.to_json(instruction.clients))
+
+
+def _model(record: ArrayRecord, instruction: Instruction) -> Model:
+    """Return the server's model, with the arrays that it says are not trained."""
+    names = tuple(record)
+    if any(position >= len(names) for position in instruction.frozen):
+        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: the model has {len(names)} arrays")
+    return Model.of(record, frozen=[names[position] for position in instruction.frozen])
+
+
+def _default_name(context: Context) -> str:
+    """Return `client-<partition-id>` if the node has one, which is stable, else `node-<node id>`."""
+    config = context.node_config
+    part, parts = config.get("partition-id"), config.get("num-partitions")
+    if not isinstance(part, int):
+        return f"node-{context.node_id}"
+    width = len(str(parts - 1)) if isinstance(parts, int) else 1
+    return f"client-{part:0{width}}"
+
+
+def _config_reply(message: Message, text: str, arrays: ArrayRecord | None = None) -> Message:
+    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
+    if arrays is not None:
+        content["arrays"] = arrays
+    return Message(content, reply_to=message)

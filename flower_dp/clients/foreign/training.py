@@ -1,0 +1,157 @@
+"""Training by another app's train function, as the `train` part of a pipeline. NumPy only."""
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+
+from flower_dp import wire
+from flower_dp.clients.reply.pipeline import Job, Train, Trained
+from flower_dp.core.vectors import Array
+from flower_dp.wire import Model, RecordNames
+
+log = logging.getLogger("flwr")
+
+# The most metrics of an app that are sent, if metrics are allowed, and the longest name.
+_MOST_METRICS, _MOST_NAME = 16, 64
+_EXAMPLE_COUNTS = ("num-examples", "num_examples")
+TRAIN_STATUS = "fitres.status"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppCall:
+    """One message's call of the app's own function, which gets the model and the config that a stock server would send.
+
+    Attributes:
+        call: the app, or the next mod before it, as `keeping_account` returns it.
+        message: the server's.
+        context: of the node.
+        record_names: the record names that the message and the app use.
+        status: the config record in which a `NumPyClient` reports its status.
+    """
+
+    call: ClientAppCallable
+    message: Message
+    context: Context
+    record_names: RecordNames
+    status: str
+
+    def content(self) -> RecordDict:
+        """Return what the app replies.
+
+        Raises:
+            RuntimeError: if the app replies with an error.
+            Exception: what the app raises.
+        """
+        reply = self.call(stock_message(self.message, self.record_names), self.context)
+        if reply.has_error():
+            raise RuntimeError(f"the app replied with error {reply.error.code}")
+        status = reply.content.config_records.get(self.status)
+        if status is not None and status.get("code") != 0:
+            raise RuntimeError(f"the app replied with status {status.get('code')!r}")
+        return reply.content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppTraining:
+    """The app's own train function; a row is the model that it replies with, and nothing else of its reply is used.
+
+    Attributes:
+        app: the call of the app.
+        model: the server's.
+        metrics: the numbers in the app's last reply, example counts left out. They are not private.
+    """
+
+    app: AppCall
+    model: Model
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield the trained weights [d], float32, and 0 as the loss, or the app's error."""
+        for _ in jobs:
+            trained: Trained
+            try:
+                trained = self._train(), np.zeros(())
+            except Exception as error:
+                trained = error
+            yield trained
+
+    def _train(self) -> np.ndarray:
+        content = self.app.content()
+        trained = self.model.read(wire.arrays_of(content))
+        self.metrics.clear()
+        self.metrics.update(_numbers(content))
+        return trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """Training whose row is the trained model minus the global model, as it was received.
+
+    Attributes:
+        train: gives trained weights, float32 NumPy arrays.
+    """
+
+    train: Train
+
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's update [d] and training loss, or its error."""
+        for trained in self.train.rows(vector, jobs):
+            if isinstance(trained, Exception):
+                yield trained
+                continue
+            weights, loss = trained
+            with np.errstate(over="ignore", invalid="ignore"):  # the clip refuses values that are not finite
+                yield weights - vector, loss
+
+
+def record_names_of(content: RecordDict) -> RecordNames:
+    """Return the record names of a train message.
+
+    Raises:
+        ValueError: if its config is not exactly one record of a name that apps read.
+    """
+    told = [
+        record_names for record_names in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if record_names.config in content.config_records
+    ]
+    if len(told) != 1 or len(content.config_records) != 1:
+        raise ValueError(f"message has config records {sorted(content.config_records)[:8]}: must be 'config' or 'fitins.config'")
+    return told[0]
+
+
+def stock_message(message: Message, record_names: RecordNames) -> Message:
+    """Return the message as a stock server sends it: copies of model and config, without this package's instruction."""
+    arrays = wire.arrays_of(message.content)
+    config = message.content.config_records[record_names.config]
+    copied = {
+        name: FlowerArray(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=array.data)
+        for name, array in arrays.items()
+    }
+    stock = copy.copy(message)
+    stock.content = RecordDict(
+        {
+            record_names.arrays: ArrayRecord(copied),
+            record_names.config: ConfigRecord({name: value for name, value in config.items() if name != wire.KEY}),
+        }
+    )
+    return stock
+
+
+def _numbers(content: RecordDict) -> dict[str, float]:
+    """Return the finite numbers in a reply's metrics: those of a metric record, or those that a `NumPyClient` returned."""
+    found: dict[str, float] = {}
+    records: list[MetricRecord | ConfigRecord] = [*content.metric_records.values()]
+    if (returned := content.config_records.get("fitres.metrics")) is not None:
+        records.append(returned)
+    for record in records:
+        for name, value in record.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if number and name not in _EXAMPLE_COUNTS and not name.startswith("fitres.") and len(name) <= _MOST_NAME:
+                found[name] = float(value)  # type: ignore[arg-type]
+    return dict(sorted(found.items())[:_MOST_METRICS])

@@ -1,0 +1,259 @@
+"""The client of methods with local placement: every message is private on its own, by the client's own budget and account."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+from torch import Tensor, nn
+
+from flower_dp import wire
+from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
+from flower_dp.clients.client import NodeClient
+from flower_dp.clients.local.agreement import own_ask, why_not
+from flower_dp.clients.local.control import ControlVariates, KeepsControl
+from flower_dp.clients.local.evaluation import RecordMetrics, evaluated_row, record_loss_and_accuracy
+from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply.pipeline import Job, Pipeline, failure
+from flower_dp.clients.reply.work import Work
+from flower_dp.clients.training.draws import batch_seed
+from flower_dp.clients.training.losses import Loss
+from flower_dp.clients.training.records import Records
+from flower_dp.core.noise import Generator
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.ledger_file import evaluation_account, owner_of
+from flower_dp.wire import EvaluationAnswer, Instruction
+
+__all__ = ["LocalDPClient", "LocalRecipe"]
+
+
+class LocalDPClient(NodeClient):
+    """A Flower client whose clients' replies are private one by one, before they are added up.
+
+    Noise follows from each client's own terms. A client compares the server's version of its terms with its own. If they differ,
+    or its own noise is less, it does not reply: the server would state too small an epsilon. Each reply is charged to the
+    client's account before its records are read. A client whose budget is spent does not reply, whatever round number the server
+    sends. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in a
+    file on the device, which counts the replies of all runs: the `ledger-path` of the node's config, or `ledger`.
+
+    A client without the node's context can't know what the device's owner has set, nor what was charged. It does not reply.
+
+    The node replies with the weighted sum of its clients' rows, with the server's weights: weighting a private row costs nothing.
+
+    Args:
+        model: the architecture; its weights are overwritten. Without BatchNorm.
+        clients: the records of every client that lives here, by its stable name; on a device one.
+        recipe: how a reply is made, for example `FedSGDDPCRecipe`.
+        context: of the node, as `client_fn` receives it; `client_app` attaches it itself. Its config may name a `ledger-path`.
+        ledger: the app's own file of the clients' accounts, or one each by the client's name. None, and no `ledger-path`: the
+            accounts last one run, in the node's state.
+        policy: further limits of this client.
+        device: where to train; by default the GPU if this process has one, else the CPU.
+        seed: governs the order of records, never noise or the choice of records.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+        evaluation: what private evaluations may cost each client, beside the recipe's budget; None: it takes part in none.
+        record_metrics: metrics of single records, for private evaluation; by default `loss` and `accuracy`.
+
+    Example:
+        >>> import torch
+        >>> from flwr.app import Context, RecordDict
+        >>> from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, TensorRecords
+        >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
+        >>> recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
+        >>> context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+        >>> client = LocalDPClient(
+        ...     model=torch.nn.Linear(3, 2), clients={"hospital-7": records}, recipe=recipe, context=context
+        ... )
+        >>> client.methods
+        ('fedsgd-dpc',)
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        clients: Mapping[str, Records],
+        recipe: LocalRecipe,
+        context: Context | None = None,
+        ledger: LedgerPaths | None = None,
+        policy: ClientPolicy | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        noise_seed: int | None = None,
+        evaluation: EvaluationBudget | None = None,
+        record_metrics: RecordMetrics | None = None,
+    ) -> None:
+        super().__init__(model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed)
+        self.recipe = recipe
+        self.ledger = ledger
+        self.evaluation_budget = evaluation
+        self.record_metrics = record_metrics
+        if ledger is not None:
+            ledger_files(ledger, clients)
+        if context is not None:
+            self.attach(context)
+
+    def attach(self, context: Context) -> None:
+        """Receive the context of the node, whose config may name a ledger of the device's owner.
+
+        Raises:
+            Declined: if the owner's ledger is not the app's, or no path.
+        """
+        ledger_of(self.ledger, self.clients, context)
+        self.context = context
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The method of the recipe, and private evaluation for a client with a budget of it."""
+        evaluates = self.evaluation_budget is not None and self.policy.allow_evaluation
+        return (self.recipe.method, wire.EVALUATION) if evaluates else (self.recipe.method,)
+
+    def _check(self, instruction: Instruction) -> None:
+        self.policy.check_clip(instruction.ask)
+
+    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
+        """Return the answer to a private evaluation: the weighted sum of its clients' rows, each with its own full noise.
+
+        Each is charged to its client's account of evaluations before a record is touched.
+        """
+        metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
+        bounds = instruction.bounds
+        if unknown := sorted(set(bounds.bounds) - set(metrics.names)):
+            raise Declined(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
+        vector = self._vector(trained)
+        account = account_of(self.ledger, self.clients, self.context)
+        agreed, refused = self._agreed(instruction)
+        unpaid = account.charge({evaluation_account(name): terms for name, (terms, _) in agreed.items()})
+        refused |= {owner_of(name): reason for name, reason in unpaid.items()}
+        self.model.reset_buffers()
+        self.model.vector.copy_(vector)
+        total = np.zeros(len(bounds.bounds))
+        for name, (terms, records) in agreed.items():
+            if name in refused:
+                continue
+            rng = self.generator(instruction, f"evaluation of {name}")
+            try:
+                row = evaluated_row(self.model, records, metrics, bounds=bounds, release=terms.release, rng=rng)
+            except Exception as error:
+                refused[name] = failure(name, error).reason
+                continue
+            total += instruction.ask.own[name].weight * row
+        return EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
+
+    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
+        account = account_of(self.ledger, self.clients, self.context)
+        if self.policy.min_noise_std:
+            raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+        keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
+        if (keeps is None) != (beside is None):
+            came = "a vector came" if keeps is None else "no vector came"
+            raise Declined(f"method={instruction.method!r}: {came} beside the model")
+        if self.context is None:
+            raise Declined("context: control variates are kept in the node's state; pass context=context")
+        kept = ControlVariates(self.context.state)
+        agreed, refused = self._agreed(instruction)
+        number = instruction.server_round
+        own = {name: kept.read(name, vector.numel()) for name in agreed} if keeps else {}
+
+        def drift_of(name: str) -> Tensor | None:
+            read = own.get(name)
+            return beside if beside is None or read is None else beside - read.to(beside.device)
+
+        if isinstance(self.recipe, ConditionsOnModel):
+            for name in list(agreed):
+                if reason := self.recipe.why_not(vector, model=self.model, server_round=number, drift=drift_of(name)):
+                    refused[name] = reason
+                    del agreed[name]
+        refused |= account.charge({name: terms for name, (terms, _) in agreed.items()})
+
+        def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
+            for name, (terms, records) in agreed.items():
+                if name in refused:
+                    continue
+                job = Job(
+                    name=name,
+                    records=records,
+                    seed=batch_seed(self.seed, number, name),
+                    secret=_Given(self.generator(instruction, name)),
+                    weight=instruction.ask.own[name].weight,
+                )
+                drift = drift_of(name)
+                if keeps is None or beside is None or drift is None:
+                    yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
+                    continue
+                mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
+                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=drift)
+                yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
+
+        restarted = tuple(name for name, read in own.items() if read is None and name not in refused)
+        return Work(groups=groups(), length=vector.numel(), refused=dict(refused), restarted=restarted)
+
+    def _agreed(self, instruction: Instruction) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+        """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
+        agreed: dict[str, tuple[Terms, Records]] = {}
+        refused: dict[str, str] = {}
+        for name in instruction.clients:
+            asked = own_ask(instruction, name)
+            if asked is None or name not in self.clients:
+                refused[name] = "not hosted here"
+                continue
+            try:
+                records = self.clients[name]
+                len(records)
+            except Exception as error:
+                refused[name] = failure(name, error).reason
+                continue
+            try:
+                terms = self.recipe.terms(name, records)
+                if instruction.method == wire.EVALUATION:
+                    terms = self._evaluation_terms(name, terms)
+                    self.policy.check_own_evaluation(terms.release)
+                else:
+                    self.policy.check_own(terms.release)
+            except Exception as error:
+                refused[name] = failure(name, error, "this client's terms can't be made").reason
+                continue
+            if reason := why_not(terms, instruction.ask.promise, asked):
+                refused[name] = reason
+            else:
+                agreed[name] = (terms, records)
+        return agreed, refused
+
+    def _evaluation_terms(self, name: str, training: Terms) -> Terms:
+        if self.evaluation_budget is None:
+            raise Declined("evaluation=None: this client has no budget of private evaluations")
+        return self.evaluation_budget.terms(name, training)
+
+
+def _loss_of(recipe: Any) -> Loss:
+    loss: Loss = recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
+    return loss
+
+
+class _Keeper:
+    """Stores a client's control variate, computed from the row that is sent, without further noise or charge."""
+
+    def __init__(
+        self, kept: ControlVariates, recipe: KeepsControl, *, name: str, own: Tensor, common: Tensor, server_round: int
+    ) -> None:
+        self._kept, self._recipe, self._name = kept, recipe, name
+        self._own, self._common, self._round = own, common, server_round
+
+    def __call__(self, row: Tensor) -> None:
+        change = self._recipe.change(row, server_round=self._round, common=self._common)
+        self._kept.write(self._name, self._own + change)
+
+
+class _Given:
+    """The one generator of a reply, from which both its secret choices and its noise are drawn."""
+
+    def __init__(self, rng: Generator) -> None:
+        self._rng = rng
+
+    def __call__(self) -> Generator:
+        return self._rng

@@ -1,0 +1,133 @@
+"""A client's part in private evaluation where its message is private on its own: metrics record by record, and full noise."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_dp.clients.local.row import private_row
+from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.losses import Loss, record_cross_entropy
+from flower_dp.clients.training.per_record import keeps_records_apart
+from flower_dp.clients.training.reading import apart
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Inputs, Records, outputs_of
+from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.core.noise import Generator
+from flower_dp.privacy.release import Release
+
+log = logging.getLogger("flwr")
+
+# Records that go through the model together, always so many: a record's bits then don't depend on how many there are.
+_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordMetrics:
+    """Metrics of single records, for private evaluation: their means are what is estimated.
+
+    Attributes:
+        names: of the metrics.
+        of: outputs [1, ...] and target [1, ...] of one record -> its metrics by name, all of `names`.
+
+    Example:
+        >>> from flower_dp.clients import RecordMetrics
+        >>> error = RecordMetrics(
+        ...     names=("absolute_error",), of=lambda outputs, target: {"absolute_error": float((outputs - target).abs())}
+        ... )
+    """
+
+    names: tuple[str, ...]
+    of: Callable[[Tensor, Tensor], Mapping[str, float]]
+
+
+def record_loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None = None) -> RecordMetrics:
+    """Return a record's own `loss`, and `accuracy`, which is 1 where the model's label is the target and else 0.
+
+    Args:
+        loss: model outputs, targets -> loss, for batches of one record.
+        labels: model outputs [1, ...] -> the label [1] that they speak for; None: the largest of logits [1, classes].
+    """
+    of_record = record_cross_entropy if loss is torch.nn.functional.cross_entropy else loss
+    label_of = labels or (lambda outputs: outputs.argmax(1))
+
+    def metrics(outputs: Tensor, target: Tensor) -> dict[str, float]:
+        return {"loss": float(of_record(outputs, target)), "accuracy": float((label_of(outputs) == target).all())}
+
+    return RecordMetrics(names=("loss", "accuracy"), of=metrics)
+
+
+@torch.no_grad()
+def evaluated_row(
+    model: FlatModel, records: Records, metrics: RecordMetrics, *, bounds: MetricBounds, release: Release, rng: Generator
+) -> np.ndarray:
+    """Return one client's row [dimension], float64: the mean of its contributions with the full noise of the release.
+
+    Where the unit of privacy is a record, each has a contribution of its own, computed from that record alone; one that can't be
+    read, or whose metrics can't be computed, contributes zero: no record decides whether the client replies. Where the unit is
+    the client, the mean of its records is its one contribution.
+
+    Args:
+        model: at the global model's weights.
+        records: the client's.
+        metrics: of one record.
+        bounds: the metrics that are asked for.
+        release: of the client's own terms of evaluation.
+        rng: secret; gives the noise, and the choice of records where there are more than the release has.
+    """
+    positions = np.arange(len(records))
+    if release.unit == "record" and release.relation == "replace-one" and len(records) > release.num_clients:
+        # Fewer are public, for example a batch. Under add-or-remove-one a record more could take another's place in the choice.
+        positions = np.sort(rng.choice(len(records), release.num_clients, replace=False))
+    # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
+    together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
+    was = model.module.training
+    model.module.eval()
+    rows, seed = np.zeros((len(positions), len(bounds.bounds))), int(rng.integers(2**63))
+    try:
+        for index, record in _outputs(model, records, torch.from_numpy(positions), seed, together):
+            rows[index] = _contribution(metrics, record, bounds)
+    finally:
+        model.module.train(was)
+        model.reset_buffers()
+    if release.unit == "client":
+        rows = rows.sum(axis=0, keepdims=True) / max(1, len(rows))
+    return private_row(rows, release, rng)
+
+
+def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds) -> np.ndarray:
+    """Return a record's contribution [dimension]; zero for one whose metrics can't be computed."""
+    try:
+        told = metrics.of(*record)
+        return np.asarray(bounds.centred(np.asarray([[float(told[name]) for name in bounds.bounds]]))[0])
+    except Exception as error:
+        log.warning("a record's metrics can't be computed (%s): it counts as zero", type(error).__name__)
+        return np.zeros(len(bounds.bounds))
+
+
+def _outputs(
+    model: FlatModel, records: Records, positions: Tensor, seed: int, size: int
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield the index in `positions` of every record that can be read and run, and its outputs and target [1, ...]."""
+    start, problems = model.vector.clone(), set[str]()
+
+    def outputs(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # Every forward pass begins with the same weights, buffers and draws, however many there were before it.
+        model.vector.copy_(start)
+        model.reset_buffers()
+        with OwnDraws(model.vector.device, draws_seed(seed)):
+            made = outputs_of(model.module, inputs)
+        if len(made) != size:
+            raise ValueError(f"{size} records have {len(made)} outputs")
+        return made, targets
+
+    for first, places, (made, targets) in apart(
+        records, positions, outputs, size=size, device=model.device, seed=seed, problems=problems
+    ):
+        for place in places.tolist():
+            yield first + place, (made[place : place + 1], targets[place : place + 1])
+    if problems:
+        log.warning("records can't be evaluated and count as zero: %s", ", ".join(sorted(problems)))

@@ -1,0 +1,40 @@
+"""The client side of a method whose every message is private on its own."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from flower_dp.clients.reply.pipeline import Pipeline
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Records
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.release import Release
+
+
+class LocalRecipe(Protocol):
+    """How one client makes a reply that is private on its own."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return the client's terms, from its own budget and data size alone."""
+
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
+
+
+@runtime_checkable
+class ConditionsOnModel(Protocol):
+    """A recipe whose proof has conditions on what the server sends. Its clients check them before they pay and reply."""
+
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
+        """Return why a client must not reply to a model [d], in a text that the server may see; None if it may.
+
+        Args:
+            vector: the server's model.
+            model: the client's own.
+            server_round: the server's number.
+            drift: a public vector [d] that is added to every step's gradient; None for none.
+        """

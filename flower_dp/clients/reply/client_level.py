@@ -1,0 +1,53 @@
+"""The pipeline of every method with one noised sum of clipped rows, from what its release asks. Without torch.
+
+They differ in the recipe of training and in what is asked. Sources: McMahan et al. 2018 (DP-FedAvg); Shi et al. 2023, Algorithm 1
+(DP-FedSAM, top-k); Hu et al. 2024 (Fed-SMP: a mask that all clients share, then clip and noise on its coordinates alone).
+"""
+
+from flower_dp.clients.reply.parts import GaussianShare, Mask, Noise, NotPrivate, RowClip, ServerNoise
+from flower_dp.clients.reply.pipeline import Pipeline, Train
+from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, TopK
+from flower_dp.core.noise import check_lattice
+from flower_dp.wire import Ask
+
+
+def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
+    """Return the pipeline of all clients of a round.
+
+    All clients of the round, and the server, round to the same lattice, so that their sum is exact, here and on the server. A
+    coordinate outside a mask is 0 and has no noise: the clip norm bounds the masked row.
+
+    Args:
+        ask: of a release whose noise is added by the server, or in shares by the clients.
+        train: makes the rows.
+        length: of a row.
+
+    Raises:
+        ValueError: if the ask is of a release that is private message by message, or its lattice is too coarse for the share of
+            the noise, or too fine for exact sums.
+    """
+    if ask.placement == "local":
+        raise ValueError("placement='local': this client has no terms of its own")
+    if ask.noise_std:
+        check_lattice(ask.step, scale=ask.noise_std, clip_norm=ask.promise.clip_norm)
+    mask = None if ask.mask is None else Mask(seed=ask.mask.seed, length=length, keep_ratio=ask.mask.keep_ratio)
+    return Pipeline(
+        train=train,
+        before_clip=mask,
+        clip=RowClip(clip_norm=ask.promise.clip_norm, step=ask.step),
+        noise=_noise(ask),
+        after_noise=None if ask.keep_ratio == 1 else TopK(keep_ratio=ask.keep_ratio),
+        encode=_encoder(ask, mask),
+    )
+
+
+def _noise(ask: Ask) -> Noise:
+    if ask.noise_std:
+        return GaussianShare(noise_std=ask.noise_std)
+    return ServerNoise() if ask.promise.noise_multiplier else NotPrivate()
+
+
+def _encoder(ask: Ask, mask: Mask | None) -> Encoder:
+    if mask is not None:
+        return RandK(mask=mask)
+    return QSGD(levels=ask.quantization_levels) if ask.quantization_levels else Lossless(keep_ratio=ask.keep_ratio)

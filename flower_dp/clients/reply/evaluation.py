@@ -1,0 +1,88 @@
+"""A client's part in private evaluation: metrics of the global model, as the row of a pipeline."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.training.losses import Loss, checked
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Records
+from flower_dp.core.metric_bounds import MetricBounds
+
+# A model in evaluation mode, and one client's records -> the metrics by name.
+Metrics = Callable[[nn.Module, Records], Mapping[str, float]]
+_BATCH = 512
+
+
+def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None = None) -> Metrics:
+    """Return a client's own metrics: `loss`, and `accuracy`.
+
+    Args:
+        loss: model outputs, targets -> the mean loss of a batch.
+        labels: model outputs [n, ...] -> the labels [n] that they speak for. None: the largest of logits [n, classes], and no
+            accuracy where targets are no classes [n].
+    """
+    mean_loss = checked(loss)
+
+    def metrics(module: nn.Module, records: Records) -> dict[str, float]:
+        total, right, count, classes = 0.0, 0, len(records), True
+        device = next(module.parameters()).device
+        for positions in torch.split(torch.arange(count), _BATCH):
+            inputs, targets = records.batch(positions, device)
+            outputs = module(inputs)
+            total += float(mean_loss(outputs, targets)) * len(positions)
+            if labels is not None:
+                right += int((labels(outputs) == targets).sum())
+                continue
+            classes = classes and targets.ndim == 1 and outputs.ndim == 2 and not targets.dtype.is_floating_point
+            right += int((outputs.argmax(1) == targets).sum()) if classes else 0
+        return {"loss": total / max(count, 1)} | ({"accuracy": right / max(count, 1)} if classes else {})
+
+    return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRows:
+    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client.
+
+    Attributes:
+        model: where the global model is evaluated.
+        metrics: what is computed.
+        bounds: the metrics that are asked for.
+    """
+
+    model: FlatModel
+    metrics: Metrics
+    bounds: MetricBounds
+
+    @torch.no_grad()
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or its error."""
+        for job in jobs:
+            self.model.reset_buffers()
+            self.model.vector.copy_(vector)
+            try:
+                yield self._row(job.records)
+            except Exception as error:
+                yield error
+            finally:
+                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+
+    def _row(self, records: Records) -> tuple[Tensor, Tensor]:
+        module = self.model.module
+        was = module.training
+        module.eval()
+        try:
+            values = self.metrics(module, records)
+        finally:
+            module.train(was)
+        row = self.bounds.counted({name: _number(value) for name, value in values.items()})
+        return torch.from_numpy(row).to(self.model.device), torch.zeros((), device=self.model.device)
+
+
+def _number(value: Any) -> float:
+    return float(value.item()) if isinstance(value, Tensor) else float(value)

@@ -1,0 +1,262 @@
+"""A client's reply as a pipeline with named slots: train, before the clip, clip, noise, after the noise, encode.
+
+The types of the parts determine which part may be in which slot, and a pipeline checks this when it is constructed. Nothing is
+between clip and noise; rounding to the lattice belongs to the clip. Selections by value are after the noise.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from array_api_compat import array_namespace
+
+from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
+from flower_dp.clients.reply.parts import (
+    Clip,
+    FullNoise,
+    GaussianShare,
+    Mask,
+    Noise,
+    NotPrivate,
+    RecordClip,
+    RowClip,
+    Secret,
+    ServerNoise,
+    StepNoise,
+)
+from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
+from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.compression import Payload
+from flower_dp.core.noise import Generator
+from flower_dp.core.vectors import Array
+from flower_dp.wire import FAILED
+
+if TYPE_CHECKING:  # it needs torch, and a device that trains in another framework has none
+    from flower_dp.clients.training.records import Records
+
+log = logging.getLogger("flwr")
+
+_NOISES = (NotPrivate, ServerNoise, GaussianShare, FullNoise, StepNoise)
+# A client's row [d] and its 0-d training loss, or its error; arrays of any library.
+Trained = tuple[Array, Array] | Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One client's part in a round.
+
+    Attributes:
+        name: the client.
+        records: its records.
+        seed: public; governs the order of the records, never a secret.
+        secret: gives the generator of noise and secret choices, made for this reply.
+        weight: public; the weight of the reply in the node's sum.
+        left: called with the row that is sent, for a value that a client keeps until the next round.
+    """
+
+    name: str
+    records: "Records"
+    seed: int
+    secret: Secret
+    weight: float = 1.0
+    left: Callable[[Array], None] | None = None
+
+
+class Train(Protocol):
+    """Local training of some clients.
+
+    If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
+    adds the noise of every step, it has an attribute `step_noise`, the same `StepNoise` object as the pipeline's.
+    """
+
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One client's reply: the row that is sent, and numbers that are not.
+
+    Attributes:
+        row: the row [k] that is sent, with its weight; float32 or float64.
+        loss: the mean training loss, a 0-d tensor; sent only if metrics are asked for.
+        num_bytes: the size of the row if the client sent it alone.
+        alone: the payload if the client is the only one in the node's sum, if it differs from the sum's payload.
+    """
+
+    row: Array
+    loss: Array
+    num_bytes: int
+    alone: Payload | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a client doesn't reply, in a text that the server may see."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The steps by which a client's reply is made.
+
+    Attributes:
+        train: makes a row [d] of a client's records.
+        before_clip: the coordinates that all clients keep, which do not depend on data; None for all. Clip, lattice and noise are
+            those of the kept coordinates alone.
+        clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
+        noise: the noise that this client adds to the clipped row, or in training to the clipped sum of every step.
+        after_noise: any function of the noised row, for example a selection of its largest entries.
+        encode: how the sum of a node's rows is sent; quantisation is here, and changes every row before the sum.
+
+    Raises:
+        ValueError: for a part in a slot where it is not allowed, naming the slot.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients.reply.parts import GaussianShare, RowClip
+        >>> from flower_dp.clients.reply.sending import Lossless, TopK
+        >>> from flower_dp.clients.reply.pipeline import Job, Pipeline
+        >>> class Constant:
+        ...     def rows(self, vector, jobs):
+        ...         return ((torch.full_like(vector, 9.0), torch.tensor(0.0)) for job in jobs)
+        >>> clip = RowClip(clip_norm=1.0, step=2.0**-14)
+        >>> share = GaussianShare(noise_std=0.5)
+        >>> pipeline = Pipeline(train=Constant(), clip=clip, noise=share, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
+        >>> job = Job(name="a", records=[], seed=0, secret=lambda: torch.Generator())
+        >>> (reply,) = pipeline.replies(torch.zeros(8), [job])
+        >>> int(reply.row.count_nonzero())
+        4
+        >>> Pipeline(train=Constant(), before_clip=TopK(keep_ratio=0.5), clip=clip, noise=share, encode=Lossless())
+        Traceback (most recent call last):
+            ...
+        ValueError: before_clip: TopK may not stand here; must be a Mask, which no data chose
+    """
+
+    train: Train
+    before_clip: Mask | None = None
+    clip: Clip
+    noise: Noise
+    after_noise: Selection | None = None
+    encode: Encoder
+
+    def __post_init__(self) -> None:
+        # Check exact types: a subclass could change what its parent does.
+        if type(self.before_clip) not in (type(None), Mask):
+            raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
+        if type(self.clip) not in (RowClip, RecordClip):
+            raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip or RecordClip")
+        if type(self.noise) not in _NOISES:
+            names = ", ".join(one.__name__ for one in _NOISES)
+            raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
+        if self.after_noise is not None and getattr(self.after_noise, "slot", None) != "after_noise":
+            raise ValueError(f"after_noise: {_kind(self.after_noise)} may not stand here; its slot must be 'after_noise'")
+        if getattr(self.encode, "slot", None) != "encode":
+            raise ValueError(f"encode: {_kind(self.encode)} may not stand here; its slot must be 'encode'")
+        if self.after_noise is not None and type(self.noise) is ServerNoise:
+            raise ValueError(f"after_noise: {_kind(self.after_noise)} would see rows without noise; the server adds it later")
+        if isinstance(self.clip, RecordClip) and getattr(self.train, "record_clip", None) != self.clip:
+            raise ValueError(f"clip: {_kind(self.train)} does not clip its records by {self.clip}")
+        if isinstance(self.clip, RecordClip) and self.before_clip is not None:
+            raise ValueError("before_clip: a mask can't stand here with RecordClip, which is applied in training")
+        if isinstance(self.noise, StepNoise) and getattr(self.train, "step_noise", None) is not self.noise:
+            raise ValueError(f"noise: {_kind(self.train)} does not add this {_kind(self.noise)} in every step")
+        if isinstance(self.noise, StepNoise) and not isinstance(self.clip, RecordClip):
+            raise ValueError(f"clip: {_kind(self.clip)} would clip what is noised already; StepNoise goes with RecordClip")
+        told = self.encode.mask if isinstance(self.encode, RandK) else None
+        if told != self.before_clip:
+            raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")
+        if type(self.noise) is ServerNoise and type(self.encode) not in (Lossless, RandK):
+            raise ValueError(f"encode: {_kind(self.encode)} would change rows without noise; must be Lossless or RandK")
+
+    def dimension(self, length: int) -> int:
+        """Return how many coordinates of a vector [length] are clipped, noised and added up."""
+        return length if self.before_clip is None else len(self.before_clip.indices)
+
+    def replies(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
+        """Yield every client's reply, or why there is none, in order.
+
+        Args:
+            vector: the global model [d], float32.
+            jobs: the clients.
+        """
+        for job, trained in zip(jobs, self.train.rows(vector, jobs), strict=True):
+            try:
+                answer = self._reply(trained, job)
+            except Exception as error:
+                answer = failure(job.name, error)
+            yield answer
+
+    def reply(self, vector: Array, job: Job) -> Reply:
+        """Return one client's reply; raise the errors that `replies` turns into refusals."""
+        (trained,) = self.train.rows(vector, [job])
+        answer = self._reply(trained, job)
+        if isinstance(answer, Refusal):
+            raise ValueError(answer.reason)
+        return answer
+
+    def payload(self, total: Array) -> Payload:
+        """Return the payload of the sum [dimension] of rows."""
+        return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))
+
+    def _reply(self, trained: Trained, job: Job) -> Reply | Refusal:
+        if isinstance(trained, Exception):
+            raise trained
+        row, loss = trained
+        length = row.shape[0]
+        if self.before_clip is not None:
+            row = self.before_clip.keep(row)
+        try:
+            clipped = self.clip(row)
+        except ValueError as error:
+            if str(error) != NOT_FINITE:
+                raise
+            return Refusal(reason=f"{FAILED}: {NOT_FINITE}")
+        secret = _Once(job.secret)
+        noised = self.noise.add(clipped, self.clip.step, secret)
+        leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
+        num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
+        if job.weight != 1:  # of a row with all its noise
+            xp = array_namespace(leaving)
+            leaving = job.weight * xp.astype(leaving, xp.float64)
+        if isinstance(self.encode, QSGD):
+            leaving, alone = self.encode.quantize(leaving, secret())
+            num_bytes = alone.num_bytes
+        if job.left is not None:
+            job.left(leaving)
+        return Reply(row=leaving, loss=loss, num_bytes=num_bytes, alone=alone)
+
+
+class _Once:
+    """One generator for a whole reply: numbers drawn after the noise never repeat it, not even with a fixed seed for tests."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._rng: Generator | None = None
+
+    def __call__(self) -> Generator:
+        if self._rng is None:
+            self._rng = self._secret()
+        return self._rng
+
+
+def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
+    """Log why a client fails; return what the server learns: the client's own refusal, or that something has failed.
+
+    Neither the text nor the class of another error leaves: data may have chosen both.
+
+    Args:
+        name: the client.
+        error: why it fails.
+        what: has failed, in fixed words.
+    """
+    log.warning("client %s: %s: %s", name, type(error).__name__, error)
+    if type(error) is Declined:
+        return Refusal(reason=error.reason)
+    return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")
+
+
+def _kind(part: object) -> str:
+    return type(part).__name__

@@ -1,0 +1,44 @@
+"""Local training with torch, as the `train` part of a pipeline: a row is an update."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalUpdates:
+    """Local training by an engine: a row is the trained model minus the global model.
+
+    Attributes:
+        training: the recipe.
+        model: where to train.
+        server_round: 1, 2, ...
+        engine: `one_by_one` or `batched`.
+    """
+
+    training: LocalTraining
+    model: FlatModel
+    server_round: int
+    engine: str
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's update and training loss, or its error, in order."""
+        losses: list[Tensor] = []
+        rows = local_updates(
+            vector,
+            [job.records for job in jobs],
+            self.training,
+            model=self.model,
+            server_round=self.server_round,
+            seeds=[job.seed for job in jobs],
+            losses=losses,
+            engine=self.engine,
+        )
+        for row in rows:
+            yield row if isinstance(row, Exception) else (row, losses[-1])

@@ -1,0 +1,1 @@
+"""Local training with torch: records, recipes, per-record gradients and engines."""

@@ -1,0 +1,65 @@
+"""Local training of many clients: global vector + their records + a recipe -> one update row per client.
+
+There are two engines. `one_by_one` trains client after client with autograd; it supports any model, and is the only engine for
+real clients. `batched` is for simulations and trains groups of clients at once. With either, one client's data change no bit of
+another client's row. Otherwise training could magnify such a change, and no clip would bound the effect of one client on the rows
+of others.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from flower_dp.clients.training.engines.batched import train_batched
+from flower_dp.clients.training.engines.one_by_one import Trained, train_one_by_one
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.records import Records
+from flower_dp.core import checks
+
+ENGINES = ("one_by_one", "batched")
+
+
+def local_updates(
+    vector: Tensor,
+    clients: Sequence[Records],
+    training: LocalTraining,
+    *,
+    model: FlatModel,
+    server_round: int,
+    seeds: Sequence[int],
+    losses: list[Tensor] | None = None,
+    engine: str = "one_by_one",
+) -> Iterator[Tensor | Exception]:
+    """Yield every client's update, trained model minus global model, one new row [d] each, in order.
+
+    If a client's training fails, its error is yielded instead of its row. It affects no other client's row.
+
+    Args:
+        vector: the global model [d], float32, on the model's device.
+        clients: each client's records.
+        training: the recipe.
+        model: where to train; its weights are overwritten, its buffers are restored afterwards.
+        server_round: 1, 2, ...
+        seeds: one seed a client, for the order of its records and for all else that is drawn.
+        losses: receives the mean training loss of every client that trained, before its row is yielded.
+        engine: "one_by_one", or "batched" in a simulation.
+
+    Raises:
+        ValueError: for an unknown engine, or if the numbers of seeds and clients differ.
+    """
+    checks.one_of("engine", engine, ENGINES)
+    if len(seeds) != len(clients):
+        raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
+    train = train_batched if engine == "batched" else train_one_by_one
+    return _rows(train(vector, clients, training, model=model, server_round=server_round, seeds=seeds), losses)
+
+
+def _rows(trained: Iterator[Trained], losses: list[Tensor] | None) -> Iterator[Tensor | Exception]:
+    for result in trained:
+        if isinstance(result, Exception):
+            yield result
+            continue
+        row, loss = result
+        if losses is not None:
+            losses.append(loss)
+        yield row

@@ -1,0 +1,190 @@
+"""Training of groups of clients at once, for simulations.
+
+No bit of a client's row depends on the other clients of its group, on its slot in the group, or on the number of clients. A group
+always has the same number of slots, and a step the same number of records. Before a model is trained in groups, made-up records
+are trained in all slots and next to different records, and must give the same bits everywhere.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
+from flower_dp.clients.training.engines.one_by_one import Trained, train_one
+from flower_dp.clients.training.engines.program import Program
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.records import Records, TensorRecords
+
+log = logging.getLogger("flwr")
+
+_MOST_SLOTS = 64
+# The number of weights in a group: as many as fit a CPU's caches, or this part of a GPU's memory, the rest of which activations
+# may use.
+_CACHED_FLOATS = 2**20
+_PART_OF_GPU = 64
+# The number of weights of the clients that are sorted by their number of steps at a time, and wait to be yielded.
+_WAITING_FLOATS = 2**20
+# The largest distance between the two engines' updates of made-up records, relative to the norm.
+_TOLERANCE = 1e-3
+
+
+class UnfitRecipeError(RuntimeError):
+    """A recipe that can't be trained in groups of clients."""
+
+
+def train_batched(
+    vector: Tensor,
+    clients: Sequence[Records],
+    training: LocalTraining,
+    *,
+    model: FlatModel,
+    server_round: int,
+    seeds: Sequence[int],
+) -> Iterator[Trained]:
+    """Yield the result of every client, in order.
+
+    A client is trained alone with `one_by_one` if its model can't be batched, or its records are not all of one shape. The reason
+    is logged, once for a model, a recipe and a kind of record. The choice depends on the model, the recipe and the shape of the
+    client's own records, never on their content or on other clients.
+    """
+    trainer = _Trainer(vector, training, model, server_round)
+    window = trainer.num_slots * max(1, _WAITING_FLOATS // max(1, model.layout.size * trainer.num_slots))
+    for start in range(0, len(clients), window):
+        yield from trainer.train(clients[start : start + window], seeds[start : start + window])
+
+
+def num_slots(num_parameters: int, device: torch.device) -> int:
+    """Return how many clients are in a group: a power of two, from the model's size and the device alone."""
+    floats = _CACHED_FLOATS
+    if device.type == "cuda":
+        floats = torch.cuda.get_device_properties(device).total_memory // 4 // _PART_OF_GPU
+    fitting = min(_MOST_SLOTS, max(2, floats // max(1, num_parameters)))
+    return int(2 ** (fitting.bit_length() - 1))
+
+
+class _Trainer:
+    """One round of one node's clients."""
+
+    def __init__(self, vector: Tensor, training: LocalTraining, model: FlatModel, server_round: int) -> None:
+        self._vector, self._training, self._model, self._round = vector, training, model, server_round
+        self._threads = torch.get_num_threads()
+        self.num_slots = num_slots(model.layout.size, model.device)
+
+    def train(self, clients: Sequence[Records], seeds: Sequence[int]) -> Iterator[Trained]:
+        """Train these clients, in groups with similar numbers of steps; yield the result of each, in order."""
+        waiting: dict[int, Trained] = {}
+        turn = 0
+        order = sorted(range(len(clients)), key=lambda index: self._num_steps(clients[index]))
+        for start in range(0, len(order), self.num_slots):
+            for index, trained in self._train_group(order[start : start + self.num_slots], clients, seeds):
+                waiting[index] = trained
+                while turn in waiting:
+                    yield waiting.pop(turn)
+                    turn += 1
+
+    def _train_group(
+        self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
+    ) -> Iterator[tuple[int, Trained]]:
+        """Yield the results of the clients with these indices, each with its index."""
+        kinds: dict[Kind, dict[int, Feed]] = {}
+        for index in group:
+            try:
+                feed = Feed(clients[index], self._training, self._vector.device, seeds[index])
+            except Exception as error:
+                yield index, error
+            else:
+                kinds.setdefault(feed.kind, {})[index] = feed
+        for kind, feeds in kinds.items():
+            program, places, left = self._program(kind), list(feeds), set(feeds)
+            if program is None:
+                yield from ((index, self._alone(clients[index], seeds[index])) for index in places)
+                continue
+            try:
+                for slot, trained in program.train(list(feeds.values()), self._vector, self._training.step_size(self._round)):
+                    index = places[slot]
+                    left.remove(index)
+                    yield index, self._alone(clients[index], seeds[index]) if isinstance(trained, MixedRecordsError) else trained
+            except Exception as error:
+                # One client's records make a step fail. To find out which, train each client in a group alone.
+                for index in sorted(left):
+                    yield from [(index, error)] if len(feeds) == 1 else self._train_group([index], clients, seeds)
+
+    def _num_steps(self, records: Records) -> int:
+        """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
+        try:
+            return self._training.num_steps(len(records))
+        except Exception:
+            return 0
+
+    def _alone(self, records: Records, seed: int) -> Trained:
+        return train_one(self._vector, records, self._training, model=self._model, server_round=self._round, seed=seed)
+
+    def _program(self, kind: Kind) -> Program | None:
+        """Return the program for a kind of record, or None if clients are trained one by one."""
+        key = (self._training, kind, self._threads)
+        if key not in self._model.programs:
+            try:
+                self._model.programs[key] = self._proven(kind)
+            except Exception as error:
+                log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
+                self._model.programs[key] = None
+        program: Program | None = self._model.programs[key]
+        return program
+
+    def _proven(self, kind: Kind) -> Program:
+        """Return a program that trains made-up records as `one_by_one` does, with the same bits in every slot.
+
+        Raises:
+            Exception: if there is no such program.
+        """
+        if self._training.optimizer != "sgd":
+            raise UnfitRecipeError(f"optimizer={self._training.optimizer!r}")
+        # Matrix products slot by slot only where they need it.
+        for sliced in (False, True):
+            program = Program(self._model, self._training, kind, self.num_slots, sliced=sliced)
+            own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
+            layouts = [[own] * self.num_slots, [own, other] * (self.num_slots // 2), [other, own] * (self.num_slots // 2)]
+            trained = [self._tried(program, layout) for layout in layouts]
+            pairs = [pair for layout, rows in zip(layouts, trained, strict=True) for pair in zip(layout, rows, strict=True)]
+            rows = [row for records, row in pairs if records is own]
+            if all(torch.equal(row.view(torch.int32), rows[0].view(torch.int32)) for row in rows):
+                break
+        else:
+            raise RuntimeError("a client's bits depend on its slot in the group")
+        expected = train_one(self._vector, own, self._brief(), model=self._model, server_round=self._round, seed=0)
+        if isinstance(expected, Exception):
+            raise expected
+        if not (rows[0] - expected[0]).norm() <= _TOLERANCE * expected[0].norm():
+            raise RuntimeError("a client's update in a group differs from its update alone; is the loss a mean over records?")
+        return program
+
+    def _brief(self) -> LocalTraining:
+        return replace(self._training, num_local_epochs=1, num_local_steps=None)
+
+    def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:
+        feeds = [Feed(records, self._brief(), self._vector.device, seed=0) for records in clients]
+        rows: dict[int, Tensor] = {}
+        for slot, trained in program.train(feeds, self._vector, self._training.step_size(self._round)):
+            if isinstance(trained, Exception):
+                raise trained
+            rows[slot] = trained[0]
+        return [rows[slot] for slot in range(len(feeds))]
+
+
+def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> TensorRecords:
+    """Return records of a kind that fill a batch and half of another."""
+    rng = torch.Generator().manual_seed(seed)
+    num_records = batch_size + -(-batch_size // 2)
+
+    def made_up(shape: tuple[int, ...], type_: torch.dtype) -> Tensor:
+        if type_.is_floating_point:
+            return torch.rand(num_records, *shape, generator=rng).to(device, type_)
+        return torch.zeros(num_records, *shape, dtype=type_, device=device)
+
+    if kind.input_type is None:
+        raise UnfitRecipeError("a record has several input tensors")
+    inputs, targets = made_up(kind.input_shape, kind.input_type), made_up(kind.target_shape, kind.target_type)
+    return TensorRecords(inputs=inputs, targets=targets)

@@ -1,0 +1,89 @@
+"""A client's records, one batch per step."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.recipe import LocalTraining
+from flower_dp.clients.training.records import Inputs, Records, num_rows
+
+# Inputs and targets of a step, [records, ...] each.
+Batch = tuple[Any, Tensor]
+
+
+class Kind(NamedTuple):
+    """Shape and type of one record; without a type if its inputs are several tensors."""
+
+    input_shape: tuple[int, ...]
+    input_type: torch.dtype | None
+    target_shape: tuple[int, ...]
+    target_type: torch.dtype
+
+    @classmethod
+    def of(cls, inputs: Inputs, targets: Tensor) -> "Kind":
+        """Return the kind of the records in a batch.
+
+        Raises:
+            ValueError: if there are none, or not as many targets as inputs.
+        """
+        if not 0 < num_rows(inputs) == targets.shape[0]:
+            raise ValueError(f"records: a batch of {num_rows(inputs)} inputs and {len(targets)} targets")
+        if not isinstance(inputs, Tensor):
+            return cls((), None, targets.shape[1:], targets.dtype)
+        return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
+
+
+class MixedRecordsError(ValueError):
+    """A client's records are not all of one kind."""
+
+
+class Feed:
+    """The batches of one client for one round, read from its data set as they are needed.
+
+    Order and number of records are those of `LocalTraining.train` with a generator of the same seed, and so is what the data set
+    draws from torch's own generators.
+
+    Args:
+        records: the client's.
+        training: the recipe.
+        device: a tensor's device.
+        seed: the client's, for this round.
+
+    Attributes:
+        kind: the kind of all its records, that of the first ones.
+
+    Raises:
+        Exception: any error that the data set raises for the first records.
+    """
+
+    def __init__(self, records: Records, training: LocalTraining, device: torch.device, seed: int) -> None:
+        self._records, self._device, self._batch_size = records, device, training.batch_size
+        self._draws = OwnDraws(device, draws_seed(seed))
+        self._positions = training.positions(len(records), torch.Generator().manual_seed(seed))
+        first = self._read(next(self._positions))
+        self.kind = Kind.of(*first)
+        self._batches = self._all(first)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the batches; there is one pass."""
+        return self._batches
+
+    def _all(self, first: Batch) -> Iterator[Batch]:
+        yield from self._split(first)
+        for positions in self._positions:
+            part = self._read(positions)
+            if Kind.of(*part) != self.kind:
+                raise MixedRecordsError("records: not all of one shape and type")
+            yield from self._split(part)
+
+    def _read(self, positions: Tensor) -> Batch:
+        with self._draws:
+            return self._records.batch(positions, self._device)
+
+    def _split(self, part: Batch) -> Iterator[Batch]:
+        inputs, targets = part
+        for start in range(0, targets.shape[0], self._batch_size):  # cheaper than torch.split
+            yield inputs[start : start + self._batch_size], targets[start : start + self._batch_size]

@@ -1,0 +1,41 @@
+"""Training of one client after another, by autograd, for any model."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.records import Records
+
+# A client's update [d] and mean training loss, or its error.
+Trained = tuple[Tensor, Tensor] | Exception
+
+
+def train_one_by_one(
+    vector: Tensor,
+    clients: Sequence[Records],
+    training: LocalTraining,
+    *,
+    model: FlatModel,
+    server_round: int,
+    seeds: Sequence[int],
+) -> Iterator[Trained]:
+    """Yield the result of every client, in order."""
+    for records, seed in zip(clients, seeds, strict=True):
+        yield train_one(vector, records, training, model=model, server_round=server_round, seed=seed)
+
+
+def train_one(
+    vector: Tensor, records: Records, training: LocalTraining, *, model: FlatModel, server_round: int, seed: int
+) -> Trained:
+    """Train one client from the global model."""
+    model.vector.copy_(vector)
+    model.reset_buffers()
+    try:
+        loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
+        return model.vector - vector, loss
+    except Exception as error:
+        return error
+    finally:
+        model.reset_buffers()  # a later evaluation of the model must not depend on what training left there

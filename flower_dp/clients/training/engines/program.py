@@ -1,0 +1,311 @@
+"""Local training of a group of clients at once, for a fixed number of clients and of records in a step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flower_dp.clients.training.engines.feed import Batch, Kind
+from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.losses import checked, class_losses, cross_entropy, known_classes
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+
+# A tensor, or two matrices [slots, ...] whose product it is.
+Gradient = Tensor | tuple[Tensor, Tensor]
+
+_FLOAT32 = torch.finfo(torch.float32)
+# For these operations torch.func joins the tables of several clients, so an index beyond one client's table reads the next
+# client's.
+_aten = torch.ops.aten
+_UNCHECKED = (_aten.embedding, _aten.embedding_dense_backward, _aten.index_fill, _aten.index_fill_)
+# 64 bytes, the alignment of a tensor's memory on a CPU.
+_ALIGNED_FLOATS = 16
+
+
+class Program:
+    """The steps of a group of clients, each with its own weights in a slot of its own.
+
+    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes: slots without a client, and
+    those whose client has finished, compute with other records, and their results are not used.
+
+    Args:
+        model: the architecture; its frozen parameters and buffers are the same for all clients.
+        training: the recipe.
+        kind: the kind of record.
+        num_slots: clients in a group.
+        sliced: compute matrix products slot by slot, each in memory with the same alignment. A product's last bits can depend on
+            the address at which its memory begins.
+
+    Raises:
+        Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers, changes a buffer or
+            has an embedding.
+    """
+
+    def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
+        self._training, self._num_slots = training, num_slots
+        self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
+        self._layout, self._vectors = model.layout, _vectors(model, num_slots)
+        self._vectors.copy_(model.vector)
+        self._weights = self._parts(self._vectors)
+        self._velocity = self._parts(_vectors(model, num_slots)) if training.momentum else []
+        self._uphill = self._parts(_vectors(model, num_slots)) if training.sam_radius else []
+        batch = (num_slots, training.batch_size)
+        self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
+        self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
+        self._num_classes: int | None = None
+        # The sizes of the last step's batches, and what follows from them.
+        self._sizes: list[int] = []
+        self._rows: Tensor | None = None
+        self._present = torch.zeros(batch, dtype=torch.bool)
+        self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
+        self._traced = self._trace(model)
+        if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in self._traced.graph.nodes):
+            raise RuntimeError("the model looks numbers up (an embedding), which torch.func does across clients")
+        _drop_idle_views(self._traced)
+        if sliced:
+            _slice_products(self._traced)
+        else:
+            _factor_gradients(self._traced, len(self._weights))
+
+    def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
+        """Return the program: inputs, targets, shares of the loss, weights -> losses [slots], gradients."""
+        constants, loss = _constants(model), self._training.loss
+        names = (*model.layout.names, *constants)
+
+        def one(tensors: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+            given = dict(zip(names, (*tensors, *constants.values()), strict=True))
+            used = dict(given)
+            outputs = functional_call(model.module, used, (inputs,))
+            if any(used[name] is not given[name] for name in given):
+                raise RuntimeError("the model changes its buffers")
+            if self._by_class:
+                self._num_classes = outputs.shape[1]
+                return (class_losses(outputs, targets) * shares).sum()
+            each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
+            return (each * shares).sum()
+
+        def gradients(inputs: Tensor, targets: Tensor, shares: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+            found, losses = vmap(grad_and_value(one))(weights, inputs, targets, shares)
+            return losses, list(found)
+
+        with torch.no_grad(), _deterministic(model.device):
+            return make_fx(gradients)(self._inputs, self._targets, self._shares, *self._weights)
+
+    def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
+        """Yield the result of every feed's client, with its index, as soon as it has finished.
+
+        They start from the global model [d]. A client whose feed fails does not affect the others.
+
+        Raises:
+            Exception: if a step fails, for any client.
+        """
+        self._vectors.copy_(vector)
+        start = [part[0] for part in self._parts(vector[None])] if self._training.proximal else []
+        for velocity in self._velocity:
+            velocity.zero_()
+        losses: list[Tensor] = []
+        batches: dict[int, Batch] = {}
+        training = {slot: iter(feed) for slot, feed in enumerate(feeds)}
+        while training:
+            finished = []
+            for slot, feed in list(training.items()):
+                try:
+                    batches[slot] = next(feed)
+                except StopIteration:
+                    finished.append(slot)
+                except Exception as error:
+                    del training[slot]
+                    yield slot, error
+            means = torch.stack(losses).mean(0).unbind() if finished else ()
+            for slot in finished:
+                del training[slot]
+                # A row in its own memory, so that later operations on it also give the same bits.
+                yield slot, (self._vectors[slot] - vector, means[slot])
+            if training:
+                self._stage(batches)
+                losses.append(self._step(start, step_size))
+
+    @torch.no_grad()
+    def _step(self, start: list[Tensor], step_size: float) -> Tensor:
+        """Take one step in every slot; return the losses before it."""
+        recipe = self._training
+        with _deterministic(self._inputs.device):
+            losses, gradients = self._gradients(self._weights)
+            if recipe.sam_radius:
+                gradients = self._sam_gradients(gradients)
+            if recipe.weight_decay or recipe.proximal:
+                recipe.descend(self._weights, _multiplied(gradients), self._velocity, start, step_size)
+            else:
+                self._descend(gradients, step_size)
+        return losses
+
+    def _descend(self, gradients: list[Gradient], step_size: float) -> None:
+        """Take one step as `LocalTraining.descend` does; a product of two factors is added in place in one pass over memory."""
+        kept, scale = (self._training.momentum, 1.0) if self._velocity else (1.0, -step_size)
+        for moved, gradient in zip(self._velocity or self._weights, gradients, strict=True):
+            if isinstance(gradient, Tensor):
+                (moved.mul_(kept) if self._velocity else moved).add_(gradient, alpha=scale)
+            else:
+                moved.baddbmm_(*gradient, beta=kept, alpha=scale)
+        if self._velocity:
+            torch._foreach_add_(self._weights, self._velocity, alpha=-step_size)
+
+    def _stage(self, batches: dict[int, Batch]) -> None:
+        """Stack the batches, each filled up with its own last record; slots without a batch get any batch."""
+        some = next(iter(batches.values()))
+        inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
+        sizes = [batch.shape[0] for batch in targets]
+        if sizes != self._sizes:
+            self._sizes, self._rows, self._present = sizes, *self._places(torch.tensor(sizes)[:, None])
+        for staged, parts in ((self._inputs.flatten(0, 1), inputs), (self._targets.flatten(0, 1), targets)):
+            if self._rows is None:
+                torch.cat(parts, out=staged)
+            else:
+                torch.index_select(torch.cat(parts), 0, self._rows, out=staged)
+        present = self._present
+        if self._num_classes is None:
+            torch.div(present, present.sum(1, keepdim=True), out=self._shares)
+            return
+        present = present.view(*present.shape, *[1] * (self._targets.ndim - 2))
+        known = present & known_classes(self._targets, self._num_classes)
+        self._targets.masked_fill_(~known, 0)
+        # Without any class all shares are zero.
+        torch.div(known, known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.ndim - 1)), out=self._shares)
+
+    def _places(self, sizes: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return which rows of the joined batches of these sizes [slots, 1] are staged, and which places hold a record.
+
+        All rows (None) are staged in order if every batch is full.
+        """
+        place = torch.arange(self._training.batch_size)
+        rows = torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes
+        present = place < sizes
+        return None if present.all() else rows.flatten().to(self._inputs.device), present.to(self._inputs.device)
+
+    def _parts(self, vectors: Tensor) -> list[Tensor]:
+        """Return the parts of vectors [slots, d] in the shapes of the weights [slots, ...]."""
+        parts = torch.split(vectors, list(self._layout.sizes), dim=1)
+        return [part.view(len(vectors), *shape) for part, shape in zip(parts, self._layout.shapes, strict=True)]
+
+    def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Gradient]]:
+        """Return the losses [slots], and gradients in the shapes of the weights."""
+        losses, gradients = self._traced(self._inputs, self._targets, self._shares, *weights)
+        return losses, gradients
+
+    def _sam_gradients(self, gradients: list[Gradient]) -> list[Gradient]:
+        """Return the gradients at w + sam_radius g / ||g||, slot by slot; at w where the gradient g is zero."""
+        norm = torch.linalg.vector_norm(torch.stack([_norms(gradient) for gradient in gradients]), dim=0)
+        flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
+        scale = (self._training.sam_radius / norm).where(~flat, 0.0)
+        for uphill, weight, gradient in zip(self._uphill, self._weights, gradients, strict=True):
+            if isinstance(gradient, Tensor):
+                torch.mul(gradient, scale.view(-1, *[1] * (weight.ndim - 1)), out=uphill).add_(weight)
+            else:
+                torch.baddbmm(weight, scale[:, None, None] * gradient[0], gradient[1], out=uphill)
+        return self._gradients(self._uphill)[1]
+
+
+def _constants(model: FlatModel) -> dict[str, Tensor]:
+    """Return copies of the frozen parameters and the buffers, by name."""
+    model.reset_buffers()
+    frozen = {name: value for name, value in model.module.named_parameters() if not value.requires_grad}
+    return {name: value.detach().clone() for name, value in (frozen | dict(model.module.named_buffers())).items()}
+
+
+def _vectors(model: FlatModel, num_slots: int) -> Tensor:
+    """Return memory for vectors [slots, d], each aligned like a separate tensor."""
+    padded = -(-model.layout.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+    return torch.zeros(num_slots, padded, device=model.device)[:, : model.layout.size]
+
+
+def _norms(gradient: Gradient) -> Tensor:
+    """Return the norm of every slot's gradient [slots]; of a product A B, by ||A B||^2 = sum of A^T A * B B^T, without it."""
+    if isinstance(gradient, Tensor):
+        norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1)
+        return norms
+    one, other = gradient
+    return (torch.bmm(one.mT, one) * torch.bmm(other, other.mT)).flatten(1).sum(1).clamp(min=0).sqrt()
+
+
+def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
+    return [gradient if isinstance(gradient, Tensor) else torch.bmm(*gradient) for gradient in gradients]
+
+
+def _deterministic(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a GPU's convolutions give the same bits every time."""
+    return torch.backends.cudnn.flags(deterministic=True) if device.type == "cuda" else nullcontext()
+
+
+def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
+    """Replace views by the tensors that they view if the layouts are equal: vmap makes many of them, which take time."""
+    for node in traced.graph.nodes:
+        source = node
+        while (source := _viewed(source)) is not None:
+            if _layout(source) == _layout(node):
+                node.replace_all_uses_with(source)
+                break
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
+    """Return the two factors of every gradient that is a product, unless a factor shares memory with a weight."""
+    *_, output = traced.graph.nodes
+    weights = set([node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:])
+
+    def gradient(node: Any) -> Any:
+        product = node.target is _aten.bmm.default and not {_owner(factor) for factor in node.args} & weights
+        return node.args if product else node
+
+    losses, gradients = output.args[0]
+    output.args = ((losses, [gradient(node) for node in gradients]),)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _owner(node: Any) -> Any:
+    """Return the node whose tensor owns the memory of a node's tensor."""
+    while (viewed := _viewed(node)) is not None:
+        node = viewed
+    return node
+
+
+def _viewed(node: Any) -> Any:
+    """Return the node of which a node is a view, None if it has memory of its own."""
+    returned = getattr(getattr(node.target, "_schema", None), "returns", None)
+    shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+    return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
+
+
+def _layout(node: Any) -> tuple[object, ...]:
+    meta = node.meta["tensor_meta"]
+    return meta.shape, meta.stride, meta.dtype
+
+
+def _slice_products(traced: torch.fx.GraphModule) -> None:
+    """Replace every batched matrix product."""
+    for node in traced.graph.nodes:
+        if node.target is torch.ops.aten.bmm.default:
+            node.target = _sliced_product
+    traced.recompile()
+
+
+def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:
+    """Return ones @ others of matrices [slots, m, k] and [slots, k, n], slot by slot."""
+    ones, others = _aligned(ones), _aligned(others)
+    result = _aligned(ones.new_empty(len(ones), ones.shape[1], others.shape[2]))
+    for product, one, other in zip(result.unbind(), ones.unbind(), others.unbind(), strict=True):
+        torch.mm(one, other, out=product)
+    return result.contiguous()
+
+
+def _aligned(matrices: Tensor) -> Tensor:
+    """Return matrices [slots, rows, columns] in memory where every slot is aligned like a separate tensor."""
+    size = matrices[0].numel()
+    padded = -(-size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+    room = matrices.new_empty(len(matrices), padded)[:, :size].view(matrices.shape)
+    return room.copy_(matrices)

@@ -1,0 +1,189 @@
+"""Per-record gradients: one row per record, from the faster of two engines that supports the model.
+
+`torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
+forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
+on a processor, and serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the
+figures.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
+from flower_dp.clients.training.losses import record_cross_entropy
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Inputs, each, outputs_of, split
+from flower_dp.core import checks
+from flower_dp.core.root_logger import untouched_root_logger
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+# Layers without parameters and random draws that work record by record; options that mix records are checked below.
+_APART = frozenset(
+    {
+        nn.Sequential,
+        nn.Flatten,
+        nn.Unflatten,
+        nn.Identity,
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Sigmoid,
+        nn.Tanh,
+        nn.Softplus,
+        nn.MaxPool1d,
+        nn.MaxPool2d,
+        nn.AvgPool1d,
+        nn.AvgPool2d,
+        nn.AdaptiveAvgPool1d,
+        nn.AdaptiveAvgPool2d,
+    }
+)
+# Layers whose per-record gradients by expanded weights are right; those of an Embedding with some options are not, see below, and
+# Conv3d fails with dilation.
+_EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding})
+# What expanded weights are faster for. For linear layers alone both engines take the same time, and opacus takes time to import.
+_FASTER = (nn.Conv1d, nn.Conv2d)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def record_gradients(
+    model: FlatModel, inputs: Inputs, targets: Tensor, *, loss: Loss, chunk: int | None = None, engine: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights.
+
+    Random numbers in the model are the same for all records. Under cross-entropy a record of an unknown class has gradient zero
+    and a loss of NaN: torch's own cross-entropy would make a GPU unusable for the process.
+
+    Args:
+        model: at its weights; trainable arrays stand in a row in the order of its layout.
+        inputs: one row a record, n of them; a tensor, or tensors by the names of the model's arguments.
+        targets: one row a record.
+        loss: model outputs, targets -> loss, for batches of one record.
+        chunk: the number of records computed together; a last chunk with fewer is filled up with copies of its first record. A
+            row's bits then don't depend on how many records there are, nor on what the others hold. None: all n together.
+        engine: one of `ENGINES`; None: what `engine_of` says.
+
+    Raises:
+        ValueError: for an unknown engine, or a chunk below 1.
+    """
+    name = engine_of(model) if engine is None else engine
+    gradients = ENGINES[checks.one_of("engine", name, tuple(ENGINES))]
+    checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
+    size = len(targets) if chunk is None else checks.integer("chunk", chunk, at_least=1)
+    rows, losses = [], []
+    for x, y in zip(split(inputs, size), torch.split(targets, size), strict=True):
+        count = len(y)
+        made, values = gradients(model, each(x, lambda tensor: _filled(tensor, size)), _filled(y, size), checked)
+        rows.append(torch.cat([made[array].flatten(start_dim=1) for array in model.layout.names], dim=1)[:count].detach())
+        losses.append(values[:count].detach())
+    return (rows[0], losses[0]) if len(rows) == 1 else (torch.cat(rows), torch.cat(losses))
+
+
+def engine_of(model: FlatModel) -> str:
+    """Return the engine for a model: by its layers and its device, never by data."""
+    faster = model.device.type == "cpu" and any(isinstance(layer, _FASTER) for layer in model.module.modules())
+    return "expanded-weights" if faster and opacus_is_there() and keeps_records_apart(model.module) else "torch.func"
+
+
+@cache
+def opacus_is_there() -> bool:
+    """Whether opacus is installed, which is in the extra `torch`."""
+    return find_spec("opacus") is not None
+
+
+def keeps_records_apart(module: nn.Module) -> bool:
+    """Whether a model is a plain stack of layers that keep the records of a batch apart and that expanded weights differentiate.
+
+    Layers count by their exact type and options: a subclass, a hook or a forward of its own may mix records. Dropout does not
+    count: it would draw by a record's place in the batch.
+    """
+    layers = [layer for _, layer in module.named_modules(remove_duplicate=False)]
+    # A layer that is used twice is left with wrong parameters.
+    return len({id(layer) for layer in layers}) == len(layers) and all(map(_keeps_apart, layers))
+
+
+def _keeps_apart(layer: nn.Module) -> bool:
+    if "forward" in vars(layer) or any(getattr(layer, hooks) for hooks in _HOOKS):
+        return False
+    if isinstance(layer, nn.Flatten):
+        apart = layer.start_dim >= 1
+    elif isinstance(layer, nn.Unflatten):
+        apart = isinstance(layer.dim, int) and layer.dim >= 1
+    elif isinstance(layer, nn.Embedding):
+        apart = layer.padding_idx is None and layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    else:
+        apart = True
+    return apart and type(layer) in _APART | _EXPANDED
+
+
+def _filled(batch: Tensor, size: int) -> Tensor:
+    if len(batch) in (0, size):
+        return batch
+    return torch.cat([batch, batch[:1].expand(size - len(batch), *batch.shape[1:])])
+
+
+def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
+    """Differentiate the model for one record, vectorised over records (`torch.func`)."""
+    weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
+    places = _places(model)
+
+    def one(weights: dict[str, Tensor], inputs: Inputs, target: Tensor) -> Tensor:
+        placed = {place: weights[name] for place, name in places.items()}
+        batch = each(inputs, lambda tensor: tensor.unsqueeze(0))
+        words = {} if isinstance(batch, Tensor) else dict(batch)
+        outputs = torch.func.functional_call(model.module, placed, () if words else (batch,), words, tie_weights=False)
+        return loss(outputs, target.unsqueeze(0))
+
+    vectorised = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
+    gradients, values = vectorised(weights, inputs, targets)
+    return gradients, values
+
+
+def _places(model: FlatModel) -> dict[str, str]:
+    """Return where trainable arrays stand in the model, once for every layer, and the name of each in the layout.
+
+    `functional_call` by itself leaves a layer that is used twice with the arrays of the call.
+    """
+    names = {id(parameter): name for name, parameter in zip(model.layout.names, model.parameters, strict=True)}
+    return {
+        f"{prefix}.{name}" if prefix else name: names[id(parameter)]
+        for prefix, layer in model.module.named_modules()
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        if id(parameter) in names
+    }
+
+
+def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
+    """Run the batch through the model once; every layer's backward pass keeps the records apart (opacus)."""
+    with untouched_root_logger():
+        from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
+
+    wrapped = GradSampleModuleExpandedWeights(model.module, loss_reduction="sum")
+    try:
+        with torch.enable_grad():
+            outputs: Any = outputs_of(wrapped, inputs)
+            ends = outputs.detach().requires_grad_()
+            values = torch.func.vmap(loss, randomness="same")(ends.unsqueeze(1), targets.unsqueeze(1))
+        outputs.backward(*torch.autograd.grad(values.sum(), ends))
+        gradients = {
+            name: parameter.new_zeros(len(targets), *parameter.shape) if made is None else made
+            for name, parameter in zip(model.layout.names, model.parameters, strict=True)
+            for made in [vars(parameter).get("grad_sample")]
+        }
+    finally:
+        wrapped.to_standard_module()  # takes the per-record gradients off the parameters
+    return gradients, values
+
+
+ENGINES: dict[str, Callable[[FlatModel, Inputs, Tensor, Loss], tuple[dict[str, Tensor], Tensor]]] = {
+    "torch.func": _by_vmap,
+    "expanded-weights": _by_expanded_weights,
+}

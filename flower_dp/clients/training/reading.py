@@ -1,0 +1,198 @@
+"""Records apart: a client's records, read one by one and computed in fixed places, so that no record changes another one.
+
+Whether a record counts follows from that record alone: from whether it can be read, and whether the model and the loss accept its
+shapes and types. What the others are decides nothing, neither the first of them nor most of them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flower_dp.clients.training.draws import OwnDraws, record_seed
+from flower_dp.clients.training.records import Inputs, Records, TensorRecords, canonical, each, num_rows, stacked
+
+Made = TypeVar("Made")
+Transform = Callable[[Any], Inputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Some records of one kind, and where they stand in their part of a larger batch.
+
+    Attributes:
+        places: [k], increasing.
+        inputs: [k, ...], before the transform.
+        targets: [k, ...].
+    """
+
+    places: Tensor
+    inputs: Inputs
+    targets: Tensor
+
+    def filled(self, size: int) -> tuple[Inputs, Tensor]:
+        """Return `size` records: every record at its place, and copies of the first one everywhere else."""
+        if len(self.places) == size:
+            return self.inputs, self.targets
+        order = torch.zeros(size, dtype=torch.int64)
+        order[self.places] = torch.arange(len(self.places))
+        order = order.to(self.targets.device)
+        return each(self.inputs, lambda tensor: tensor.index_select(0, order)), self.targets.index_select(0, order)
+
+    def halves(self) -> Iterator["Batch"]:
+        """Yield the first half of the records, and the second."""
+        middle = len(self.places) // 2
+        for part in (slice(None, middle), slice(middle, None)):
+            yield Batch(places=self.places[part], inputs=each(self.inputs, itemgetter(part)), targets=self.targets[part])
+
+
+def apart(
+    records: Records,
+    positions: Tensor,
+    compute: Callable[[Inputs, Tensor], Made],
+    *,
+    size: int,
+    device: torch.device,
+    seed: int,
+    problems: set[str],
+) -> Iterator[tuple[int, Tensor, Made]]:
+    """Yield what is computed of all records that can be read and computed, part by part of `size` records.
+
+    `compute` receives `size` records, each in its fixed place, with the types of `canonical`. It is called again where it raises,
+    for fewer and fewer of the records with copies of them in the other places: a row of its result must depend on the record in
+    that place alone, and then it has the same bits whatever the other records are and whether they can be computed.
+
+    Args:
+        records: the client's.
+        positions: of the batch [n].
+        compute: inputs [size, ...], targets [size, ...] -> what is made of them.
+        size: of a part.
+        device: where to compute.
+        seed: secret; the draws of reading a record follow from it and from the record's position alone.
+        problems: receives the kinds of errors.
+
+    Yields:
+        The part's first index in `positions`, the places [k] in the part for which the result counts, and the result.
+    """
+    draws = OwnDraws.of_data_sets(device)
+    own = records.transform if type(records) is TensorRecords else None
+    transform = None if own is None else _transform(own, records, device)  # type: ignore[arg-type]
+    for number, part in enumerate(torch.split(positions, size)):
+
+        def run(inputs: Inputs, targets: Tensor, number: int = number) -> Made:
+            if transform is not None:
+                with draws:
+                    inputs = transform(inputs, lambda place: draws.restart(record_seed(seed, number * size + place)))
+            return compute(each(inputs, canonical), canonical(targets))
+
+        for batch in _read(records, part, device, draws, seed, problems):
+            for places, made in _computed(batch, run, size, problems):
+                yield number * size, places, made
+
+
+def _computed(
+    batch: Batch, compute: Callable[[Inputs, Tensor], Made], size: int, problems: set[str]
+) -> Iterator[tuple[Tensor, Made]]:
+    try:
+        made = compute(*batch.filled(size))
+    except Exception as error:
+        if len(batch.places) == 1:
+            problems.add(type(error).__name__)
+            return
+        for half in batch.halves():
+            yield from _computed(half, compute, size, problems)
+        return
+    yield batch.places, made
+
+
+def _read(
+    records: Records, positions: Tensor, device: torch.device, draws: OwnDraws, seed: int, problems: set[str]
+) -> Iterator[Batch]:
+    """Yield the records that can be read, those of one kind together."""
+    if type(records) is TensorRecords:  # a subclass may do anything
+        yield from _rows(records, positions, torch.arange(len(positions)), device, problems)
+        return
+    kinds: dict[object, list[tuple[int, Inputs, Tensor]]] = {}
+    with draws:
+        for place, position in enumerate(positions.tolist()):
+            draws.restart(record_seed(seed, position))
+            try:
+                inputs, targets = _one(records, position, device)
+                kinds.setdefault(_kind(inputs, targets), []).append((place, inputs, targets))
+            except Exception as error:
+                problems.add(type(error).__name__)
+    for found in kinds.values():
+        places, targets = torch.tensor([place for place, _, _ in found]), torch.cat([target for _, _, target in found])
+        yield Batch(places=places, inputs=stacked([inputs for _, inputs, _ in found]), targets=targets)
+
+
+def _rows(records: TensorRecords, positions: Tensor, places: Tensor, device: torch.device, problems: set[str]) -> Iterator[Batch]:
+    """Yield rows of tensors, which can't mix; without those whose index is no row."""
+    if not len(positions):
+        return
+    try:
+        inputs, targets = records.rows(positions, device)
+    except Exception as error:
+        if len(positions) == 1:
+            problems.add(type(error).__name__)
+            return
+        middle = len(positions) // 2
+        for part in (slice(None, middle), slice(middle, None)):
+            yield from _rows(records, positions[part], places[part], device, problems)
+        return
+    yield Batch(places=places, inputs=inputs, targets=targets)
+
+
+def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs, Tensor]:
+    """Return inputs and target [1, ...] of one record."""
+    inputs, targets = records.batch(torch.tensor([position]), device)
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+    if not all(isinstance(tensor, Tensor) for tensor in (*tensors, targets)):
+        raise ValueError("records: inputs and targets must be tensors")
+    inputs, targets = each(inputs, canonical), canonical(targets)
+    if not num_rows(inputs) == len(targets) == 1:
+        raise ValueError(f"one record came with {num_rows(inputs)} inputs and {len(targets)} targets")
+    return inputs, targets
+
+
+def _kind(inputs: Inputs, targets: Tensor) -> object:
+    """Return what records must have in common to stand in one tensor."""
+    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+    kinds = {name: (tensor.shape, tensor.dtype, tensor.layout, tensor.device) for name, tensor in named.items()}
+    return isinstance(inputs, Tensor), frozenset(kinds.items()), (targets.shape, targets.dtype, targets.layout, targets.device)
+
+
+def _transform(
+    transform: Transform, records: TensorRecords, device: torch.device
+) -> Callable[[Inputs, Callable[[int], None]], Inputs]:
+    """Return a function that transforms records [n, ...] so that none sees another one: vectorised if that works for zeros."""
+
+    def one(row: Any) -> Any:
+        made = transform(each(row, lambda tensor: tensor.unsqueeze(0)))
+        if num_rows(made) != 1:
+            raise ValueError(f"transform: made {num_rows(made)} records of one")
+        return each(made, lambda tensor: tensor.squeeze(0))
+
+    vectorised = torch.func.vmap(one, randomness="different")
+
+    def together(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:
+        restart(0)
+        made: Inputs = vectorised(inputs if isinstance(inputs, Tensor) else dict(inputs))
+        return made
+
+    def one_by_one(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:
+        made = []
+        for place in range(num_rows(inputs)):
+            restart(place)
+            made.append(each(one(each(inputs, itemgetter(place))), lambda tensor: tensor.unsqueeze(0)))
+        return stacked(made)
+
+    try:
+        with OwnDraws.of_data_sets(device):
+            together(records.zeros(device)[0], lambda _: None)
+    except Exception:
+        return one_by_one
+    return together

@@ -1,0 +1,243 @@
+"""The recipe of local training, and the model that it trains."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.losses import Loss, checked
+from flower_dp.clients.training.records import Inputs, Records, outputs_of, split
+from flower_dp.core import checks
+from flower_dp.core.vectors import Layout
+
+# Records that are fetched from a client's data set at a time.
+_FETCHED_RECORDS = 512
+_FLOAT32 = torch.finfo(torch.float32)
+OPTIMIZERS = ("sgd", "adam")
+
+
+class FlatModel:
+    """A model whose trainable parameters are views into one float32 vector.
+
+    Setting, reading and averaging the whole model are then one operation each.
+
+    Raises:
+        ValueError: for layers with batch statistics, naming the layer and the replacement.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients import FlatModel
+        >>> model = FlatModel(torch.nn.Linear(3, 2))
+        >>> model.vector.shape, model.layout.names
+        (torch.Size([8]), ('weight', 'bias'))
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        _refuse_batch_statistics(module)
+        self.device = device or torch.device("cpu")
+        # Data that the batched engine caches for this model.
+        self.programs: dict[Any, Any] = {}
+        self.module = module.to(self.device, torch.float32)
+        named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        self.layout = Layout.of({name: parameter.detach() for name, parameter in named.items()})
+        self.parameters: list[Tensor] = list(named.values())
+        self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
+        self._share(self.vector, self.parameters)
+        # One copy of a buffer that two layers share.
+        saved = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}
+        self._buffers = [
+            (owner, {name: None if buffer is None else saved[id(buffer)] for name, buffer in owner._buffers.items()})
+            for owner in self.module.modules()
+        ]
+
+    def reset_buffers(self) -> None:
+        """Restore the initial buffers: training may have stored information on one client's data in them, or in new ones."""
+        fresh = {id(one): one.clone() for _, buffers in self._buffers for one in buffers.values() if one is not None}
+        for owner, buffers in self._buffers:
+            owner._buffers.clear()
+            owner._buffers.update({name: None if one is None else fresh[id(one)] for name, one in buffers.items()})
+
+    def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Make the tensors views of consecutive parts of the vector."""
+        start = 0
+        for parameter in parameters:
+            parameter.data = vector[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTraining:
+    """The recipe of local training: minibatch SGD, SAM or Adam, with a fresh state every round.
+
+    Attributes:
+        learning_rate: step size of round 1 (paper: eta).
+        batch_size: records a step; the last batch of an epoch may be smaller.
+        num_local_epochs: passes over the client's records.
+        num_local_steps: steps instead of epochs; None to count epochs.
+        momentum: heavy-ball momentum.
+        weight_decay: L2 coefficient.
+        learning_rate_decay: the step size shrinks by this part every round.
+        sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
+            a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
+        proximal: coefficient of (proximal / 2) ||w - w_global||^2 in every client's objective (NbAFL, FedProx; paper: mu).
+        optimizer: `sgd`; or `adam` (torch.optim.Adam with its own defaults, fresh every round), which takes no momentum.
+        loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are no
+            class (`flower_dp.clients.training.losses`).
+
+    Example:
+        >>> from flower_dp.clients import LocalTraining
+        >>> LocalTraining(learning_rate=0.1, learning_rate_decay=0.5, sam_radius=0.05).step_size(3)
+        0.025
+    """
+
+    learning_rate: float
+    batch_size: int = 32
+    num_local_epochs: int = 1
+    num_local_steps: int | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    learning_rate_decay: float = 0.0
+    sam_radius: float = 0.0
+    proximal: float = 0.0
+    optimizer: str = "sgd"
+    loss: Loss = nn.functional.cross_entropy
+
+    def __post_init__(self) -> None:
+        checks.number("learning_rate", self.learning_rate, above=0)
+        checks.integer("batch_size", self.batch_size, at_least=1)
+        checks.integer("num_local_epochs", self.num_local_epochs, at_least=1)
+        if self.num_local_steps is not None:
+            checks.integer("num_local_steps", self.num_local_steps, at_least=1)
+        checks.number("momentum", self.momentum, at_least=0, below=1)
+        checks.number("weight_decay", self.weight_decay, at_least=0)
+        checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
+        checks.number("sam_radius", self.sam_radius, at_least=0)
+        checks.number("proximal", self.proximal, at_least=0)
+        checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum={self.momentum}: is not read with optimizer={self.optimizer!r}")
+
+    def step_size(self, server_round: int) -> float:
+        """Return the step size of round 1, 2, ..."""
+        return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
+
+    def train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
+        """Train the model in place on one client's records; return the mean loss over the steps, as a 0-d tensor.
+
+        `rng` shuffles the records. Draws of model and data set from torch's process-wide generators follow from its seed, too.
+        """
+        with OwnDraws(model.vector.device, draws_seed(rng.initial_seed())):
+            return self._train(model, records, server_round, rng)
+
+    def num_steps(self, num_records: int) -> int:
+        """Return how many steps a client with `num_records` records takes."""
+        return self.num_local_steps or self.num_local_epochs * -(-num_records // self.batch_size)
+
+    def positions(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
+        """Yield the positions of the shuffled records for all steps, some whole batches at a time.
+
+        Only an epoch's last batch may be smaller than `batch_size`.
+        """
+        if num_records == 0:
+            raise ValueError("records: a client without records can't train")
+        records_left = self.num_steps(num_records) * self.batch_size
+        at_a_time = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
+        while records_left > 0:
+            order = torch.randperm(num_records, generator=rng)[:records_left]
+            for start in range(0, order.shape[0], at_a_time):
+                yield order[start : start + at_a_time]
+            records_left -= -(-num_records // self.batch_size) * self.batch_size
+
+    def _train(self, model: FlatModel, records: Records, server_round: int, rng: torch.Generator) -> Tensor:
+        step_size = self.step_size(server_round)
+        weights = [parameter.detach() for parameter in model.parameters]
+        velocity = [torch.zeros_like(weight) for weight in weights] if self.momentum else []
+        start = [weight.clone() for weight in weights] if self.proximal else []
+        adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
+        losses = []
+        for positions in self.positions(len(records), rng):
+            fetched = records.batch(positions, model.device)
+            for inputs, targets in zip(*(split(part, self.batch_size) for part in fetched), strict=True):
+                loss, gradients = self._gradients(model, inputs, targets)
+                if self.sam_radius:
+                    gradients = self._sam_gradients(model, inputs, targets, gradients)
+                losses.append(loss)
+                if adam is None:
+                    self.descend(weights, gradients, velocity, start, step_size)
+                else:
+                    for weight, gradient in zip(weights, self._pulled(gradients, weights, start), strict=True):
+                        weight.grad = gradient
+                    adam.step()
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def descend(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        velocity: list[Tensor],
+        start: list[Tensor],
+        step_size: float,
+    ) -> None:
+        """Take one step, in place, with weight decay, the proximal term and momentum.
+
+        Args:
+            weights: the parameters, overwritten; of one client or, stacked, of many.
+            gradients: of the loss, in the shapes of the weights.
+            velocity: in the shapes of the weights, overwritten; empty without momentum.
+            start: the global model, in the shapes of one client's weights; empty without the proximal term.
+            step_size: the step size.
+        """
+        gradients = self._pulled(gradients, weights, start)
+        if self.momentum:
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, gradients)
+        torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
+
+    def _pulled(self, gradients: list[Tensor], weights: list[Tensor], start: list[Tensor]) -> list[Tensor]:
+        """Return the gradients with those of weight decay and of the proximal term."""
+        # Not in place: autograd may return one tensor for two parameters, or an expanded one.
+        pull = self.weight_decay + self.proximal
+        if pull:
+            gradients = list(torch._foreach_add(gradients, weights, alpha=pull))
+        if self.proximal:
+            gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
+        return gradients
+
+    def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
+        return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
+
+    def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients at w + sam_radius g / ||g||; a zero gradient g gives no step."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
+        if norm < _FLOAT32.tiny or self.sam_radius >= norm * _FLOAT32.max:
+            return gradients
+        here = model.vector.clone()
+        with torch.no_grad():
+            torch._foreach_add_(model.parameters, gradients, alpha=self.sam_radius / norm)
+        _, uphill = self._gradients(model, inputs, targets)
+        model.vector.copy_(here)
+        return uphill
+
+
+def model_arrays(module: nn.Module) -> ArrayRecord:
+    """Return a model's trainable parameters as the record to start a strategy with."""
+    parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
+    return ArrayRecord({name: FlowerArray(np.asarray(value, order="C")) for name, value in parameters.items()})
+
+
+def _refuse_batch_statistics(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if getattr(layer, "running_mean", None) is not None or isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) mixes and keeps statistics of private records: use GroupNorm instead, "
+                f"e.g. torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')}), or "
+                "flower_dp.clients.fix_batchnorm(model)"
+            )

@@ -1,0 +1,120 @@
+"""Per-record clipping: the sum of some records' clipped gradients, for the training of any method."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.reading import apart
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Inputs, Records, canonical, each, made_up
+from flower_dp.privacy.events import Relation
+
+log = logging.getLogger("flwr")
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+# The largest number of entries and of rows in the matrix of per-record gradients: the fastest on a CPU core, or enough to fill a
+# GPU.
+_LARGEST_MATRIX = {"cpu": 2**22}
+_LARGEST_MATRIX_ELSEWHERE = 2**26
+_MOST_RECORDS = {"cpu": 64}
+_MOST_RECORDS_ELSEWHERE = 1024
+
+
+def secret_batch(num_records: int, sampling_rate: float, rng: np.random.Generator) -> Tensor:
+    """Draw the positions of a batch, every record independently with probability `sampling_rate`; all records at rate 1."""
+    if sampling_rate == 1:
+        return torch.arange(num_records)
+    return torch.from_numpy(np.flatnonzero(rng.random(num_records) < sampling_rate))
+
+
+def clipped_sum(
+    model: FlatModel,
+    records: Records,
+    positions: Tensor,
+    *,
+    clip: RecordClip,
+    loss: Loss,
+    seed: int,
+    relation: Relation = "replace-one",
+) -> tuple[Tensor, Tensor]:
+    """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss.
+
+    A record whose loss or gradient is not finite counts as zero, and so does one that can't be read or raises. Dropout drops the
+    same units for all records, so a record in the batch changes no other record's gradient.
+
+    Args:
+        model: at the weights where gradients are taken.
+        records: the client's.
+        positions: of the batch.
+        clip: bounds every record's gradient, and rounds it to the lattice.
+        loss: model outputs, targets -> loss, for batches of one record.
+        seed: secret; determines the random numbers of the model and the data set.
+        relation: under add-or-remove-one a record more moves the others to other places, and the last bits of a product may
+            depend on the place: each record is computed alone, which is slower.
+
+    Raises:
+        UnfitModelError: if the model has no gradient even for a record of zeros.
+    """
+    _check_model(model, records, loss)
+    total = torch.zeros_like(model.vector, dtype=torch.float64)
+    losses = [torch.zeros(0, device=model.device)]
+    problems: set[str] = set()
+    start, size = model.vector.clone(), _chunk(model) if relation == "replace-one" else 1
+
+    def gradients(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # A forward pass may change buffers: those of one must not depend on how many there were, which one record could change.
+        model.vector.copy_(start)
+        model.reset_buffers()
+        with OwnDraws(model.vector.device, seed):
+            return record_gradients(model, inputs, targets, loss=loss, chunk=size)
+
+    computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
+    for _, places, (made, values) in computed:
+        rows, found = made[places], values[places]
+        finite = rows.isfinite().all(dim=1) & found.isfinite()
+        clipped = clip.records(rows.where(finite[:, None], 0.0))
+        total += clipped.sum(dim=0, dtype=torch.float64)
+        losses.append(found[finite])
+        if len(losses[-1]) < len(found):
+            problems.add("loss or gradient not finite")
+    counted = torch.cat(losses)
+    if problems:
+        what = "records count as zero" if len(counted) else "all records count as zero, the reply is noise alone"
+        log.warning("%s: %s", what, ", ".join(sorted(problems)))
+    return total, counted.mean() if len(counted) else torch.zeros((), device=model.device)
+
+
+def _check_model(model: FlatModel, records: Records, loss: Loss) -> None:
+    """Raise if the model has no gradient even for a made-up record: then the model is at fault, and noise would hide it.
+
+    It is always the made-up record that decides, whatever the client's records do.
+    """
+    try:
+        made = made_up(records, model.device)
+        if made is None:
+            return
+        inputs, targets = each(made[0], canonical), canonical(made[1])
+        kinds = {"": inputs} if isinstance(inputs, Tensor) else inputs
+        key = ("fits", loss, tuple((name, one.shape, one.dtype) for name, one in kinds.items()), targets.shape, targets.dtype)
+        if key in model.programs:
+            return
+        start = model.vector.clone()
+        with OwnDraws(model.vector.device, 0):
+            record_gradients(model, inputs, targets, loss=loss, chunk=_chunk(model))
+        model.vector.copy_(start)
+    except Exception as error:
+        raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
+    model.programs[key] = True
+
+
+def _chunk(model: FlatModel) -> int:
+    """Return the fixed number of records computed together: a row then has the same bits among any others."""
+    kind = model.device.type
+    numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MOST_RECORDS.get(kind, _MOST_RECORDS_ELSEWHERE)
+    return max(1, min(records, numbers // model.layout.size))

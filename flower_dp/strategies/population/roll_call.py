@@ -1,0 +1,303 @@
+"""The roll call: the server asks nodes which clients they host and which methods they run.
+
+Questions are sent at once, and answers are read as they arrive, so that no node has to wait for another. All nodes of a run
+execute the same ClientApp, so the answers of a few show whether nodes can be asked for names. If they can't, as with stock
+clients, every node is one client.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from flower_dp import wire
+from flower_dp.core import checks
+from flower_dp.strategies.population.held_errors import HeldErrors
+from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
+
+log = logging.getLogger("flwr")
+
+# Node id -> the message that asks which clients it hosts.
+_Question = Callable[[int], Message]
+# The question that a node's app answers (its index, None for a stock client), and its record names.
+_Kind = tuple[int | None, RecordNames]
+
+# How many nodes are asked what the run's app is: a single node could be wrong, or lie.
+_VOTERS = 3
+# Seconds until a node that could not answer is asked again: doubled each time, since every question starts a process.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
+# Seconds until a node that is silent is asked again: doubled each time. A simulation loses no message, but may take long.
+_SILENT_SECONDS, _SILENT_IN_SIMULATION_SECONDS = 30.0, 600.0
+_POLL_SECONDS = 0.002
+# Flower's error texts for a ClientApp that does not know the question: one of the Message API, and one around a client_fn.
+_NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
+
+
+def _properties_query(node: int) -> Message:
+    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
+
+
+# The questions in the order in which they are asked, and the record names of an app that answers. Only a `NumPyClient` has
+# properties. An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train
+# function finds no model in that message and raises.
+_QUESTIONS: tuple[tuple[_Question, RecordNames], ...] = (
+    (partial(wire.roll_call, message_type="query"), MESSAGE_API),
+    (_properties_query, NUMPY_CLIENT),
+    (partial(wire.roll_call, message_type="train"), MESSAGE_API),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A question that a node has not answered yet.
+
+    Attributes:
+        step: index of the question.
+        since: when it was sent.
+        patience: seconds after which the node is asked again.
+        votes: whether the node is asked what its app is, else only for names.
+        ids: of all messages to the node whose answer counts: a slow node may answer the first of several.
+        message_api: whether its app is known to be one of the Message API.
+        reasons: its errors so far.
+    """
+
+    step: int
+    since: float
+    patience: float
+    votes: bool
+    ids: list[str]
+    message_api: bool = False
+    reasons: list[str] = field(default_factory=list)
+
+
+class RollCall:
+    """Asks nodes which clients they host, by the question that the run's ClientApp can answer.
+
+    An app counts as stock only if Flower itself reports that it can't answer. An app that fails in another way is not taken for a
+    stock app: its clients may have names, policies and budgets. What most of the first nodes say of their app holds for all of
+    them; if as many say one thing as the other, nodes name their clients.
+
+    Attributes:
+        failures: why nodes can't say now which clients they host.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[int, str] = {}
+        self._votes: dict[int, _Kind] = {}
+        self._open: dict[int, _Open] = {}
+        # Message id -> node and question, of all questions that may still be answered.
+        self._sent: dict[str, tuple[int, _Open]] = {}
+        # Node id -> the pause after its last failure, and when that ends.
+        self._pauses: dict[int, tuple[float, float]] = {}
+        # Whether an app has failed in a way that no stock app does; then errors are shown.
+        self._strange = False
+
+    @property
+    def kind(self) -> _Kind | None:
+        """What the run's app is, as most nodes say; None until a node has told."""
+        if not self._votes:
+            return None
+        counts = Counter(self._votes.values())
+        return max(counts, key=lambda kind: (counts[kind], kind[0] is not None))
+
+    @property
+    def record_names(self) -> RecordNames | None:
+        """The record names that the nodes' app uses; None until a node has told."""
+        return self.kind[1] if self.kind else None
+
+    @property
+    def hosting(self) -> bool:
+        """Whether nodes name the clients that they host; otherwise every node is one stock client."""
+        return self.kind is not None and self.kind[0] is not None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether nodes have been asked that did not answer yet."""
+        return bool(self._open)
+
+    def awaited(self, seconds: float) -> bool:
+        """Tell whether a node that was asked for the first time, less than so many seconds ago, did not answer yet."""
+        end = time.monotonic() - seconds
+        return any(len(question.ids) == 1 and question.since > end for question in self._open.values())
+
+    def ask(self, grid: Grid, nodes: Iterable[int], *, most_names: int, late: bool = False) -> dict[int, Hosted]:
+        """Ask these nodes, those that can be asked now, and return the answers that have arrived since they were asked.
+
+        A node whose answer is malformed counts as one that can't answer.
+
+        Args:
+            grid: the grid.
+            nodes: all nodes whose answer is wanted; others are forgotten.
+            most_names: how many clients a node may name.
+            late: whether the run has begun: what its app is stays as it is.
+        """
+        wanted = set(nodes)
+        self._open = {node: question for node, question in self._open.items() if node in wanted}
+        self._sent = {sent: (node, question) for sent, (node, question) in self._sent.items() if node in wanted}
+        hosted: dict[int, Hosted] = {}
+        if not late and len(self._votes) < _VOTERS:
+            hosted = {node: told for node, told in self._vote(grid, wanted, most_names).items() if self._votes[node] == self.kind}
+        if self.kind is None:
+            return {}
+        step = self.kind[0]
+        if step is None:
+            self.failures.clear()  # all nodes run the same app
+            return {node: Hosted(names=(f"node-{node}",), methods=frozenset()) for node in wanted}
+        self._push(grid, self._due(wanted - set(hosted)), step=step, votes=False)
+        return hosted | self._pull(grid, most_names)
+
+    def failed(self, node: int, reason: str) -> None:
+        """Record that a node can't answer now, or that its answer is of no use; it is asked again after a pause."""
+        reason = checks.one_line(reason, most=MOST_REASON)
+        log.warning("node %s is not asked: it can't say which clients it hosts: %s", node, reason)
+        pause = min(2 * self._pauses.get(node, (_FIRST_PAUSE_SECONDS / 2, 0.0))[0], _LONGEST_PAUSE_SECONDS)
+        self._pauses[node] = pause, time.monotonic() + pause
+        self.failures[node] = reason
+
+    def _due(self, nodes: Iterable[int]) -> list[int]:
+        """Return the nodes that may be asked now: their pause is over, and they have no question, or one for too long."""
+        now = time.monotonic()
+        rested = [node for node in sorted(nodes) if self._pauses.get(node, (0.0, 0.0))[1] <= now]
+        return [node for node in rested if node not in self._open or now > self._open[node].since + self._open[node].patience]
+
+    def _vote(self, grid: Grid, nodes: set[int], most_names: int) -> dict[int, Hosted]:
+        """Ask up to `_VOTERS` nodes what their app is, and return the clients of those that have named some."""
+        if nodes and not self._pauses and not self._votes and not self._open:
+            log.info(
+                "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
+            )
+        hosted: dict[int, Hosted] = {}
+        # In a simulation errors of nodes are logged in this process: they are held back until it is clear what they mean.
+        end = time.monotonic() + (_SILENT_IN_SIMULATION_SECONDS if is_simulation(grid) else 0.0)
+        self._strange = False
+        with HeldErrors() as held:
+            while True:
+                due = self._due(nodes - set(self._votes))
+                busy = [node for node, question in self._open.items() if question.votes and node not in due]
+                self._push(grid, due[: max(0, _VOTERS - len(self._votes) - len(busy))], step=0, votes=True)
+                hosted |= self._pull(grid, most_names)
+                if time.monotonic() >= end or not any(question.votes for question in self._open.values()):
+                    break
+                time.sleep(_POLL_SECONDS)
+            if not self._strange:
+                held.drop()
+        return hosted
+
+    def _push(self, grid: Grid, nodes: list[int], *, step: int, votes: bool) -> None:
+        """Send a question to nodes; their answers are not waited for."""
+        first = _SILENT_IN_SIMULATION_SECONDS if is_simulation(grid) else _SILENT_SECONDS
+        for node in nodes:
+            last = self._open.get(node)
+            patience, ids = (2 * last.patience, last.ids) if last else (first, [])
+            self._open[node] = _Open(step=step, since=time.monotonic(), patience=patience, votes=votes, ids=ids)
+        self._send(grid, nodes)
+
+    def _send(self, grid: Grid, nodes: list[int]) -> None:
+        """Send these nodes the questions that are open."""
+        if not nodes:
+            return
+        ids = grid.push_messages([_QUESTIONS[self._open[node].step][0](node) for node in nodes])
+        for node, sent in zip(nodes, ids, strict=False):
+            if sent is not None:  # of a message that could not be sent
+                self._sent[sent] = node, self._open[node]
+                self._open[node].ids.append(sent)
+
+    def _pull(self, grid: Grid, most_names: int) -> dict[int, Hosted]:
+        """Return the answers that have arrived; nodes that vote get their next question."""
+        hosted: dict[int, Hosted] = {}
+        while self._sent and (replies := list(grid.pull_messages(list(self._sent)))):
+            for reply in replies:
+                # By the question, since the SuperLink replies for a node that has left.
+                node, question = self._sent.pop(reply.metadata.reply_to_message_id, (None, None))
+                if node is None or question is None or node not in self._open:
+                    continue
+                try:
+                    told = self._next(node, question, reply, most_names)
+                except _NoAnswerError as error:
+                    self._strange = True
+                    self._closed(node)
+                    self.failed(node, str(error))
+                else:
+                    if told is None and node not in self._votes:
+                        self._open[node] = question
+                        self._send(grid, [node])
+                        continue
+                    self._closed(node)
+                    self.failures.pop(node, None)
+                    hosted |= {} if told is None else {node: told}
+        return hosted
+
+    def _closed(self, node: int) -> None:
+        """Forget the questions to a node."""
+        for sent in self._open.pop(node).ids:
+            self._sent.pop(sent, None)
+
+    def _next(self, node: int, question: _Open, reply: Message, most_names: int) -> Hosted | None:
+        """Return whom a node hosts; None if it has voted for a stock app, or its next question is due.
+
+        Raises:
+            _NoAnswerError: if the node can't say now which clients it hosts.
+        """
+        record_names = _QUESTIONS[question.step][1]
+        told = None if reply.has_error() else _told(reply, most_names)
+        if not question.votes:
+            if told is None:
+                raise _NoAnswerError(_reason(reply) or "it does not say which clients it hosts")
+            return told
+        if told is not None:
+            self._votes[node] = question.step, record_names
+            return told
+        if not reply.has_error():
+            if record_names is NUMPY_CLIENT:
+                self._votes[node] = None, NUMPY_CLIENT
+                return None
+            question.message_api = True  # a stock app may answer queries of its own; its train function may have a mod of ours
+        else:
+            self._note_error(question, reply)
+        question.step += 1
+        if question.message_api and question.step < len(_QUESTIONS) and _QUESTIONS[question.step][1] is NUMPY_CLIENT:
+            question.step += 1
+        if question.step < len(_QUESTIONS):
+            return None
+        if question.message_api:
+            self._votes[node] = None, MESSAGE_API
+            return None
+        telling = next((reason for reason in question.reasons if _NO_SUCH_MESSAGE not in reason), question.reasons[0])
+        raise _NoAnswerError(f"its app fails, and it is not known to be a stock client: {telling}")
+
+    def _note_error(self, question: _Open, reply: Message) -> None:
+        """Record a voter's error: it may be how a stock app answers."""
+        reason = _reason(reply)
+        question.message_api |= _NO_QUERIES in reason
+        known = (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED)
+        self._strange |= not question.message_api and not any(words in reason for words in known)
+        if reply.error.code not in APP_RAISED:
+            raise _NoAnswerError(reason)
+        question.reasons.append(reason)
+
+
+class _NoAnswerError(Exception):
+    """A node can't say now which clients it hosts, and is not known to be a stock client; the text says why."""
+
+
+def _told(reply: Message, most_names: int) -> Hosted | None:
+    try:
+        return wire.hosted_of(reply.content, most_names=most_names)
+    except Exception as error:  # a forged answer may raise any error, and must not end the run
+        raise _NoAnswerError(str(error)) from None
+
+
+def _reason(reply: Message) -> str:
+    return (reply.error.reason or "an error without a reason") if reply.has_error() else ""
+
+
+def is_simulation(grid: Grid) -> bool:
+    """Tell whether all nodes of a grid are simulated in this process, and there from the start."""
+    # Flower's own grid does not say it.
+    return getattr(grid, "simulated", False) or type(grid).__name__ == "InMemoryGrid"

@@ -1,0 +1,299 @@
+"""The roster: which clients are known, and which node hosts each now.
+
+A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names; node ids change with
+every run, and with every restart of a SuperNode without a registered key.
+"""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.serverapp import Grid
+
+from flower_dp.strategies.population.roll_call import RollCall, is_simulation
+from flower_dp.wire import MESSAGE_API, Hosted, RecordNames
+
+log = logging.getLogger("flwr")
+
+_POLL_SECONDS = 0.1
+_SETTLED_SECONDS = 3.0
+_LISTED = 5
+# Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
+_LATE_SECONDS, _REST = 20.0, 10.0
+# Of a node that can't take part.
+_NOBODY = Hosted(names=(), methods=frozenset())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """All known clients, and the node that hosts each.
+
+    Attributes:
+        names: of all clients that have registered in this run, each once: a name that stood twice would be drawn twice as often.
+        nodes: the node of each client; None for a client whose node is not connected now.
+        record_names: the record names that the nodes' app uses.
+        hosting: whether nodes name the clients that they host; else every node is one stock client.
+        methods: the methods that every node runs; empty for stock clients.
+    """
+
+    names: tuple[str, ...]
+    nodes: tuple[int | None, ...]
+    record_names: RecordNames
+    hosting: bool
+    methods: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.names):
+            name, count = Counter(self.names).most_common(1)[0]
+            raise ValueError(f"names: {name!r} stands {count} times in the roster: names must be unique")
+
+    def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
+        """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
+        groups: dict[int, list[str]] = {}
+        for index in indices:
+            if (node := self.nodes[index]) is not None:
+                groups.setdefault(node, []).append(self.names[index])
+        return {node: tuple(names) for node, names in groups.items()}
+
+
+class Register:
+    """Keeps the roster of a run, while nodes join, leave and come back under another id.
+
+    A client is known by its name. If its node has left and another node hosts the name, that node has the client from now on.
+    While its node is connected, no other node can take the name, so that no client is asked twice in a round.
+
+    What one node says never ends the run of the others: an answer of no use leaves that node out.
+
+    Args:
+        num_clients: how many clients must have registered before the first round; cohorts and cost are computed for this number.
+        timeout: seconds to wait for them.
+        newcomers: whether clients that register later take part. If not, there must be exactly `num_clients`.
+        unfit: why a node that runs these methods can't take part, None if it can.
+        most_clients_per_node: see `Options`.
+        most_newcomers: see `Options`.
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        *,
+        timeout: float,
+        newcomers: bool,
+        unfit: Callable[[frozenset[str]], str | None] = lambda _: None,
+        most_clients_per_node: int | None = None,
+        most_newcomers: int | None = None,
+    ) -> None:
+        self._num_clients, self._timeout, self._newcomers, self._unfit = num_clients, timeout, newcomers, unfit
+        self._most_clients = num_clients + (num_clients if most_newcomers is None else most_newcomers) * newcomers
+        self._most_per_node = most_clients_per_node
+        self._roll_call = RollCall()
+        # The answers of nodes, in the order in which they registered.
+        self._hosted: dict[int, Hosted] = {}
+        self._there: set[int] = set()
+        # When a round may wait for new nodes again.
+        self._waits_from = 0.0
+        self._roster: Roster | None = None
+
+    def roster(self, grid: Grid) -> Roster:
+        """Return the current roster: at first wait for `num_clients`, later check which nodes have joined and left.
+
+        Raises:
+            TimeoutError: if too few clients have registered in time, or no client is connected any more.
+            ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has too few clients, or there
+                are more clients than `num_clients` and newcomers can't take part.
+        """
+        if self._roster is None:
+            self._wait(grid)
+            self._roster = self._first(grid)
+        else:
+            self._roster = self._next(grid, self._roster)
+        return self._roster
+
+    # The start
+
+    def _wait(self, grid: Grid) -> None:
+        """Wait until at least `num_clients` clients have registered.
+
+        With fewer clients the true sampling rate, and so the cost, would differ from what is accounted.
+        """
+        simulation = is_simulation(grid)
+        # In a simulation all nodes are the user's own.
+        most_names = self._most_per_node or (2**19 if simulation else self._most_clients)
+        deadline, seen, settled, enough = time.monotonic() + self._timeout, -1, 0.0, math.inf
+        while True:
+            self._there = set(grid.get_node_ids())
+            before = self._roll_call.kind
+            answers = self._roll_call.ask(grid, self._there - set(self._hosted), most_names=most_names)
+            if self._roll_call.kind != before:
+                self._hosted.clear()  # answers of another kind of app
+            self._hosted |= answers
+            names = self._names_there()
+            count, now = len(names), time.monotonic()
+            if count >= self._num_clients:
+                enough = min(enough, now)
+                # Others that were asked are waited for a little: then all clients of a start are there from the first round.
+                if not self._roll_call.waiting or (not simulation and now > enough + _SETTLED_SECONDS):
+                    return
+            elif (reason := self._none_fits()) is not None:
+                raise ValueError(reason)
+            if count != seen:
+                seen, settled = count, now
+                log.info("%s of %s clients registered", count, self._num_clients)
+            # In a simulation all nodes are there from the start, a moment after the server.
+            failing = len(self._roll_call.failures)
+            complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
+            if complete and not self._roll_call.waiting and count < self._num_clients and now > settled + _SETTLED_SECONDS:
+                where = "simulation has" if simulation else "nodes have"
+                raise ValueError(
+                    f"num_clients={self._num_clients}: the {where} {count} clients on {self._num_hosts} nodes{self._failures()}"
+                )
+            if now > deadline:
+                raise TimeoutError(
+                    f"num_clients={self._num_clients}: only {count} clients on {self._num_hosts} nodes after "
+                    f"{self._timeout:g} s{self._failures()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def _num_hosts(self) -> int:
+        return sum(bool(self._names(node)) for node in self._there)
+
+    def _names_there(self) -> list[str]:
+        """Return the names of all clients whose node is connected and can take part, each once."""
+        return sorted({name for node in self._there for name in self._names(node)})
+
+    def _none_fits(self) -> str | None:
+        """Return why none of the connected nodes can take part, if all have answered and would be enough."""
+        told = [self._hosted[node] for node in self._there if node in self._hosted]
+        reasons = [self._reason(one) for one in told]
+        if self._roll_call.waiting or None in reasons or sum(len(one.names) for one in told) < self._num_clients:
+            return None
+        return self._reason(Hosted(names=(), methods=frozenset.intersection(*(one.methods for one in told))))
+
+    def _reason(self, told: Hosted) -> str | None:
+        """Return why a node can't take part, None if it can."""
+        return self._unfit(told.methods) if self._roll_call.hosting else None
+
+    def _failures(self) -> str:
+        """Return how many nodes can't take part, and the reason of one of them; and a name that two nodes host."""
+        failures = self._roll_call.failures
+        silent = (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items())
+        unfit = [(node, reason) for node in self._there if node in self._hosted and (reason := self._reason(self._hosted[node]))]
+        others = (f"; {len(unfit)} can't take part: node {node}: {reason}" for node, reason in unfit)
+        counts = Counter(name for node in self._there for name in self._names(node))
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        words = next(silent, "") + next(others, "")
+        return words + (f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else "")
+
+    def _first(self, grid: Grid) -> Roster:
+        for node in self._there & set(self._hosted):
+            if reason := self._reason(self._hosted[node]):
+                log.warning("node %s is not asked: %s", node, reason)
+                self._hosted[node] = _NOBODY
+        names = self._names_there()
+        if len(names) != self._num_clients and (is_simulation(grid) or not self._newcomers):
+            raise ValueError(
+                f"num_clients={self._num_clients}: {len(names)} clients have registered; set num_clients={len(names)}"
+            )
+        names = self._admitted([])
+        if self._most_per_node is None:
+            # A node that comes later may name as many as the largest one has that takes part from the start.
+            known = set(names)
+            self._most_per_node = max(len(known & set(self._names(node))) for node in self._there)
+        return self._placed(tuple(sorted(names)), {})
+
+    # Later
+
+    def _next(self, grid: Grid, before: Roster) -> Roster:
+        there = set(grid.get_node_ids())
+        if there == self._there and there <= set(self._hosted):
+            return before
+        deadline = time.monotonic() + self._timeout
+        while not self._ask_new(grid, there):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no client is connected any more, and none has registered within {self._timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+            there = set(grid.get_node_ids())
+        known = set(before.names)
+        come = sorted({name for node in there for name in self._names(node)} - known)
+        if come and self._newcomers:
+            come = self._admitted(list(before.names))[len(before.names) :]
+            log.info(
+                "%s clients have joined: %s; %s are known, num_clients=%s", *_few(come), len(known) + len(come), self._num_clients
+            )
+        elif come:
+            log.warning("%s clients have joined and are not asked: %s; this method has terms for those of its start", *_few(come))
+            come = []
+        after = self._placed((*before.names, *sorted(come)), dict(zip(before.names, before.nodes, strict=True)))
+        gone = [name for name, was, now in zip(before.names, before.nodes, after.nodes, strict=False) if now is None is not was]
+        if gone:
+            log.info("%s clients have left: %s", *_few(gone))
+        return after
+
+    def _ask_new(self, grid: Grid, there: set[int]) -> bool:
+        """Ask nodes that are new, and wait a little for their answers; return whether any client is there."""
+        begun, most_names = time.monotonic(), self._most_per_node or self._num_clients
+        new = there - set(self._hosted)
+        answers = self._roll_call.ask(grid, new, most_names=most_names, late=True)
+        while begun >= self._waits_from and self._roll_call.awaited(_LATE_SECONDS):
+            time.sleep(_POLL_SECONDS)
+            answers |= self._roll_call.ask(grid, new - set(answers), most_names=most_names, late=True)
+            if (waited := time.monotonic() - begun) > _LATE_SECONDS:
+                self._waits_from = time.monotonic() + _REST * waited
+                break
+        for node, told in answers.items():
+            reason = self._reason(told)
+            if reason is not None:
+                log.warning("node %s is not asked: %s", node, reason)
+            self._hosted[node] = told if reason is None else _NOBODY
+        self._there = there
+        return any(self._names(node) for node in there)
+
+    # Both
+
+    def _admitted(self, known: list[str]) -> list[str]:
+        """Return the known names and those of connected nodes, as many as may take part: first nodes that name few clients."""
+        names = dict.fromkeys(known)
+        for node in sorted(self._there, key=lambda node: (len(self._names(node)), node)):
+            new = [name for name in self._names(node) if name not in names]
+            if len(names) + len(new) <= self._most_clients:
+                names |= dict.fromkeys(new)
+            else:
+                log.warning(
+                    "%s clients of node %s are not asked: %s; with them there were more than %s (num_clients and most_newcomers)",
+                    len(new),
+                    node,
+                    _few(new)[1],
+                    self._most_clients,
+                )
+        return list(names)
+
+    def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> Roster:
+        """Return the roster of these clients; a client stays on its node while that is connected."""
+        home = {name: node for name, node in before.items() if node in self._there}
+        known = set(names)
+        for node, told in self._hosted.items():
+            for name in told.names if node in self._there else ():
+                if name in known and home.setdefault(name, node) != node:
+                    log.warning("client %r is hosted by nodes %s and %s: the first one is asked", name, home[name], node)
+        hosts = [self._hosted[node].methods for node in self._there if self._names(node)]
+        return Roster(
+            names=names,
+            nodes=tuple(home.get(name) for name in names),
+            record_names=self._roll_call.record_names or MESSAGE_API,
+            hosting=self._roll_call.hosting,
+            methods=frozenset.intersection(*hosts) if hosts else frozenset(),
+        )
+
+    def _names(self, node: int) -> tuple[str, ...]:
+        """Return the clients of a node that can take part."""
+        told = self._hosted.get(node, _NOBODY)
+        return told.names if self._reason(told) is None else ()
+
+
+def _few(names: list[str]) -> tuple[int, str]:
+    return len(names), ", ".join(sorted(names)[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

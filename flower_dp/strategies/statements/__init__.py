@@ -1,0 +1,1 @@
+"""Privacy statements: what a run's releases have cost, and what is not covered."""
