@@ -320,7 +320,9 @@ def test_decode_accepts_only_what_encoding_again_gives_back(indices: np.ndarray,
 
 
 def test_every_codec_stands_under_its_name() -> None:
-    assert {name: codec.name for name, codec in CODECS.items()} == {name: name for name in ("dense", "top-k", "rand-k", "qsgd")}
+    assert {name: codec.name for name, codec in CODECS.items()} == {
+        name: name for name in ("dense", "top-k", "rand-k", "qsgd", "inline")
+    }
 
 
 @pytest.mark.parametrize("words", [{"scale": 1.5}, {"mask": 3}, {3: 1}])
