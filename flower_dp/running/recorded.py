@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
-from flower_dp.strategies.rules import RoundReport
+from flower_dp.strategies.run_state import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 

@@ -1,7 +1,8 @@
 """DP-FedPAQ: noised updates of local steps on clipped gradients, in a few bits a coordinate."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
@@ -9,22 +10,39 @@ import numpy as np
 from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
+from flower_dp.core.stored import stored
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, update_terms, violated_conditions
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.control import Control, Honest
-from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population, check_count
+from flower_dp.strategies.control import Control, ControlState, Honest
+from flower_dp.strategies.local_evaluation import OwnEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.rules import Options
+from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.local import local_facts, state
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import Ask
 
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
 # The norm of a Gaussian vector exceeds its mean by more standard deviations than this with probability e^-50, which is 2e-22.
 _NORM_DEVIATIONS = 10.0
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DPFedPAQState:
+    """What a run of DP-FedPAQ or SCAFFOLD has released.
+
+    Attributes:
+        books: replies of every client.
+        control: the vector that is sent with the model; None without one.
+    """
+
+    books: BooksState
+    control: ControlState | None = None
 
 
 class DPFedPAQRules:
@@ -37,8 +55,6 @@ class DPFedPAQRules:
     """
 
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
-    secret_cohort = False
-    open_population = False
 
     def __init__(
         self,
@@ -62,14 +78,27 @@ class DPFedPAQRules:
         if not isinstance(sampling, _SAMPLERS):
             words = ", ".join(kind.__name__ for kind in _SAMPLERS)
             raise ValueError(f"sampling={sampling!r}: must be one of {words}; the server sees who takes part, so none amplifies")
-        self.sampling = sampling
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform")
-        self.books = ClientBooks(population, relation="replace-one", delta=checks.number("delta", delta, above=0, below=1))
         self.cohort_size = sampling.largest_cohort(num_clients)
         self._epsilon = epsilon
         check_count("epsilon", epsilon, num_clients)
-        self.begin()
+        at_random = isinstance(sampling, FixedSizeSampling)
+        self.books = ClientBooks(
+            population,
+            name=name,
+            sampling=sampling,
+            clip_norm=self.clip_norm,
+            relation="replace-one",
+            delta=checks.number("delta", delta, above=0, below=1),
+            terms_of=self._terms_of,
+            most_replies=lambda rounds: expected_replies(rounds, self.cohort_size, num_clients, at_random=at_random),
+            weight_of=lambda _: 1.0,  # a row that is sent alone is sent as it was quantised
+            longest=self._longest,
+        )
+        self.num_clients, self.delta = num_clients, self.books.delta
+        self.training = self.books.training
+        self.evaluation: OwnEvaluation | None = None
         for size in values_in(num_records):  # refuses impossible values, without a calibration
             update_terms(steps=steps, epsilon=math.inf, delta=delta, num_replies=1, num_records=size)
         for budget in values_in(epsilon):
@@ -81,33 +110,31 @@ class DPFedPAQRules:
         return self.steps.sum_norm
 
     @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.books.population.num_clients
+    def state(self) -> DPFedPAQState:
+        """All that these rules need to go on."""
+        return DPFedPAQState(books=self.books.state, control=None if self.control is None else self.control.state)
 
-    @property
-    def delta(self) -> float:
-        """The delta of every budget."""
-        return self.books.delta
+    @state.setter
+    def state(self, state: DPFedPAQState) -> None:
+        self.books.state = state.books
+        if self.control is not None and state.control is not None:
+            self.control.state = state.control
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self.books.begin()
-        self._planned_rounds: int | None = None
-        if self.control is not None:
-            self.control.begin()
+    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
+        """Make private evaluation a second release of this method's rounds."""
+        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
 
     def plan(self, num_rounds: int) -> None:
         """Remember the number of rounds, which determines how often a client replies."""
-        self._planned_rounds = num_rounds
+        self.books.plan(num_rounds)
 
     def open(self, names: tuple[str, ...]) -> None:
         """Open a ledger for every client, on the terms of its own budget."""
+        self.books.open(names)
+
+    def _terms_of(self, names: Sequence[str]) -> TermsOf:
         budgets = per_client("epsilon", self._epsilon, names)
-        rounds = self._planned_rounds
-        at_random = isinstance(self.sampling, FixedSizeSampling)
-        most = None if rounds is None else expected_replies(rounds, self.cohort_size, self.num_clients, at_random=at_random)
-        self.books.open(names, most, lambda name, size, replies: self._terms(budgets[name], size, replies))
+        return lambda name, size, replies: self._terms(budgets[name], size, replies)
 
     def _terms(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
         return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
@@ -116,35 +143,24 @@ class DPFedPAQRules:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the drawn clients whose budget covers one more reply."""
-        return self.books.with_budget(chosen, names)
-
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge one reply to each client."""
-        self.books.charge(names)
-
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return terms, and weights of 1: a row that is sent alone is sent as it was quantised."""
-        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=lambda _: 1.0)
-
     def beside(self, size: int) -> np.ndarray | None:
         """Return the vector that is sent with the model [d]; None for none."""
         return None if self.control is None else self.control.vector(size)
 
-    def limits(self, now: Round) -> Limits:
-        """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
-        size, factor = now.layout.size, -self.steps.update_factor(now.server_round)
+    def _longest(self, now: Round) -> Callable[[str], float]:
+        """Return how long a client's honest update is at most, as it is sent."""
+        size, factor = now.length, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
-
         divisor, honest = self._divisor(now.server_round), self._honest(size)
 
-        def row(name: str) -> float:
+        def longest(name: str) -> float:
             noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
-            longest = factor * (self.steps.longest_sum + noise)
-            return longest if self.control is None else divisor * self.control.longest(longest / divisor, honest=honest)
+            own = factor * (self.steps.longest_sum + noise)
+            if self.control is None:
+                return ratio * own
+            return ratio * divisor * self.control.longest(own / divisor, size, honest=honest)
 
-        return Limits(length=size, honest_norm=lambda names: ratio * sum(row(name) for name in names))
+        return longest
 
     def _honest(self, size: int) -> Honest:
         """Return how long noised mean gradients [size] of honest clients are, from public numbers: clip norm and noises."""
@@ -161,7 +177,7 @@ class DPFedPAQRules:
         """Return the ratio of an update to the mean gradient: E eta."""
         return self.steps.num_local_steps * self.steps.step_size(server_round)
 
-    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the mean of the received messages.
 
         Raises:
@@ -181,15 +197,9 @@ class DPFedPAQRules:
         noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
         return factor * noise, factor * self.steps.longest_sum
 
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
-        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
-
-    @property
-    def charges(self) -> object:
-        """How many replies were charged to each client, and what happened to their vectors."""
-        replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
-        return (self.books.num_rounds, self.books.num_unasked, self._incidents(), *replies)
+    def numbers(self) -> dict[str, float]:
+        """Return further public numbers of the last round: none."""
+        return {}
 
     @property
     def epsilon(self) -> float:
@@ -209,14 +219,14 @@ class DPFedPAQRules:
         sizes = self.books.num_records.values()
         whole = bool(sizes) and all(size == steps.num_records for size in sizes)
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        local = local_facts(self.title, self.books, self.sampling, facts)
+        local = local_facts(self.title, self.books, self.training.sampling, facts)
         secret = ("only the client knows which of its records it takes",) if local.counts_sampling else ()
         return state(
             local,
             message_std=self._message_std(),
             noise=self._noise_numbers(),
             paper=self._paper(facts),
-            sampling=f"{self.sampling}: at most {most} replies a client; {each} in each",
+            sampling=f"{self.training.sampling}: at most {most} replies a client; {each} in each",
             assumptions=(steps.proof, *secret),
             incidents=self._incidents(),
         )

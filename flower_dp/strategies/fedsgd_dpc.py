@@ -13,13 +13,15 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.local_evaluation import OwnEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts
+from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.rules import Options
+from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.local import local_facts, state
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import Ask
 
 _FORMULAS = {
     "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
@@ -32,8 +34,6 @@ class FedSGDDPCRules:
 
     name = "fedsgd-dpc"
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
-    secret_cohort = False
-    open_population = False
 
     def __init__(
         self,
@@ -66,65 +66,54 @@ class FedSGDDPCRules:
         self._learning_rate_decay = checks.number("learning_rate_decay", learning_rate_decay, at_least=0, below=1)
         self._strong_convexity, self._smoothness = strong_convexity, smoothness
         self._epsilon = epsilon
-        self._budgets: dict[str, float] = {}
         check_count("epsilon", epsilon, num_clients)
-        self.sampling = RoundRobinSampling(cohort_size=cohort_size)
         population = Population(
             num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation=aggregation
         )
-        self.books = ClientBooks(population, relation=relation, delta=delta)
-        self.sampling.expected_cohort(num_clients)
-        self.begin()
+        self.books = ClientBooks(
+            population,
+            name=self.name,
+            sampling=RoundRobinSampling(cohort_size=cohort_size),
+            clip_norm=self.clip_norm,
+            relation=relation,
+            delta=delta,
+            terms_of=self._terms_of,
+            most_replies=lambda rounds: -(-rounds * cohort_size // num_clients),
+            weight_of=self._weight,
+        )
+        self.num_clients, self.delta = num_clients, self.books.delta
+        self.training = self.books.training
+        self.evaluation: OwnEvaluation | None = None
+        self.training.sampling.expected_cohort(num_clients)
         for budget in values_in(epsilon):
             self._agreed(budget, 1, 1)
 
     @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.books.population.num_clients
+    def state(self) -> BooksState:
+        """All that these rules need to go on."""
+        return self.books.state
 
-    @property
-    def delta(self) -> float:
-        """The delta of every budget."""
-        return self.books.delta
+    @state.setter
+    def state(self, state: BooksState) -> None:
+        self.books.state = state
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self.books.begin()
-        self._planned_rounds: int | None = None
+    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
+        """Make private evaluation a second release of this method's rounds."""
+        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
 
     def plan(self, num_rounds: int) -> None:
         """Remember the number of rounds, which determines how often a client replies."""
-        self._planned_rounds = num_rounds
+        self.books.plan(num_rounds)
 
     def open(self, names: tuple[str, ...]) -> None:
         """Open a ledger for every client, on the terms of its own budget."""
-        self._budgets = per_client("epsilon", self._epsilon, names)
-        rounds = self._planned_rounds
-        most = None if rounds is None else -(-rounds * self.cohort_size // self.num_clients)
-        self.books.open(names, most, lambda name, size, replies: self._agreed(self._budgets[name], size, replies))
+        self.books.open(names)
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the drawn clients whose budget covers one more reply."""
-        return self.books.with_budget(chosen, names)
-
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge one reply to each client."""
-        self.books.charge(names)
-
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return weights and terms."""
-        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=self._weight)
-
-    def limits(self, now: Round) -> Limits:
-        """Return a bound on the norm of an honest sum."""
-        return self.books.limits(now)
-
-    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
         return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
 
@@ -139,18 +128,13 @@ class FedSGDDPCRules:
         noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
         return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
 
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
-        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
+    def numbers(self) -> dict[str, float]:
+        """Return further public numbers of the last round: none."""
+        return {}
 
     def _weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
         return self.books.share(name) * self.num_clients / self.cohort_size
-
-    @property
-    def charges(self) -> object:
-        """How many replies were charged to each client."""
-        return (self.books.num_rounds, self.books.num_unasked, *(ledger.num_charges for ledger in self.books.ledgers.values()))
 
     @property
     def epsilon(self) -> float:
@@ -163,6 +147,10 @@ class FedSGDDPCRules:
             return self._learning_rate * float((1 - self._learning_rate_decay) ** (server_round - 1))
         mu, smoothness = float(self._strong_convexity or 0), float(self._smoothness or 0)
         return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
+
+    def _terms_of(self, names: Sequence[str]) -> TermsOf:
+        budgets = per_client("epsilon", self._epsilon, names)
+        return lambda name, size, replies: self._agreed(budgets[name], size, replies)
 
     def _agreed(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
         return gradient_terms(
@@ -197,14 +185,14 @@ class FedSGDDPCRules:
         batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
         replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
         most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
-        local = local_facts(self.title, self.books, self.sampling, facts)
+        local = local_facts(self.title, self.books, self.training.sampling, facts)
         secret = ("which records are in a batch is known to the client alone",) if local.counts_sampling else ()
         return state(
             local,
             message_std=self._message_std(),
             noise=self._noise_numbers(),
             paper=self._paper(facts),
-            sampling=f"{self.sampling}: at most {most} replies a client; {batch} in each",
+            sampling=f"{self.training.sampling}: at most {most} replies a client; {batch} in each",
             assumptions=secret,
         )
 

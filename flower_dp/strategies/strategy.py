@@ -1,13 +1,13 @@
 """The one Flower strategy: it asks nodes for their clients, draws cohorts, charges the ledger, sends messages and checks replies.
 
-A method gives it rules (`flower_dp.strategies.rules`): what it releases and charges, its order to the clients, the computation
-of the next model from the replies, and its statement. Rules never handle messages or the loop over rounds.
+A method gives it rules (`flower_dp.strategies.rules`): its releases, the computation of the next model from what they released,
+and its statement. Rules never handle messages or the loop over rounds.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
@@ -20,25 +20,14 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.client_level import ClientLevelRules
-from flower_dp.strategies.evaluation import Evaluator
+from flower_dp.strategies.exchange import Asked, PlainExchange
 from flower_dp.strategies.legacy import LegacyAppError
-from flower_dp.strategies.local_evaluation import LocalEvaluator
 from flower_dp.strategies.population.roster import Register, Roster
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.replies import Collected, Missing, collect
-from flower_dp.strategies.rules import (
-    ComparesNoise,
-    CountsResources,
-    Options,
-    Round,
-    RoundReport,
-    Rules,
-    RunFacts,
-    SendsBeside,
-)
+from flower_dp.strategies.releases.replies import Collected, Missing
+from flower_dp.strategies.releases.round import Round, RoundRelease
+from flower_dp.strategies.rules import Options, Rules
+from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -49,6 +38,8 @@ _PULL_SECONDS = 0.002
 _LOG_SECONDS = 1.0
 _SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
+# The releases of a round.
+_TRAINING, _EVALUATION = "training", "evaluation"
 
 
 class DPStrategy(Strategy):
@@ -56,10 +47,8 @@ class DPStrategy(Strategy):
 
     Attributes:
         rules: the method's rules, with its ledgers.
-        rounds: the numbers of every round. Don't publish them as they are: see `RoundReport.public`.
-        incidents: what happened, in words.
-        missing: the number of requested updates that did not count, by reason.
-        evaluations: value and standard error of every metric of private evaluations, by round.
+        exchange: how the rows of a round's clients get to the server as one sum.
+        seeded_noise: whether noise or sampling comes from a fixed seed; the run is not private then.
 
     Args:
         rules: the method's rules.
@@ -100,8 +89,12 @@ class DPStrategy(Strategy):
         self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
-        plan = options.get("evaluation")
-        self._evaluator = None if plan is None else self._make_evaluator(plan)
+        if (plan := options.get("evaluation")) is not None:
+            rules.evaluate(plan)
+        self.exchange = PlainExchange()
+        self.seeded_noise = self.noise_seed is not None
+        self._run_state = RunState()
+        self._initial = self.state
         self._begin()
 
     def _generator(self, *purpose: object) -> Generator:
@@ -110,23 +103,28 @@ class DPStrategy(Strategy):
 
     def _begin(self) -> None:
         """Forget the last run."""
-        self.rounds: list[RoundReport] = []
-        self.incidents: list[str] = []
-        self.missing = Missing()
-        self.evaluations: dict[int, dict[str, float]] = {}
-        self.seeded_noise = self.noise_seed is not None
-        self._refusal = "no reply"
+        self.state = self._initial
+        # What belongs to one process: who is connected, what was sent and not answered, and a statement that was made already.
         self._register: Register | None = None
-        self._round: Round | None = None
-        self._sent: list[Message] = []
-        self._constants_checked = False
-        self._unpaid: set[int] = set()
+        self._asked: dict[str, Asked] = {}
         self._stated: tuple[Any, PrivacyStatement] | None = None
-        if self._optimizer is not None:
-            self._optimizer.begin()
-        if self._evaluator is not None:
-            self._evaluator.begin()
-        self.rules.begin()
+
+    @property
+    def state(self) -> RunState:
+        """All that this run needs to go on, as one value. Setting an earlier one continues from there."""
+        optimizer = None if self._optimizer is None else self._optimizer.state
+        return replace(self._run_state, method=self.rules.state, optimizer=optimizer)
+
+    @state.setter
+    def state(self, state: RunState) -> None:
+        self._run_state = state
+        self.rules.state = state.method
+        if self._optimizer is not None and state.optimizer is not None:
+            self._optimizer.state = state.optimizer
+
+    def _note(self, **changes: Any) -> None:
+        """Change fields of the run's state."""
+        self._run_state = replace(self._run_state, **changes)
 
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
@@ -154,10 +152,34 @@ class DPStrategy(Strategy):
         return math.inf if self.seeded_noise else self.rules.epsilon
 
     @property
+    def rounds(self) -> tuple[RoundReport, ...]:
+        """The numbers of every round. Don't publish them as they are: see `RoundReport.public`."""
+        return self._run_state.rounds
+
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """What happened, in words."""
+        return self._run_state.incidents
+
+    @property
+    def missing(self) -> Missing:
+        """The number of requested updates that did not count, by reason."""
+        return self._run_state.missing
+
+    @property
+    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
+        """Value and standard error of every metric of private evaluations, by round."""
+        return self._run_state.evaluations
+
+    @property
+    def _releases(self) -> tuple[RoundRelease, ...]:
+        evaluation = self.rules.evaluation
+        return (self.rules.training,) if evaluation is None else (self.rules.training, evaluation.release)
+
+    @property
     def secret_cohort(self) -> bool:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        evaluating = self._evaluator.rules if isinstance(self._evaluator, Evaluator) else self.rules
-        return self.rules.secret_cohort or evaluating.secret_cohort
+        return any(release.secret_cohort for release in self._releases)
 
     @property
     def facts(self) -> RunFacts:
@@ -165,7 +187,7 @@ class DPStrategy(Strategy):
         return RunFacts(
             seeded_noise=self.seeded_noise,
             missing=self.missing,
-            incidents=tuple(self.incidents),
+            incidents=self.incidents,
             report_client_metrics=self.report_client_metrics,
             own_evaluation=self._evaluates_itself,
         )
@@ -181,7 +203,7 @@ class DPStrategy(Strategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        key = (self.rules.charges, self._evaluator and self._evaluator.num_charged, self.facts)
+        key = (self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
             self._stated = (key, self.rules.explain(self.facts))
         return self._stated[1]
@@ -209,7 +231,7 @@ class DPStrategy(Strategy):
             RuntimeError: if no client sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        if evaluate_config and not (self._evaluates_itself or self._evaluator):
+        if evaluate_config and not (self._evaluates_itself or self.rules.evaluation):
             raise ValueError(
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
                 "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
@@ -250,17 +272,16 @@ class DPStrategy(Strategy):
                 log.info("[ROUND %s/%s]", server_round, num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
             messages = self.configure_train(server_round, result.arrays, configs[0], grid)
-            if server_round in self._unpaid:
+            if self._run_state.ended:
                 break
-            replies = grid.send_and_receive(messages, timeout=timeout)
-            arrays, metrics = self.aggregate_train(server_round, replies)
+            arrays, metrics = self.aggregate_train(server_round, self.exchange.replies(grid, messages, timeout))
             if arrays is not None:
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
-            if self._evaluates_itself or self._evaluator:
+            if self._evaluates_itself or self.rules.evaluation:
                 messages = self.configure_evaluate(server_round, result.arrays, configs[1], grid)
-                metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
+                metrics = self.aggregate_evaluate(server_round, self.exchange.replies(grid, messages, timeout))
                 if metrics is not None:
                     log.info("round %s: clients: %s", server_round, dict(metrics))
                     result.evaluate_metrics_clientapp[server_round] = metrics
@@ -274,72 +295,61 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
-        if reason := "the run has ended" if self._unpaid else self.rules.why_stop(server_round, None):
+        if reason := "the run has ended" if self._run_state.ended else self.rules.why_stop(server_round, None):
             return self._stop(server_round, reason)
         started = time.monotonic()
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
-        beside = self.rules.beside(model.layout.size) if isinstance(self.rules, SendsBeside) else None
+        beside = self.rules.beside(model.layout.size) if hasattr(self.rules, "beside") else None
         sent = arrays if beside is None else wire.with_beside(arrays, beside)
-        asked = roster.by_node(self._cohort(server_round, roster))
-        cohort = tuple(name for names in asked.values() for name in names)
-        if reason := self.rules.why_stop(server_round, len(cohort)):
+        release = self.rules.training
+        asked = roster.by_node(release.cohort(roster.names, self._generator("cohort", server_round)))
+        if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return self._stop(server_round, reason)
-        self.rules.charge(server_round, cohort)
-        ask = self.rules.ask(model.layout.size, cohort)
-        messages = [
-            wire.train_message(
-                node,
-                roster.record_names,
-                sent,
-                config,
-                wire.Instruction(
-                    server_round=server_round,
-                    method=self.rules.name,
-                    clients=names,
-                    ask=ask,
-                    report_metrics=self.report_client_metrics,
-                    frozen=model.frozen_positions,
-                ),
-            )
-            for node, names in asked.items()
-        ]
-        self._round = Round(
-            server_round=server_round,
-            ask=ask,
-            model=model,
-            asked=asked,
-            bytes_down=sum(wire.content_bytes(message.content) for message in messages),
-            started=started,
-            stock=not roster.hosting,
-        )
-        self._sent = messages
+        now = self._opened(release, server_round, model.layout.size, model, asked, stock=not roster.hosting)
+        words = {"report_metrics": self.report_client_metrics, "frozen": model.frozen_positions}
+        messages = self.exchange.messages(now, roster, sent, config, **words)
+        bytes_down = sum(wire.content_bytes(message.content) for message in messages)
+        self._asked[_TRAINING] = self._sent(release, replace(now, bytes_down=bytes_down, started=started), messages)
         return messages
+
+    def _opened(
+        self,
+        release: RoundRelease,
+        server_round: int,
+        length: int,
+        model: wire.Model,
+        asked: dict[int, tuple[str, ...]],
+        *,
+        stock: bool,
+    ) -> Round:
+        """Charge a release for its cohort, and return what is asked of it: nothing is sent before it is charged."""
+        cohort = tuple(name for names in asked.values() for name in names)
+        release.charge(cohort)
+        ask = release.ask(length, cohort)
+        return Round(
+            server_round=server_round, method=release.name, ask=ask, length=length, model=model, asked=asked, stock=stock
+        )
+
+    def _sent(self, release: RoundRelease, now: Round, messages: list[Message]) -> Asked:
+        return Asked(now=now, limits=release.limits(now), sent=messages)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
 
         None and None for a round that the budget did not cover.
         """
-        now = self._round
-        if now is None and server_round in self._unpaid:
+        asked = self._asked.get(_TRAINING)
+        if asked is None and self._run_state.ended:
             return None, None
-        if now is None or now.server_round != server_round:
+        if asked is None or asked.now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
-        sent, self._round, self._sent = self._sent, None, []
-        collected = collect(
-            replies,
-            asked=now.asked,
-            sent=sent,
-            model=now.model,
-            limits=self.rules.limits(now),
-            stock=now.stock,
-            seeded=self.seeded_noise,
-        )
+        del self._asked[_TRAINING]
+        now, collected = asked.now, self.exchange.total(asked, replies, seeded=self.seeded_noise)
         self._note_seeds(collected)
         self._warn_of_constants(now, collected)
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
-        self._refusal = next(iter(collected.refused.values()), self._refusal)
+        self._note(model=vector, refusal=next(iter(collected.refused.values()), self._run_state.refusal))
         self._check_usable_updates()
         metrics = MetricRecord({**report.public()})
         if self.report_client_metrics and collected.clients:
@@ -352,31 +362,34 @@ class DPStrategy(Strategy):
         A subclass may override this and `aggregate_evaluate`, both or neither; the statement then says that such metrics are not
         covered.
         """
-        evaluator = self._evaluator
-        if evaluator is None or server_round in self._unpaid or not evaluator.due(server_round):
+        evaluation = self.rules.evaluation
+        if evaluation is None or self._run_state.ended or not evaluation.due(server_round):
             return []
         roster = self._call_roll(grid)
-        rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.cohort(roster.names, rng))
-        evaluator.charge(server_round, tuple(name for names in asked.values() for name in names))
+        model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), evaluation.release
+        asked = roster.by_node(release.cohort(roster.names, self._generator("evaluating cohort", server_round)))
+        now = self._opened(release, server_round, evaluation.length, model, asked, stock=not roster.hosting)
         if self.rounds:
-            self.rounds[-1] = replace(self.rounds[-1], epsilon=self.epsilon)
-        return evaluator.messages(server_round, roster, arrays, config, asked)
+            self._note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
+        messages = self.exchange.messages(now, roster, arrays, config)
+        self._asked[_EVALUATION] = self._sent(release, now, messages)
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return value and standard error of every metric of a private evaluation; None where there is none."""
-        evaluator = self._evaluator
-        if evaluator is None or not evaluator.asked(server_round):
+        evaluation, asked = self.rules.evaluation, self._asked.get(_EVALUATION)
+        if evaluation is None or asked is None or asked.now.server_round != server_round:
             return None
-        collected = evaluator.collect(replies, seeded=self.seeded_noise)
+        del self._asked[_EVALUATION]
+        collected = self.exchange.total(asked, replies, seeded=self.seeded_noise)
         self._note_seeds(collected)
         try:
-            told = evaluator.result(collected, self._generator("evaluation", server_round))
+            told = evaluation.result(asked.now, collected, self._generator("evaluation", server_round))
         except RoundLeftOut as why:
             refusal = next(iter(collected.refused.values()), None)
             log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
             return None
-        self.evaluations[server_round] = told
+        self._note(evaluations={**self.evaluations, server_round: told})
         return MetricRecord({**told})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
@@ -387,8 +400,9 @@ class DPStrategy(Strategy):
     def summary(self) -> None:
         """Log what the run will do."""
         rules = self.rules
-        expected = rules.sampling.expected_cohort(rules.num_clients)
-        log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
+        sampling = rules.training.sampling
+        expected = sampling.expected_cohort(rules.num_clients)
+        log.info("%s: %s, %g of %s clients expected a round", rules.title, sampling, expected, rules.num_clients)
         if self._optimizer is not None:
             log.info("server optimiser %s: it works on the noised mean and costs no epsilon", self._optimizer.name)
 
@@ -400,8 +414,6 @@ class DPStrategy(Strategy):
 
     def _log_noise_and_signal(self, dimension: int) -> None:
         """Log before the first round how the noise compares with the updates."""
-        if not isinstance(self.rules, ComparesNoise):
-            return
         noise, signal = self.rules.noise_and_signal(dimension)
         log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
         if noise > signal:
@@ -410,20 +422,6 @@ class DPStrategy(Strategy):
                 "round, less noise or a smaller model help, and so do more rounds within the budget",
                 noise / signal,
             )
-
-    def _make_evaluator(self, plan: PrivateEvaluation | LocalEvaluation) -> Evaluator | LocalEvaluator:
-        """Return the evaluator that runs private evaluations.
-
-        Raises:
-            ValueError: if the plan is not of the method's kind: one ledger for all clients, or one each.
-        """
-        books = getattr(self.rules, "books", None)
-        if isinstance(plan, LocalEvaluation) and isinstance(books, ClientBooks):
-            return LocalEvaluator(plan, books)
-        if isinstance(plan, PrivateEvaluation) and isinstance(self.rules, ClientLevelRules):
-            return Evaluator(plan, self.rules)
-        fit = "LocalEvaluation, with a budget of every client" if isinstance(books, ClientBooks) else "PrivateEvaluation"
-        raise ValueError(f"evaluation: is a {type(plan).__name__}; {self.rules.title} takes a {fit}")
 
     def _call_roll(self, grid: Grid) -> Roster:
         """Return the current roster: nodes may have joined, left or rejoined since the last round."""
@@ -434,7 +432,7 @@ class DPStrategy(Strategy):
             self._register = Register(
                 rules.num_clients,
                 timeout=self.registration_timeout,
-                newcomers=rules.open_population,
+                newcomers=all(release.open_population for release in self._releases),
                 unfit=self._unfit,
                 most_clients_per_node=self.most_clients_per_node,
                 most_newcomers=self.most_newcomers,
@@ -459,26 +457,25 @@ class DPStrategy(Strategy):
             )
 
     def _report(self, now: Round, collected: Collected) -> RoundReport:
-        self.missing += collected.missing
         report = RoundReport(
             server_round=now.server_round,
             cohort_size=now.cohort_size,
             replies=len(collected.clients),
             bytes_down=now.bytes_down,
             bytes_up=collected.num_bytes,
-            bytes_per_client=self.rules.bytes_per_client(now, collected),
+            bytes_per_client=self.rules.training.bytes_per_client(now, collected),
             seconds=time.monotonic() - now.started,
             epsilon=self.epsilon,
-            secret_cohort=self.rules.secret_cohort,
-            cost_per_device=self.rules.cost_per_device if isinstance(self.rules, CountsResources) else None,
+            secret_cohort=self.rules.training.secret_cohort,
+            numbers=self.rules.numbers(),
         )
-        self.rounds.append(report)
+        self._note(rounds=(*self.rounds, report), missing=self.missing + collected.missing)
         return report
 
     def _note_seeds(self, collected: Collected) -> None:
         """Record, once, that replies with noise from a fixed seed were refused; not where that tells who was in a cohort."""
         if collected.seeded_clients and _SEEDED not in self.incidents and not self.secret_cohort:
-            self.incidents.append(_SEEDED)
+            self._note(incidents=(*self.incidents, _SEEDED))
 
     def _stop(self, server_round: int, reason: str) -> list[Message]:
         """Record, once, that this round and all later ones are not run; return no messages.
@@ -486,11 +483,10 @@ class DPStrategy(Strategy):
         Raises:
             ValueError: if no round was run before: the model would be the initial one.
         """
-        self._round = None
-        if not self._unpaid:
-            self.incidents.append(f"ended before round {server_round}: {reason}")
+        self._asked.pop(_TRAINING, None)
+        if not self._run_state.ended:
+            self._note(ended=True, incidents=(*self.incidents, f"ended before round {server_round}: {reason}"))
             log.info("%s", self.incidents[-1])
-        self._unpaid.add(server_round)
         if not self.rounds:
             raise ValueError(f"no round was run: {self.incidents[-1]}")
         return []
@@ -500,9 +496,8 @@ class DPStrategy(Strategy):
 
         It reads sums without noise, which only a trusted server has, and writes only to the server's log.
         """
-        if self._constants_checked or not collected.clients or now.ask.placement != "central":
+        if not collected.clients or now.ask.placement != "central" or any(report.replies for report in self.rounds):
             return
-        self._constants_checked = True
         same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
         if same and len(same) < len(now.layout.names):
             log.warning(
@@ -514,13 +509,13 @@ class DPStrategy(Strategy):
     def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
         """Return the next global model [d], float32; the last one if the round is left out, although it was charged."""
         try:
-            vector = self.rules.combine(now, collected, self._generator("noise", now.server_round))
+            vector = self.rules.learn(now, collected, self._generator("noise", now.server_round))
             if self._optimizer is not None:
                 vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
             if names := now.layout.overflows(vector):
                 raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
         except RoundLeftOut as why:
-            self.incidents.append(f"round {now.server_round} was left out: {why}")
+            self._note(incidents=(*self.incidents, f"round {now.server_round} was left out: {why}"))
             log.warning("%s", self.incidents[-1])
             return now.vector
         return vector.astype(np.float32)
@@ -534,20 +529,15 @@ class DPStrategy(Strategy):
 
     def _unfit(self, methods: frozenset[str]) -> str | None:
         """Return why clients that run these methods can't take part, None if they can."""
-        if self.rules.name not in methods:
+        if (name := self.rules.training.name) not in methods:
             runs = ", ".join(sorted(methods)) or "no common method"
-            return f"{self.rules.title}: clients must run {self.rules.name!r}; these run {runs}"
-        if self._evaluator is not None and wire.EVALUATION not in methods:
+            return f"{self.rules.title}: clients must run {name!r}; these run {runs}"
+        if self.rules.evaluation is not None and wire.EVALUATION not in methods:
             return (
                 f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient, or "
                 "LocalDPClient(evaluation=...)"
             )
         return None
-
-    def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
-        """Return the indices of the clients that are asked in a round."""
-        rng = self._generator("cohort", server_round)
-        return self.rules.with_budget(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
 
     def _check_usable_updates(self, *, ended: bool = False) -> None:
         """Fail a run in which no client ever sends a usable update: it would only spend budget."""
@@ -558,7 +548,7 @@ class DPStrategy(Strategy):
         enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
         if asked and (enough or ended):
             rounds = f"the first {len(asked)} rounds" if enough else "any round"
-            raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {self._refusal}")
+            raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {self._run_state.refusal}")
 
     @staticmethod
     def _evaluate(

@@ -13,7 +13,7 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
 from flower_dp.strategies.releases.replies import Missing
-from flower_dp.strategies.rules import RunFacts
+from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 
 NAMES = ("c0", "c1", "c2", "c3")

@@ -12,6 +12,7 @@ from flwr.app import Message
 
 from flower_dp import wire
 from flower_dp.core import checks, compression
+from flower_dp.core.stored import stored
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.wire import Model
 
@@ -25,7 +26,8 @@ MOST_REASON = 500
 _MOST_ENTRIES = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Missing:
     """The number of requested updates that do not count, by reason.
 
@@ -77,7 +79,7 @@ class Collected:
     total: np.ndarray
     clients: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    missing: Missing = Missing()
+    missing: Missing = field(default_factory=Missing)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
     payload_bytes: int = 0

@@ -12,7 +12,7 @@ from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_in_words
-from flower_dp.strategies.rules import RunFacts
+from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import not_covered
 
 

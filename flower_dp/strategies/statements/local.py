@@ -12,8 +12,8 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.releases.books import ClientBooks
-from flower_dp.strategies.releases.evaluation_books import EvaluationBooks
-from flower_dp.strategies.rules import RunFacts
+from flower_dp.strategies.releases.own_replies import OwnReplies
+from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import not_covered
 
 _LISTED = 100
@@ -91,15 +91,15 @@ def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts
         num_rounds=books.num_rounds,
         num_unasked=books.num_unasked,
         run=run,
-        evaluation=None if books.evaluations is None else _evaluated(books, books.evaluations),
+        evaluation=None if books.evaluation is None else _evaluated(books, books.evaluation),
     )
 
 
-def _evaluated(books: ClientBooks, evaluations: EvaluationBooks) -> LocalEvaluationFacts:
+def _evaluated(books: ClientBooks, evaluations: OwnReplies) -> LocalEvaluationFacts:
     return LocalEvaluationFacts(
         num_evaluations=evaluations.num_charged,
         training={name: books.cost(ledger).epsilon for name, ledger in books.ledgers.items()},
-        alone={name: evaluations.alone(name).epsilon for name in evaluations.ledgers},
+        alone={name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers.items()},
         lines={name: tuple(ledger.lines()) for name, ledger in evaluations.ledgers.items()},
         noise_multipliers={name: terms.release.mechanism.noise_multiplier for name, terms in evaluations.terms.items()},
     )

@@ -1,6 +1,6 @@
 """What no statement covers, in the same words for all methods."""
 
-from flower_dp.strategies.rules import RunFacts
+from flower_dp.strategies.run_state import RunFacts
 
 OTHER_RUNS = "other runs on the same records: this statement is of one run, and the budgets of several runs add up"
 # Of methods whose clients keep an account.

@@ -1,0 +1,108 @@
+"""One release's exchange with the nodes in a round: the messages out, and the sum of the replies."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from flower_dp import wire
+from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes, collect
+from flower_dp.strategies.releases.round import Round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A round whose messages are out.
+
+    Attributes:
+        now: what was asked of whom.
+        limits: those that the server enforces on the replies.
+        sent: the messages, with the ids that Flower gave them.
+    """
+
+    now: Round
+    limits: Limits
+    sent: list[Message]
+
+
+class Exchange(Protocol):
+    """How the rows of a round's clients get to the server as one sum."""
+
+    def messages(self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **words: Any) -> list[Message]:
+        """Return the messages that begin the exchange, one a node.
+
+        Args:
+            now: what is asked of whom.
+            roster: which app the nodes run.
+            arrays: the model as it is sent.
+            config: sent with it.
+            words: further fields of the instruction.
+        """
+
+    def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
+        """Run the exchange up to its last replies, and return these."""
+
+    def total(self, asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
+        """Check the last replies and return their sum; an invalid one is left out, as if its clients had sent zeros."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainExchange:
+    """One message to every node, and one back with the sum of its clients' rows."""
+
+    def messages(self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **words: Any) -> list[Message]:
+        """Return one message for every node."""
+        evaluates = now.ask.metrics is not None
+        message = wire.evaluate_message if evaluates else wire.train_message
+        return [
+            message(
+                node,
+                roster.record_names,
+                arrays,
+                config,
+                wire.Instruction(server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **words),
+            )
+            for node, names in now.asked.items()
+        ]
+
+    def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
+        """Send the messages and wait for the replies."""
+        return grid.send_and_receive(messages, timeout=timeout)
+
+    def total(self, asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
+        """Check the replies and add them up."""
+        now = asked.now
+        if now.ask.metrics is not None:
+            return _interim(asked, replies, seeded=seeded)
+        return collect(
+            replies, asked=now.asked, sent=asked.sent, model=now.model, limits=asked.limits, stock=now.stock, seeded=seeded
+        )
+
+
+def _interim(asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
+    now = asked.now
+    bounds = now.ask.metrics
+    collected = Collected(total=np.zeros(now.length), seeded=seeded)
+    for node, names, reply in answering_nodes(collected, replies, now.asked, asked.sent):
+        try:
+            if now.stock:
+                wire.check_content(reply.content, most_entries=1000, most_bytes=4096 + 6 * wire.most_answer_characters(1))
+                if len(names) != 1:
+                    raise ValueError("a stock client's reply can stand for one client only")
+                clients, vector = names, bounds.counted(wire.reported_metrics(reply.content))
+            else:
+                answer = wire.evaluation_answer_of(reply.content, names, now.length)
+                collected.check_seed(answer.seeded_noise)
+                collected.add_refused(answer.refused)
+                clients, vector = tuple(name for name in names if name not in answer.refused), answer.total
+            if clients:
+                collected.total += asked.limits.accepted(vector, clients)
+                collected.clients.extend(clients)
+        except Exception as error:
+            collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
+    return collected
