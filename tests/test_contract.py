@@ -210,7 +210,7 @@ def test_every_strategy_has_an_entry():
 @every_method
 def test_an_entry_says_what_its_strategy_says(method):
     rules = method.strategy(Words()).rules
-    assert (rules.name, rules.title) == (method.name, method.title)
+    assert (rules.training.name, rules.title) == (method.name, method.title)
     assert (rules.stock_refusal is None) == method.stock
 
 

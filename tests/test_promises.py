@@ -262,7 +262,10 @@ def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
     words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 40, "delta": 1e-3}
     strategy = strategy_class(**words, sampling=PoissonSampling(sampling_rate=0.5))
     roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True)
-    chosen = [tuple(one._cohort(1, roster)) for one in (copy.deepcopy(strategy) for _ in range(6))]
+    chosen = [
+        tuple(one.rules.training.cohort(roster.names, one._generator("cohort", 1)))
+        for one in (copy.deepcopy(strategy) for _ in range(6))
+    ]
     assert len(set(chosen)) == 6
     app = stock_app(shifted(lambda node: 0.0))
     strategy = DPFedAvg(**words | {"num_clients": 2}, sampling=FullSampling())
@@ -363,13 +366,13 @@ def test_what_leaves_lies_on_the_lattice_whatever_the_update(placement):
     strategy = DPFedSAM(**CLIENT_LEVEL | {"num_clients": 2}, placement=placement)
     grid = LocalGrid(clients("DPClient"), 2)
     seen = []
-    combine = strategy.rules.combine
+    learn = strategy.rules.learn
 
     def spy(now, collected, rng):
-        seen.append(combine(now, collected, rng) - now.vector)
+        seen.append(learn(now, collected, rng) - now.vector)
         return now.vector
 
-    strategy.rules.combine = spy
+    strategy.rules.learn = spy
     strategy.start(grid, model_arrays(linear()), num_rounds=3)
     size = FEATURES * 3
     (step,) = {
@@ -691,7 +694,7 @@ def test_a_long_error_is_cut_before_it_is_kept():
 
     strategy = DPFedAvg(**CLIENT_LEVEL)
     strategy.start(LocalGrid(clients("DPClient"), 4, tamper=forge), model_arrays(linear()), num_rounds=1)
-    assert len(strategy._refusal) < 1000
+    assert len(strategy.state.refusal) < 1000
 
 
 def test_an_honest_answer_is_never_too_long():
@@ -789,8 +792,8 @@ def test_shares_of_sparse_messages_do_not_follow_the_cohort_and_are_rounded_up()
 def test_stock_updates_are_rounded_to_the_lattice_by_the_server():
     strategy = DPFedAvg(**CLIENT_LEVEL)
     totals = []
-    combine = strategy.rules.combine
-    strategy.rules.combine = lambda now, collected, rng: (totals.append(collected.total.copy()), combine(now, collected, rng))[1]
+    learn = strategy.rules.learn
+    strategy.rules.learn = lambda now, collected, rng: (totals.append(collected.total.copy()), learn(now, collected, rng))[1]
     app = stock_app(shifted(lambda node: 0.0123456789 * node))
     strategy.start(LocalGrid(app, 4), arrays(w=np.zeros(9, np.float32)), num_rounds=2)
     for total in totals:
@@ -844,7 +847,7 @@ def test_a_sum_that_is_not_exact_is_not_released():
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
     strategy.plan(1)
     strategy.configure_train(1, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
-    now = strategy._round
+    now = strategy._asked["training"].now
     assert strategy._next_vector(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
     assert not strategy._next_vector(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
     assert "too large to be exact" in strategy.incidents[-1]
@@ -861,7 +864,7 @@ def test_a_plan_counts_on_the_worst_cohort():
     strategy = DPFedSAM(**words, trusted_server=False)
     assert strategy.rules.noise.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
     for size in range(5):
-        charged = strategy.rules.noise.charged_for(size)
+        charged = strategy.rules.noise.without_one_of(strategy.rules.noise.shares(size))
         assert charged.mechanism.noise_multiplier >= strategy.rules.noise.charged.mechanism.noise_multiplier
 
 
@@ -888,10 +891,10 @@ def test_adversaries_are_told_the_worst_clients_epsilon():
 
 def test_broadcasts_lie_on_their_lattice():
     strategy, seen = STRATEGIES["nbafl"](), []
-    combine = strategy.rules.combine
-    strategy.rules.combine = lambda now, collected, rng: (seen.append(combine(now, collected, rng)), now.vector)[1]
+    learn = strategy.rules.learn
+    strategy.rules.learn = lambda now, collected, rng: (seen.append(learn(now, collected, rng)), now.vector)[1]
     strategy.start(LocalGrid(clients("nbafl"), 4), model_arrays(linear()), num_rounds=3)
-    for vector, std in zip(seen, strategy.rules.added_noise_stds, strict=True):
+    for vector, std in zip(seen, [one.added_std for one in strategy.rules.broadcasts], strict=True):
         step = strategy.rules._broadcast_step([0.25] * 4, std)
         assert 0 < step <= strategy.rules._broadcast_std([0.25] * 4, std) / 1024
         assert np.array_equal(vector / step, np.round(vector / step))

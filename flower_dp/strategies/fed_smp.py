@@ -41,7 +41,7 @@ class FedSMP(DPStrategy):
         >>> from flower_dp.strategies import FedSMP
         >>> words = {"clip_norm": 0.5, "noise_multiplier": 0.9, "num_clients": 1000, "delta": 5e-4}
         >>> strategy = FedSMP(**words, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.4)
-        >>> strategy.rules.sum.num_kept(10)
+        >>> strategy.rules.training.num_kept(10)
         4
     """
 

@@ -150,7 +150,7 @@ class Scaffold(DPStrategy):
         >>> strategy = Scaffold(
         ...     steps=steps, sampling=sampling, num_clients=100, num_records=600, epsilon=math.inf, delta=1e-5, num_replies=50
         ... )
-        >>> strategy.rules.name
+        >>> strategy.rules.training.name
         'scaffold'
     """
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Unpack
 
 import numpy as np
@@ -20,8 +21,10 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies import diagnostics
 from flower_dp.strategies.exchange import Asked, PlainExchange
 from flower_dp.strategies.legacy import LegacyAppError
+from flower_dp.strategies.population.fit import why_none_fits, why_unfit
 from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected, Missing
@@ -37,7 +40,8 @@ _PULL_SECONDS = 0.002
 # Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
 _LOG_SECONDS = 1.0
 _SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
-_FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
+# Of a round number and a model: metrics by public data, or nothing.
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 # The releases of a round.
 _TRAINING, _EVALUATION = "training", "evaluation"
 
@@ -218,7 +222,7 @@ class DPStrategy(Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run up to `num_rounds` rounds, fewer where the target epsilon ends the run first; arguments as Flower's.
 
@@ -245,12 +249,12 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
-        self._log_noise_and_signal(layout.size)
-        self._evaluate(evaluate_fn, 0, result)
+        diagnostics.log_noise_and_signal(self.rules, layout.size)
+        _evaluate(evaluate_fn, 0, result)
         try:
             configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
             self._run(grid, num_rounds, timeout, configs, evaluate_fn, result)
-            self._check_usable_updates(ended=True)
+            diagnostics.check_usable_updates(self._run_state, self.num_clients, ended=True)
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
                 log.info("%s", line)
@@ -262,7 +266,7 @@ class DPStrategy(Strategy):
         num_rounds: int,
         timeout: float,
         configs: tuple[ConfigRecord, ConfigRecord],
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+        evaluate_fn: EvaluateFn | None,
         result: Result,
     ) -> None:
         """Run the rounds, and add their metrics and models to the result."""
@@ -285,7 +289,7 @@ class DPStrategy(Strategy):
                 if metrics is not None:
                     log.info("round %s: clients: %s", server_round, dict(metrics))
                     result.evaluate_metrics_clientapp[server_round] = metrics
-            self._evaluate(evaluate_fn, server_round, result)
+            _evaluate(evaluate_fn, server_round, result)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Draw the cohort, charge the round's release to the ledger, and return one message per node.
@@ -346,11 +350,12 @@ class DPStrategy(Strategy):
         del self._asked[_TRAINING]
         now, collected = asked.now, self.exchange.total(asked, replies, seeded=self.seeded_noise)
         self._note_seeds(collected)
-        self._warn_of_constants(now, collected)
+        if not any(report.replies for report in self.rounds):
+            diagnostics.log_constants(now, collected)
         vector = self._next_vector(now, collected)
         report = self._report(now, collected)
         self._note(model=vector, refusal=next(iter(collected.refused.values()), self._run_state.refusal))
-        self._check_usable_updates()
+        diagnostics.check_usable_updates(self._run_state, self.num_clients)
         metrics = MetricRecord({**report.public()})
         if self.report_client_metrics and collected.clients:
             metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
@@ -412,17 +417,6 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
-    def _log_noise_and_signal(self, dimension: int) -> None:
-        """Log before the first round how the noise compares with the updates."""
-        noise, signal = self.rules.noise_and_signal(dimension)
-        log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
-        if noise > signal:
-            log.warning(
-                "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
-                "round, less noise or a smaller model help, and so do more rounds within the budget",
-                noise / signal,
-            )
-
     def _call_roll(self, grid: Grid) -> Roster:
         """Return the current roster: nodes may have joined, left or rejoined since the last round."""
         first = self._register is None
@@ -433,13 +427,13 @@ class DPStrategy(Strategy):
                 rules.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=all(release.open_population for release in self._releases),
-                unfit=self._unfit,
+                unfit=partial(why_unfit, self.rules),
                 most_clients_per_node=self.most_clients_per_node,
                 most_newcomers=self.most_newcomers,
             )
         roster = self._register.roster(grid)
         if first:
-            if reason := self._fits(roster):
+            if reason := why_none_fits(self.rules, roster):
                 self._register = None
                 raise ValueError(reason)
             self.rules.open(roster.names)
@@ -491,21 +485,6 @@ class DPStrategy(Strategy):
             raise ValueError(f"no round was run: {self.incidents[-1]}")
         return []
 
-    def _warn_of_constants(self, now: Round, collected: Collected) -> None:
-        """Warn, once, of arrays that no reply of the first round changes: they get noise nevertheless.
-
-        It reads sums without noise, which only a trusted server has, and writes only to the server's log.
-        """
-        if not collected.clients or now.ask.placement != "central" or any(report.replies for report in self.rounds):
-            return
-        same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
-        if same and len(same) < len(now.layout.names):
-            log.warning(
-                "round %s: no reply changes %s, which noise is added to; name constant arrays in frozen_arrays",
-                now.server_round,
-                ", ".join(map(repr, same)),
-            )
-
     def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
         """Return the next global model [d], float32; the last one if the round is left out, although it was charged."""
         try:
@@ -520,44 +499,12 @@ class DPStrategy(Strategy):
             return now.vector
         return vector.astype(np.float32)
 
-    def _fits(self, roster: Roster) -> str | None:
-        """Return why these clients can't run this method, None if they can."""
-        rules = self.rules
-        if not roster.hosting:
-            return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
-        return self._unfit(roster.methods)
 
-    def _unfit(self, methods: frozenset[str]) -> str | None:
-        """Return why clients that run these methods can't take part, None if they can."""
-        if (name := self.rules.training.name) not in methods:
-            runs = ", ".join(sorted(methods)) or "no common method"
-            return f"{self.rules.title}: clients must run {name!r}; these run {runs}"
-        if self.rules.evaluation is not None and wire.EVALUATION not in methods:
-            return (
-                f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient, or "
-                "LocalDPClient(evaluation=...)"
-            )
-        return None
-
-    def _check_usable_updates(self, *, ended: bool = False) -> None:
-        """Fail a run in which no client ever sends a usable update: it would only spend budget."""
-        if any(report.replies for report in self.rounds):
-            return
-        asked = [report for report in self.rounds if report.cohort_size]
-        tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * self.num_clients)
-        enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
-        if asked and (enough or ended):
-            rounds = f"the first {len(asked)} rounds" if enough else "any round"
-            raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {self._run_state.refusal}")
-
-    @staticmethod
-    def _evaluate(
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None, server_round: int, result: Result
-    ) -> None:
-        metrics = evaluate_fn(server_round, result.arrays) if evaluate_fn else None
-        if metrics is not None:
-            log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
-            result.evaluate_metrics_serverapp[server_round] = metrics
+def _evaluate(evaluate_fn: EvaluateFn | None, server_round: int, result: Result) -> None:
+    metrics = evaluate_fn(server_round, result.arrays) if evaluate_fn else None
+    if metrics is not None:
+        log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
+        result.evaluate_metrics_serverapp[server_round] = metrics
 
 
 def _optional(name: str, value: int | None, *, at_least: int) -> int | None:

@@ -237,7 +237,7 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
         {"num-clients": 7, "sampling": "full", "delta": 1e-3, "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
     )
     strategy, node = strategy_of(run, sizes_of(run)), client(run)
-    asked = strategy.rules.ask(node.model.layout.size, tuple(node.clients))
+    asked = strategy.rules.training.ask(node.model.layout.size, tuple(node.clients))
     assert asked.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
     node.policy.check(asked)
     with pytest.raises(ValueError, match="noise_std="):
@@ -288,10 +288,10 @@ def test_private_evaluations_are_settings_of_the_app(method, tmp_path):
 
 def test_private_evaluations_have_a_cohort_of_their_own_where_they_are_given_one():
     run = run_of({"evaluation.every": 1, "evaluation.sampling-rate": 0.25, "evaluation.metrics": "loss=4"})
-    plan = strategy_of(run, sizes_of(run))._evaluator.plan
+    plan = strategy_of(run, sizes_of(run)).rules.evaluation.plan
     assert (plan.sampling, plan.metrics) == (PoissonSampling(sampling_rate=0.25), {"loss": 4.0})
     run = run_of({"evaluation.every": 1})
-    assert strategy_of(run, sizes_of(run))._evaluator.plan.sampling == PoissonSampling(sampling_rate=0.1)
+    assert strategy_of(run, sizes_of(run)).rules.evaluation.plan.sampling == PoissonSampling(sampling_rate=0.1)
 
 
 def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
@@ -350,7 +350,7 @@ def test_settings_of_an_evaluation_that_nobody_reads_are_refused(words, match):
 def test_both_sides_of_a_method_with_client_budgets_have_the_same_budget_of_evaluations():
     run = run_of({**LAPLACE, "num-rounds": 40, "evaluation.every": 15, "evaluation.epsilon": 0.5})
     budget = EvaluationBudget(epsilon=0.5, num_evaluations=2)
-    assert strategy_of(run, sizes_of(run))._evaluator.plan == LocalEvaluation(budget=budget, every=15)
+    assert strategy_of(run, sizes_of(run)).rules.evaluation.plan == LocalEvaluation(budget=budget, every=15)
     assert client(run).evaluation_budget == budget
     assert client(run_of(LAPLACE)).evaluation_budget is None
 

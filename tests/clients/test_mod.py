@@ -858,11 +858,11 @@ def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
 def test_asks_of_these_tests_are_what_servers_send() -> None:
     """The second source: the asks of the strategies' rules."""
     words = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
-    assert DPFedSAM(**words, noise_multiplier=1.0, placement="central").rules.ask(SIZE, ("a",)) == CENTRAL.ask
-    assert DPFedSAM(**words, noise_multiplier=0.5, placement="distributed").rules.ask(SIZE, ("a",)) == replace(
+    assert DPFedSAM(**words, noise_multiplier=1.0, placement="central").rules.training.ask(SIZE, ("a",)) == CENTRAL.ask
+    assert DPFedSAM(**words, noise_multiplier=0.5, placement="distributed").rules.training.ask(SIZE, ("a",)) == replace(
         instruction_of().ask, promise=Promise(clip_norm=1.0, noise_multiplier=0.5)
     )
-    sent = FedSMP(**words, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.ask(500, ("a",))
+    sent = FedSMP(**words, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.training.ask(500, ("a",))
     assert sent.mask is not None
     assert replace(sent, promise=SMP.promise, mask=SMP.mask) == SMP
     assert sent.mask.keep_ratio == 0.3

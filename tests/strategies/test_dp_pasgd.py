@@ -621,7 +621,7 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
         assert ("resource" in ended[0]) == ("resource" in why)
     # What it has cost stands beside the epsilon: in the rounds, in the result and in the statement.
     spent = [13.0 * (index + 1) for index in range(rounds)]
-    assert [report.cost_per_device for report in strategy.rounds] == spent
+    assert [report.numbers["cost-per-device"] for report in strategy.rounds] == spent
     assert [report.public()["cost-per-device"] for report in strategy.rounds] == spent
     assert [record["cost-per-device"] for record in result.train_metrics_clientapp.values()] == spent
     assert strategy.rules.resources.costs == dict.fromkeys(FOUR, spent[-1])
@@ -639,7 +639,7 @@ def test_a_reply_that_is_lost_has_cost_its_device():
 def test_without_prices_there_is_no_cost():
     strategy, recipe = pair()
     start(strategy, grid_of(recipe, FOUR), 2)
-    assert strategy.rounds[-1].cost_per_device is None
+    assert not strategy.rounds[-1].numbers
     assert "cost-per-device" not in strategy.rounds[-1].public()
     assert "resources:" not in str(strategy.statement)
 
@@ -722,7 +722,7 @@ def test_the_planners_answer_can_be_run_as_it_is():
     start(strategy, grid_of(recipe, FOUR), answer.num_rounds)
     assert len(strategy.rounds) == answer.num_rounds > 1
     assert not any(line.startswith("ended") for line in strategy.incidents)
-    assert strategy.rounds[-1].cost_per_device == answer.cost
+    assert strategy.rounds[-1].numbers["cost-per-device"] == answer.cost
     statement = strategy.statement
     assert statement.noise["least_noise_std_of_a_mean_gradient"] == pytest.approx(answer.noise_std[0], rel=1e-12)
     assert statement.paper.epsilon == pytest.approx(answer.epsilon, rel=1e-9)

@@ -134,15 +134,18 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     half = dict.fromkeys(bounds, 0.5)
     app = client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: half))
     grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 4) if mod else LocalGrid(app, 1)
-    roster, evaluator = strategy._call_roll(grid), strategy._evaluator
+    roster, release = strategy._call_roll(grid), strategy.rules.evaluation.release
+    length, model = strategy.rules.evaluation.length, wire.Model.of(flat(), frozen=())
     asked = roster.by_node(np.arange(4))
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
-        replies = grid.send_and_receive(evaluator.messages(server_round, roster, flat(), {}, asked))
-        collected = evaluator.collect(replies, seeded=True)
+        now = strategy._opened(release, server_round, length, model, asked, stock=not roster.hosting)
+        sent = strategy._sent(release, now, strategy.exchange.messages(now, roster, flat(), {}))
+        collected = strategy.exchange.total(sent, grid.send_and_receive(sent.sent), seeded=True)
         assert len(collected.clients) == 4
-        sums = evaluator.rules.combine(evaluator._now, collected, strategy._generator("test", server_round)) * 4
+        rng = strategy._generator("test", server_round)
+        sums = release.noised(now.ask, collected.total, num_replies=4, cohort_size=4, rng=rng) * 4
         draws.append(sums - noiseless)
     std = np.std(draws)
     assert {factor: bool(abs(std / (0.5 * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)} == {

@@ -665,7 +665,7 @@ def test_a_small_budget_over_many_replies_is_stated_within_it():
     strategy, _ = pair(1, server={"num_replies": 1000}, **words)
     strategy.rules.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
-        strategy.rules.books.ledgers["c0"].charge(strategy.rules.books.terms["c0"].event)
+        strategy.rules.training.charge(("c0",))
     assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.books.ledgers["c0"]).epsilon <= 0.05
 
 

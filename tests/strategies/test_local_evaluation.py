@@ -510,7 +510,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
         def send_and_receive(self, messages, *, timeout=None):
             out = list(messages)
             if out and out[0].metadata.message_type == "evaluate":
-                ledgers = strategy._evaluator.evaluations.ledgers
+                ledgers = strategy.rules.evaluation.release.ledgers
                 seen.append([ledgers[name].num_charges for name in NAMES])
             return super().send_and_receive(out, timeout=timeout)
 
@@ -657,7 +657,7 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     grid = grid_of(METHODS["dp-fedpaq"][1])
     strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
-    charges = [ledger.num_charges for ledger in strategy._evaluator.evaluations.ledgers.values()]
+    charges = [ledger.num_charges for ledger in strategy.rules.evaluation.release.ledgers.values()]
     assert sum(charges) == asked
 
 

@@ -302,7 +302,7 @@ def test_downlink_charges_what_was_there_when_clients_are_missing():
         grid = grid_of(recipe, FOUR, tamper=lambda node, message, lost=lost: [] if node in lost else [message])
         start(strategy, grid, 1)
         costs.append(strategy.statement.adversaries[2].epsilon)
-    assert strategy.rules.added_noise_stds[0] == pytest.approx(strategy.rules.uplink_noise_std * math.sqrt(4 - 1))
+    assert strategy.rules.broadcasts[0].added_std == pytest.approx(strategy.rules.uplink_noise_std * math.sqrt(4 - 1))
     assert costs[1] == pytest.approx(costs[0], rel=1e-6)
 
 

@@ -152,7 +152,7 @@ class ClientBooks:
     @state.setter
     def state(self, state: BooksState) -> None:
         self._planned_rounds = state.planned_rounds
-        self.open(state.names)
+        self._open(state.names)
         self.training.state = state.training
         if self.evaluation is not None and state.evaluation is not None:
             self.evaluation.state = state.evaluation
@@ -171,11 +171,20 @@ class ClientBooks:
         return self._planned_rounds
 
     def open(self, names: tuple[str, ...]) -> None:
-        """Open a ledger for every client, with its terms.
+        """Open a ledger for every client, with its terms; in a run that goes on they are open.
 
         Raises:
+            ValueError: if a run goes on with a client that it did not begin with.
             RuntimeError: if the number of replies is not known.
         """
+        if not self.terms:
+            self._open(names)
+        elif new := sorted(set(names) - set(self.terms)):
+            raise ValueError(
+                f"clients: {new[0]!r} was not there when this run began; this method has terms for those of its start"
+            )
+
+    def _open(self, names: tuple[str, ...]) -> None:
         self.training.open({})
         self._costs, self._worst = {}, None
         if not names:
