@@ -102,6 +102,7 @@ class DPPASGDRules:
                 self._agreed(delta, budget, size, size)
         if batch_sampling == "poisson" and num_records is None:
             raise ValueError("num_records=None: must be the public data sizes with batch_sampling='poisson'")
+        self._sizes_known = num_records is not None
         population = Population(
             num_clients=num_clients,
             num_records=batch_size if num_records is None else num_records,
@@ -136,7 +137,15 @@ class DPPASGDRules:
         self.books.state, self.best = state.books, state.best
 
     def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds."""
+        """Make private evaluation a second release of this method's rounds.
+
+        Raises:
+            ValueError: if the data sizes are not known.
+        """
+        if not self._sizes_known:
+            raise ValueError(
+                "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
+            )
         self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
 
     def plan(self, num_rounds: int) -> None:

@@ -83,7 +83,7 @@ class RunState:
         missing: the number of requested updates that did not count.
         evaluations: value and standard error of every metric of private evaluations, by round.
         refusal: the last reason for which a client's update did not count.
-        ended: whether the budget did not cover a round; no later one is run then.
+        ended_before: the round that the budget did not cover; neither it nor a later one is run. None while it covers them.
         model: the arrays that are trained, as one vector [d], float32, after the last round; None before the first.
         method: the state of the method's releases, and of the method itself.
         optimizer: the state of the server's optimiser; None without one.
@@ -94,7 +94,7 @@ class RunState:
     missing: Missing = field(default_factory=Missing)
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     refusal: str = "no reply"
-    ended: bool = False
+    ended_before: int | None = None
     model: np.ndarray | None = None
     method: Any = None
     optimizer: Mapping[str, Any] | None = None

@@ -276,7 +276,7 @@ class DPStrategy(Strategy):
                 log.info("[ROUND %s/%s]", server_round, num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
             messages = self.configure_train(server_round, result.arrays, configs[0], grid)
-            if self._run_state.ended:
+            if self._run_state.ended_before:
                 break
             arrays, metrics = self.aggregate_train(server_round, self.exchange.replies(grid, messages, timeout))
             if arrays is not None:
@@ -299,7 +299,7 @@ class DPStrategy(Strategy):
         roster = self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
-        if reason := "the run has ended" if self._run_state.ended else self.rules.why_stop(server_round, None):
+        if reason := "the run has ended" if self._run_state.ended_before else self.rules.why_stop(server_round, None):
             return self._stop(server_round, reason)
         started = time.monotonic()
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
@@ -343,7 +343,7 @@ class DPStrategy(Strategy):
         None and None for a round that the budget did not cover.
         """
         asked = self._asked.get(_TRAINING)
-        if asked is None and self._run_state.ended:
+        if asked is None and self._run_state.ended_before:
             return None, None
         if asked is None or asked.now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
@@ -368,7 +368,7 @@ class DPStrategy(Strategy):
         covered.
         """
         evaluation = self.rules.evaluation
-        if evaluation is None or self._run_state.ended or not evaluation.due(server_round):
+        if evaluation is None or server_round >= (self._run_state.ended_before or math.inf) or not evaluation.due(server_round):
             return []
         roster = self._call_roll(grid)
         model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), evaluation.release
@@ -478,8 +478,8 @@ class DPStrategy(Strategy):
             ValueError: if no round was run before: the model would be the initial one.
         """
         self._asked.pop(_TRAINING, None)
-        if not self._run_state.ended:
-            self._note(ended=True, incidents=(*self.incidents, f"ended before round {server_round}: {reason}"))
+        if not self._run_state.ended_before:
+            self._note(ended_before=server_round, incidents=(*self.incidents, f"ended before round {server_round}: {reason}"))
             log.info("%s", self.incidents[-1])
         if not self.rounds:
             raise ValueError(f"no round was run: {self.incidents[-1]}")

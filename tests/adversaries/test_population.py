@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -379,7 +380,7 @@ def test_a_statement_does_not_count_missing_updates_where_cohorts_are_secret():
     for sampling, told in ((PoissonSampling(sampling_rate=0.5), False), (FullSampling(), True)):
         strategy = DPFedAvg(**WORDS | {"sampling": sampling})
         strategy.plan(3)
-        strategy.missing += Missing(failed=2)
+        strategy.state = replace(strategy.state, missing=Missing(failed=2))
         assert any("did not count" in line for line in strategy.statement.incidents) is told
 
 
