@@ -263,7 +263,7 @@ def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
     strategy = strategy_class(**words, sampling=PoissonSampling(sampling_rate=0.5))
     roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True)
     chosen = [
-        tuple(one.rules.training.cohort(roster.names, one._generator("cohort", 1)))
+        tuple(one.rules.training.cohort(roster.names, one._run.generator("cohort", 1)))
         for one in (copy.deepcopy(strategy) for _ in range(6))
     ]
     assert len(set(chosen)) == 6
@@ -847,9 +847,9 @@ def test_a_sum_that_is_not_exact_is_not_released():
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
     strategy.plan(1)
     strategy.configure_train(1, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
-    now = strategy._asked["training"].now
-    assert strategy._next_vector(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
-    assert not strategy._next_vector(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
+    now = strategy._run.asked["dp-fedavg"].now
+    assert strategy._run.learn(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
+    assert not strategy._run.learn(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
     assert "too large to be exact" in strategy.incidents[-1]
 
 

@@ -140,11 +140,12 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
-        now = strategy._opened(release, server_round, length, model, asked, stock=not roster.hosting)
-        sent = strategy._sent(release, now, strategy.exchange.messages(now, roster, flat(), {}))
-        collected = strategy.exchange.total(sent, grid.send_and_receive(sent.sent), seeded=True)
+        messages = strategy._run.ask(
+            release, server_round, length=length, model=model, asked=asked, roster=roster, arrays=flat(), config={}
+        )
+        now, collected = strategy._run.total(release, grid.send_and_receive(messages))
         assert len(collected.clients) == 4
-        rng = strategy._generator("test", server_round)
+        rng = strategy._run.generator("test", server_round)
         sums = release.noised(now.ask, collected.total, num_replies=4, cohort_size=4, rng=rng) * 4
         draws.append(sums - noiseless)
     std = np.std(draws)

@@ -32,7 +32,9 @@ def moved(strategy: DPStrategy, state: object) -> DPStrategy:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [FedAdam(eta=0.1), FedYogi(eta=0.1), FedAdagrad(eta=0.1), FedAvgM(server_momentum=0.9), FedAvgM()], ids=repr
+    "optimizer",
+    [FedAdam(eta=0.1), FedYogi(eta=0.1), FedAdagrad(eta=0.1), FedAvgM(server_momentum=0.9), FedAvgM()],
+    ids=["adam", "yogi", "adagrad", "momentum", "plain"],
 )
 def test_the_servers_optimiser_goes_on_from_a_stored_state(optimizer):
     def strategy() -> DPFedAvg:
@@ -66,7 +68,7 @@ def test_in_turn_the_next_cohort_follows_from_the_stored_state():
     names, drawn = ("a", "b", "c", "d"), []
     for _ in range(4):
         strategy = moved(DPFedAvg(**words), strategy.state)
-        drawn.extend(strategy.rules.training.cohort(names, strategy._generator("cohort")))
+        drawn.extend(strategy.rules.training.cohort(names, strategy._run.generator("cohort")))
         strategy.rules.training.charge(names[:1])
     assert sorted(drawn) == [0, 1, 2, 3]
 

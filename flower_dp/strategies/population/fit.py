@@ -1,5 +1,7 @@
 """Whether clients can take part in a method."""
 
+from collections.abc import Mapping
+
 from flower_dp.strategies.population.roster import Roster
 from flower_dp.strategies.rules import Rules
 from flower_dp.wire import EVALUATION
@@ -23,3 +25,18 @@ def why_unfit(rules: Rules, methods: frozenset[str]) -> str | None:
             "LocalDPClient(evaluation=...)"
         )
     return None
+
+
+def check_overrides(strategy: str, overridden: Mapping[str, bool]) -> None:
+    """Refuse a strategy that asks clients to evaluate and does not read what they reply, or the other way round.
+
+    Raises:
+        ValueError: if it overrides one of the two methods.
+    """
+    own = [name for name, own in overridden.items() if own]
+    if len(own) == 1:
+        (other,) = set(overridden) - set(own)
+        raise ValueError(
+            f"{strategy} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
+            "asked and what their replies are read for go together"
+        )
