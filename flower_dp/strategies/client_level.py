@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
+from dp_accounting import ComposedDpEvent, DpEvent
 
 from flower_dp import wire
 from flower_dp.core import checks, compression
@@ -22,7 +22,7 @@ from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.shared_noise import SharedNoise
 from flower_dp.strategies.rules import Round, RunFacts
-from flower_dp.strategies.statements.client_level import ClientLevelFacts, EvaluationFacts, state
+from flower_dp.strategies.statements.client_level import statement_of
 from flower_dp.wire import Ask
 
 _SEEN_BY = {
@@ -348,46 +348,4 @@ class ClientLevelRules:
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement of what the ledgers hold."""
-        return state(
-            ClientLevelFacts(
-                title=self.title,
-                release=self.release,
-                outside=self.noise.outside,
-                costs=(self.ledger.cost(self.delta), self.outside_ledger.cost(self.delta)),
-                delta=self.delta,
-                num_rounds=self.num_rounds,
-                evaluation=None if self._evaluation is None else self._evaluated(),
-                events=tuple(self.ledger.lines()),
-                paper_formula=self.paper_formula,
-                placement=self.placement,
-                trusted_server=self.trusted_server,
-                lossy_messages=self.noise.lossy_messages,
-                keep_ratio=self.keep_ratio,
-                quantization_levels=self.quantization_levels,
-                cohort_shows=self.noise.cohort_shows,
-                secret_cohort=self.noise.secret_cohort,
-                smallest_share=self.noise.smallest_share,
-                least_noise_multiplier=min(self.least_noise_multiplier, self.noise.outside.mechanism.noise_multiplier),
-                run=facts,
-            )
-        )
-
-    def _evaluated(self) -> EvaluationFacts:
-        """Return what the statement says about private evaluations."""
-        if self._evaluation is None:
-            raise RuntimeError("there is no evaluation")
-        rules = self._evaluation[0]
-        return EvaluationFacts(
-            num_evaluations=rules.num_rounds,
-            noise_multiplier=rules.release.mechanism.noise_multiplier,
-            sampling=str(rules.sampling),
-            smallest_share=rules.noise.smallest_share,
-            hidden_cohort=_hidden(rules.noise.outside),
-            secret_cohort=rules.noise.secret_cohort,
-            parts={name: part.own_ledger.cost(self.delta).epsilon for name, part in (("training", self), ("evaluation", rules))},
-        )
-
-
-def _hidden(release: Release) -> bool:
-    """Return whether the cost of a release counts on nobody knowing who takes part."""
-    return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())
+        return statement_of(self, facts)

@@ -18,8 +18,7 @@ from flower_dp.strategies.releases.books import ClientBooks, PerClient, Populati
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import Options, Round, RunFacts
-from flower_dp.strategies.statements.local import local_facts
-from flower_dp.strategies.statements.nbafl import NbAFLFacts, state_nbafl
+from flower_dp.strategies.statements.nbafl import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import Ask
 
@@ -228,27 +227,7 @@ class NbAFLRules:
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement of all three ledgers of every client."""
-        books = self.books
-        return state_nbafl(
-            NbAFLFacts(
-                local=local_facts(self.title, books, self.sampling, facts),
-                broadcast_ledgers=self.broadcast_ledgers,
-                outside={name: books.total(name, ledger) for name, ledger in self.broadcast_ledgers.items()},
-                inside={name: books.total(name, ledger) for name, ledger in self.participant_ledgers.items()},
-                clip_norm=self.clip_norm,
-                paper_epsilon=self.paper_epsilon,
-                uplink_exposures=self.uplink_exposures,
-                planned_rounds=self.planned_rounds,
-                min_records=self.min_records,
-                cohort_size=self.cohort_size,
-                uplink_noise_std=self.uplink_noise_std,
-                message_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
-                downlink_noise_std=self.downlink_noise_std,
-                added_noise_stds=tuple(self.added_noise_stds),
-                least_broadcast_std=self.least_broadcast_std,
-                least_participant_std=self.least_participant_std,
-            )
-        )
+        return statement_of(self, facts)
 
 
 class NbAFL(DPStrategy):
