@@ -12,7 +12,7 @@ from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_in_words
 from flower_dp.strategies.rules import RunFacts
-from flower_dp.strategies.statements.not_covered import not_covered
+from flower_dp.strategies.statements.not_covered import not_covered, seeded
 
 if TYPE_CHECKING:
     from flower_dp.strategies.client_level import ClientLevelRules
@@ -143,9 +143,7 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
             f"DELTA IS NO GUARANTEE: {delta_in_words(rules.delta)} is at least 1 / {release.num_clients} clients, and a "
             "mechanism that publishes one client's data outright can have such a delta"
         )
-    if run.seeded_noise:
-        lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
-    return lines
+    return [*lines, *seeded(run)]
 
 
 def _hides_cohort(evaluation: "ClientLevelRules") -> bool:

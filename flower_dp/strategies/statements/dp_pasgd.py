@@ -23,6 +23,13 @@ def statement_of(rules: "DPPASGDRules", run: RunFacts) -> PrivacyStatement:
     books, resources = rules.books, rules.resources
     if resources.budget.has_costs and books.num_rounds:
         run = replace(run, incidents=(*run.incidents, resources.line()))
+    assumptions = [
+        "the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"
+    ]
+    if counts_sampling(books):
+        assumptions.append("which records are in a batch is known to the client alone")
+    if rules.best is not None and (chosen := rules.best.in_words()):
+        assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
     scale = "noise_std_of_a_mean_gradient"
     return local_statement(
         rules.title,
@@ -36,18 +43,8 @@ def statement_of(rules: "DPPASGDRules", run: RunFacts) -> PrivacyStatement:
         paper=_paper(rules, run),
         sampling=f"all clients of {rules.num_clients} in every round, at most {rules.num_steps} local steps of one client, "
         f"{rules.steps.num_local_steps} a round; {_BATCHES[rules.batch_sampling]}",
-        assumptions=tuple(_assumptions(rules)),
+        assumptions=tuple(assumptions),
     )
-
-
-def _assumptions(rules: "DPPASGDRules") -> list[str]:
-    lines = ["the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"]
-    if counts_sampling(rules.books):
-        lines.append("which records are in a batch is known to the client alone")
-    chosen = rules.best.in_words() if rules.best is not None else None
-    if chosen:
-        lines.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
-    return lines
 
 
 def _message_std(rules: "DPPASGDRules") -> float:

@@ -11,9 +11,14 @@ from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.rules import RunFacts
-from flower_dp.strategies.statements.not_covered import not_covered
+from flower_dp.strategies.statements.not_covered import not_covered, seeded
 
 _LISTED = 100
+_ASSUMED = (
+    "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
+    "and can't be distinguished from an honest one",
+    "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
+)
 
 
 def local_statement(
@@ -78,7 +83,7 @@ def local_statement(
         noise=dict(noise),
         sampling=sampling,
         events=tuple(events),
-        assumptions=(*_assumptions(run), *assumptions),
+        assumptions=(*_ASSUMED, *seeded(run), *assumptions),
         not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
         incidents=(*_incidents(books, run), *incidents),
         adversaries=adversaries if private else (),
@@ -141,17 +146,6 @@ def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> Clie
         each=costs if len(costs) <= _LISTED else {},
         evaluation=evaluation if len(costs) <= _LISTED else {},
     )
-
-
-def _assumptions(run: RunFacts) -> list[str]:
-    lines = [
-        "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
-        "and can't be distinguished from an honest one",
-        "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
-    ]
-    if run.seeded_noise:
-        lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
-    return lines
 
 
 def _incidents(books: ClientBooks, run: RunFacts) -> list[str]:
