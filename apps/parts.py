@@ -8,8 +8,9 @@ from torch import nn
 
 from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions
-from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
+from flower_dp.clients import ClientPolicy, DPClient, LocalDPClient, LocalTraining, Records
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
+from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
@@ -142,13 +143,29 @@ def evaluation_budget_of(settings: Settings) -> EvaluationBudget | None:
     return EvaluationBudget(epsilon=own.epsilon, num_evaluations=max(1, settings.num_rounds // own.every))
 
 
-def local_client_words(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of every client with a budget of its own."""
+def local_words(settings: Settings, sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of every strategy with a budget of every client."""
     return {
-        "seed": settings.seed,
-        "evaluation": evaluation_budget_of(settings),
-        "record_metrics": record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
+        "num_clients": settings.num_clients,
+        "num_records": dict(sizes()),
+        "report_client_metrics": settings.report_client_metrics,
+        "evaluation": local_evaluation_of(settings),
     }
+
+
+def local_client(
+    settings: Settings, recipe: LocalRecipe, model: nn.Module, clients: Mapping[str, Records], *, max_clip_norm: float
+) -> LocalDPClient:
+    """Return a node's client for a method with a budget of every client."""
+    return LocalDPClient(
+        model=model,
+        clients=clients,
+        recipe=recipe,
+        seed=settings.seed,
+        evaluation=evaluation_budget_of(settings),
+        record_metrics=record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
+        policy=ClientPolicy(max_clip_norm=max_clip_norm, allow_metrics=settings.report_client_metrics),
+    )
 
 
 def client_level_client(

@@ -8,8 +8,10 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from flower_dp.clients import LocalDPClient, TensorRecords, client_app, model_arrays
+from flower_dp.clients import FlatModel, LocalDPClient, TensorRecords, client_app, model_arrays
 from flower_dp.clients.local.client import LocalRecipe
+from flower_dp.clients.reply.pipeline import Job, Reply
+from flower_dp.privacy.release import Release
 from tests.grids import LocalGrid
 
 FEATURES, CLASSES = 6, 3
@@ -64,3 +66,23 @@ def context_of(state=None, **node_config):
     """Return the context of a node, on a state that is there already or an empty one."""
     state = RecordDict() if state is None else state  # an empty one is false
     return Context(run_id=1, node_id=1, node_config=node_config, state=state, run_config={})
+
+
+def one_reply(
+    recipe: LocalRecipe,
+    vector: Tensor,
+    data: Any,
+    release: Release,
+    *,
+    model: FlatModel,
+    rng: Any,
+    server_round: int = 1,
+    seed: int = 0,
+) -> Reply:
+    """What one client sends, with secret choices and noise from `rng`; raises what a pipeline turns into a refusal."""
+    pipeline = recipe.pipeline(release, model=model, server_round=server_round)
+    job = Job(name="", records=data, seed=seed, secret=lambda: rng)
+    (trained,) = pipeline.train.rows(vector, [job])
+    made = pipeline._reply(trained, job)
+    assert isinstance(made, Reply)
+    return made

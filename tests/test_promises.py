@@ -45,7 +45,7 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
 from tests.grids import LocalGrid
-from tests.local_grids import FEATURES, context_of, grid_of, linear, records
+from tests.local_grids import FEATURES, context_of, grid_of, linear, one_reply, records
 from tests.stock import arrays, shifted, stock_app
 
 NAMES = ("c0", "c1", "c2", "c3")
@@ -118,10 +118,11 @@ def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPClient", "fedsgd-dpc", "nbafl"])
 @pytest.mark.parametrize("method", STRATEGIES)
-def test_a_client_refuses_an_instruction_of_another_method(method, kind):
+def test_a_client_refuses_an_instruction_of_another_method(method, kind, monkeypatch):
     """Also where the server does not ask who runs what."""
+    for name in ("why_unfit", "why_none_fits"):
+        monkeypatch.setattr(f"flower_dp.strategies.strategy.{name}", lambda rules, told: None)
     strategy, grid = STRATEGIES[method](), LocalGrid(clients(kind), 4)
-    strategy._fits = strategy._unfit = lambda told: None
     if kind in RUNS[method]:
         strategy.start(grid, model_arrays(linear()), num_rounds=1)
         return
@@ -911,10 +912,9 @@ def test_weights_are_rounded_to_the_lattice_before_their_noise():
     client = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=RECIPES["nbafl"], device="cpu")
     release = RECIPES["nbafl"].terms("c0", records("c0")).release
     vector = client.model.vector.clone()
-    row, _ = RECIPES["nbafl"].reply(
-        vector, records("c0"), release, model=client.model, server_round=1, seed=3, rng=noise.noise_generator()
-    )
-    units = row.detach().numpy() / (release.lattice_step(FEATURES * 3) / 2**10)
+    rng = noise.noise_generator()
+    made = one_reply(RECIPES["nbafl"], vector, records("c0"), release, model=client.model, seed=3, rng=rng)
+    units = made.row.detach().numpy() / (release.lattice_step(FEATURES * 3) / 2**10)
     assert np.array_equal(units, np.round(units))
 
 

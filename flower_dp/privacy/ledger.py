@@ -44,21 +44,6 @@ class Ledger:
         if count and not isinstance(event, NoOpDpEvent):
             self._counts[event] = self._counts.get(event, 0) + count
 
-    def amend(self, charged: DpEvent, actual: DpEvent) -> None:
-        """Replace an event that was charged in advance by the event that really happened.
-
-        Raises:
-            ValueError: if `charged` is not in the ledger, or `actual` can't be accounted; the ledger stays as it was then.
-        """
-        charged = _frozen(charged)
-        if not self._counts.get(charged):
-            raise ValueError(f"event {charged}: was not charged to {self.owner}")
-        self.charge(actual)
-        self.num_charges -= 1
-        self._counts[charged] -= 1
-        if not self._counts[charged]:
-            del self._counts[charged]
-
     @property
     def event(self) -> DpEvent:
         """All that was charged, as one event."""

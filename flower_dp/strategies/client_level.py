@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
+from dp_accounting import ComposedDpEvent, DpEvent
 
 from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
@@ -24,7 +24,7 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.releases.shared_noise import SharedNoise
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.client_level import ClientLevelFacts, EvaluationFacts, state
+from flower_dp.strategies.statements.client_level import statement_of
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -281,6 +281,11 @@ class ClientLevelRules:
     # Cost
 
     @property
+    def evaluated(self) -> NoisedSum | None:
+        """The release of private evaluations; None without them."""
+        return None if self.evaluation is None else self.evaluation.release
+
+    @property
     def num_rounds(self) -> int:
         """How many rounds were charged."""
         return self.training.num_charged
@@ -302,7 +307,7 @@ class ClientLevelRules:
             self.evaluation.release.charge_to(ledger, outside=outside)
         return ledger
 
-    def _alone(self, release: NoisedSum) -> float:
+    def epsilon_of(self, release: NoisedSum) -> float:
         """Return what one of the releases has cost alone."""
         ledger = Ledger(owner=f"every client, {release.name}", relation=self._relation)
         release.charge_to(ledger)
@@ -324,44 +329,4 @@ class ClientLevelRules:
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement of what the ledgers hold."""
-        return state(
-            ClientLevelFacts(
-                title=self.title,
-                release=self.release,
-                outside=self.noise.outside,
-                costs=(self.ledger.cost(self.delta), self.outside_ledger.cost(self.delta)),
-                delta=self.delta,
-                num_rounds=self.num_rounds,
-                evaluation=None if self.evaluation is None else self._evaluated(self.evaluation),
-                events=tuple(self.ledger.lines()),
-                paper_formula=self.paper_formula,
-                placement=self.placement,
-                trusted_server=self.trusted_server,
-                lossy_messages=self.noise.lossy_messages,
-                keep_ratio=self.keep_ratio,
-                quantization_levels=self.quantization_levels,
-                cohort_shows=self.noise.cohort_shows,
-                secret_cohort=self.noise.secret_cohort,
-                smallest_share=self.noise.smallest_share,
-                least_noise_multiplier=min(self.least_noise_multiplier, self.noise.outside.mechanism.noise_multiplier),
-                run=facts,
-            )
-        )
-
-    def _evaluated(self, evaluation: SumEvaluation) -> EvaluationFacts:
-        """Return what the statement says about private evaluations."""
-        release = evaluation.release
-        return EvaluationFacts(
-            num_evaluations=release.num_charged,
-            noise_multiplier=release.release.mechanism.noise_multiplier,
-            sampling=str(release.sampling),
-            smallest_share=release.shared.smallest_share,
-            hidden_cohort=_hidden(release.shared.outside),
-            secret_cohort=release.secret_cohort,
-            parts={"training": self._alone(self.training), "evaluation": self._alone(release)},
-        )
-
-
-def _hidden(release: Release) -> bool:
-    """Return whether the cost of a release counts on nobody knowing who takes part."""
-    return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())
+        return statement_of(self, facts)

@@ -12,8 +12,8 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.core.stored import stored
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_epsilon, update_terms, violated_conditions
-from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.control import Control, ControlState, Honest
 from flower_dp.strategies.local_evaluation import OwnEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
@@ -23,7 +23,7 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.local import local_facts, state
+from flower_dp.strategies.statements.dp_fedpaq import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
@@ -206,82 +206,14 @@ class DPFedPAQRules:
         """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
-    # Statement
-
-    def _incidents(self) -> tuple[str, ...]:
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """What happened to the vectors that are sent with the model, in words."""
         return () if self.control is None else self.control.incidents
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        steps = self.steps
-        replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
-        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
-        sizes = self.books.num_records.values()
-        whole = bool(sizes) and all(size == steps.num_records for size in sizes)
-        each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        local = local_facts(self.title, self.books, self.training.sampling, facts)
-        secret = ("only the client knows which of its records it takes",) if local.counts_sampling else ()
-        return state(
-            local,
-            message_std=self._message_std(),
-            noise=self._noise_numbers(),
-            paper=self._paper(facts),
-            sampling=f"{self.training.sampling}: at most {most} replies a client; {each} in each",
-            assumptions=(steps.proof, *secret),
-            incidents=self._incidents(),
-        )
-
-    def _message_std(self) -> float:
-        """The least std of the noise on a number that a client sends: on its update, before that is quantised."""
-        stds = [terms.release.noise_std for terms in self.books.terms.values()]
-        # Steps shrink from round to round, and the noise on an update with them.
-        return -self.steps.update_factor(max(1, self.books.num_rounds)) * min(stds, default=0.0)
-
-    def _noise_numbers(self) -> dict[str, float]:
-        steps = self.steps
-        numbers = {"clip_norm": steps.clip_norm}
-        if steps.update_clip_norm is not None:
-            numbers["update_clip_norm"] = steps.update_clip_norm
-        numbers["update_sensitivity_of_round_1"] = steps.update_sensitivity(1)
-        releases = [terms.release for terms in self.books.terms.values()]
-        for word, pick in (("least", min), ("largest", max)) if releases else ():
-            numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
-            scales = [-steps.update_factor(1) * release.noise_scale for release in releases]
-            numbers[f"{word}_noise_std_of_an_update_of_round_1"] = pick(scales)
-        if self.quantization_levels is not None:
-            numbers["quantization_levels"] = self.quantization_levels
-        return numbers
-
-    def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
-        """The paper's epsilon of one round, added up over the replies of the client whom it costs most."""
-        worst: tuple[float, float, float, int] | None = None
-        for name, ledger in self.books.ledgers.items():
-            release, replies = self.books.terms[name].release, ledger.num_charges
-            part = self.steps.num_records / self.books.num_records[name]
-            if not replies:
-                continue
-            if not release.noise_scale or 1.25 * part <= self.delta / replies:
-                return None
-            each = paper_epsilon(
-                noise_std=release.noise_scale, sensitivity=release.sensitivity, sampled_part=part, delta=self.delta / replies
-            )
-            worst = max(worst or (0.0, 0.0, 0.0, 0), (replies * each, each, part, replies))
-        if worst is None:
-            return None
-        total, each, part, replies = worst
-        faults = violated_conditions(each, part)
-        if facts.seeded_noise:
-            faults.append("noise came from a fixed seed")
-        note = (
-            f"epsilon and delta of a round ({each:.4g}, {self.delta / replies:.3g}), added up over {replies} replies: the paper "
-            "composes nothing"
-        )
-        return PaperEpsilon(
-            epsilon=total,
-            formula="2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma a round, DP-FedPAQ eq. 17",
-            valid=not faults,
-            reason="; ".join([*faults, note]),
-        )
+        return statement_of(self, facts)
 
 
 class DPFedPAQ(DPStrategy):

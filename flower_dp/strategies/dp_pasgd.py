@@ -36,8 +36,7 @@ from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.resources import ResourceBudget, Resources
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.dp_pasgd import DPPASGDFacts, state_dp_pasgd
-from flower_dp.strategies.statements.local import local_facts
+from flower_dp.strategies.statements.dp_pasgd import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -216,27 +215,9 @@ class DPPASGDRules:
             calibration=self.calibration,
         )
 
-    def _message_std(self) -> float:
-        """The least std of the noise on a number that a device sends: on the change of a weight in all steps of a round."""
-        stds = [terms.release.noise_std / terms.release.expected_cohort for terms in self.books.terms.values()]
-        least = min(stds, default=0.0)
-        return min(self.steps.noise_std(1 + done, noise=least) for done in range(max(1, self.books.num_rounds)))
-
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        return state_dp_pasgd(
-            DPPASGDFacts(
-                local=local_facts(self.title, self.books, self.training.sampling, facts),
-                clip_norm=self.clip_norm,
-                num_clients=self.num_clients,
-                num_steps=self.num_steps,
-                num_local_steps=self.steps.num_local_steps,
-                message_std=self._message_std(),
-                batch_sampling=self.batch_sampling,
-                resources=self.resources.line() if self.resources.budget.has_costs and self.books.num_rounds else None,
-                chosen=self.best.in_words(self.best_by),
-            )
-        )
+        return statement_of(self, facts)
 
 
 class DPPASGD(DPStrategy):

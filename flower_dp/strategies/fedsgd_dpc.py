@@ -11,8 +11,8 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
-from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.local_evaluation import OwnEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
@@ -20,13 +20,8 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.local import local_facts, state
+from flower_dp.strategies.statements.fedsgd_dpc import statement_of
 from flower_dp.strategies.strategy import DPStrategy
-
-_FORMULAS = {
-    "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
-    "gaussian": "c2 C sqrt(R log(1/delta)) / (n std), Zhou et al. Theorem 2, eq. 5",
-}
 
 
 class FedSGDDPCRules:
@@ -79,7 +74,7 @@ class FedSGDDPCRules:
             delta=delta,
             terms_of=self._terms_of,
             most_replies=lambda rounds: -(-rounds * cohort_size // num_clients),
-            weight_of=self._weight,
+            weight_of=self.weight,
         )
         self.num_clients, self.delta = num_clients, self.books.delta
         self.training = self.books.training
@@ -122,7 +117,7 @@ class FedSGDDPCRules:
         # Every client is in this part of the rounds.
         part = self.cohort_size / self.num_clients
         stds = [
-            self._weight(name) * terms.release.noise_std / terms.release.expected_cohort
+            self.weight(name) * terms.release.noise_std / terms.release.expected_cohort
             for name, terms in self.books.terms.items()
         ]
         noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
@@ -132,7 +127,7 @@ class FedSGDDPCRules:
         """Return further public numbers of the last round: none."""
         return {}
 
-    def _weight(self, name: str) -> float:
+    def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
         return self.books.share(name) * self.num_clients / self.cohort_size
 
@@ -178,81 +173,9 @@ class FedSGDDPCRules:
         mu = checks.number("strong_convexity", strong_convexity, above=0)
         checks.number("smoothness", smoothness, at_least=mu)
 
-    # Statement
-
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
-        replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
-        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
-        local = local_facts(self.title, self.books, self.training.sampling, facts)
-        secret = ("which records are in a batch is known to the client alone",) if local.counts_sampling else ()
-        return state(
-            local,
-            message_std=self._message_std(),
-            noise=self._noise_numbers(),
-            paper=self._paper(facts),
-            sampling=f"{self.training.sampling}: at most {most} replies a client; {batch} in each",
-            assumptions=secret,
-        )
-
-    def _message_std(self) -> float:
-        """The least std of the noise on a number that a client sends: on its weighted mean gradient."""
-        releases = {name: terms.release for name, terms in self.books.terms.items()}
-        stds = [self._weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
-        return min(stds, default=0.0)
-
-    def _noise_numbers(self) -> dict[str, float]:
-        numbers = {"clip_norm": self.clip_norm}
-        releases = [terms.release for terms in self.books.terms.values()]
-        for word, pick in (("least", min), ("largest", max)) if releases else ():
-            numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
-            scales = [release.noise_scale / release.expected_cohort for release in releases]
-            numbers[f"{word}_noise_scale_of_a_mean_gradient"] = pick(scales)
-        return numbers
-
-    def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
-        """The paper's epsilon, for the noise and the replies of the run, of the client whom it costs most."""
-        values = {}
-        for name, ledger in self.books.ledgers.items():
-            release, replies = self.books.terms[name].release, ledger.num_charges
-            scale = release.noise_scale / release.expected_cohort
-            if not scale:
-                return None
-            if not replies:
-                continue
-            if self.mechanism == "laplace":
-                values[name] = 2 * self.clip_norm * replies / (self.books.num_records[name] * scale)
-            elif self.noise_constant is not None:
-                variance = gaussian_noise_variance(
-                    self.clip_norm,
-                    self.books.num_records[name],
-                    1.0,
-                    replies,
-                    delta=self.delta,
-                    noise_constant=self.noise_constant,
-                )
-                values[name] = math.sqrt(variance) / scale
-        if not values:
-            return None
-        largest = max(values.values())
-        if facts.seeded_noise:
-            return PaperEpsilon(
-                epsilon=largest, formula=_FORMULAS[self.mechanism], valid=False, reason="noise came from a fixed seed"
-            )
-        if self.mechanism == "laplace":
-            return PaperEpsilon(
-                epsilon=largest,
-                formula=_FORMULAS["laplace"],
-                valid=True,
-                reason="for replace-one, and with the true number of replies instead of the expected one",
-            )
-        return PaperEpsilon(
-            epsilon=largest,
-            formula=_FORMULAS["gaussian"],
-            valid=False,
-            reason=f"c2 = {self.noise_constant:g} was given by the user; the constant of the proof has no published value",
-        )
+        return statement_of(self, facts)
 
 
 class FedSGDDPC(DPStrategy):

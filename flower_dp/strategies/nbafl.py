@@ -23,8 +23,7 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.local import local_facts
-from flower_dp.strategies.statements.nbafl import NbAFLFacts, state_nbafl
+from flower_dp.strategies.statements.nbafl import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
 # The server's noise is drawn on a lattice that is finer than the broadcast's by this factor.
@@ -271,27 +270,7 @@ class NbAFLRules:
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement of all three ledgers of every client."""
-        books, broadcast_ledgers = self.books, self.broadcast_ledgers
-        return state_nbafl(
-            NbAFLFacts(
-                local=local_facts(self.title, books, self.training.sampling, facts),
-                broadcast_ledgers=broadcast_ledgers,
-                outside={name: books.total(name, ledger) for name, ledger in broadcast_ledgers.items()},
-                inside={name: books.total(name, ledger) for name, ledger in self.participant_ledgers.items()},
-                clip_norm=self.clip_norm,
-                paper_epsilon=self.paper_epsilon,
-                uplink_exposures=self.uplink_exposures,
-                planned_rounds=self.books.planned_rounds or 0,
-                min_records=self.min_records,
-                cohort_size=self.cohort_size,
-                uplink_noise_std=self.uplink_noise_std,
-                message_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
-                downlink_noise_std=self.downlink_noise_std,
-                added_noise_stds=tuple(one.added_std for one in self.broadcasts),
-                least_broadcast_std=min((one.std for one in self.broadcasts), default=math.inf),
-                least_participant_std=min((float(one.participant_stds.min()) for one in self.broadcasts), default=math.inf),
-            )
-        )
+        return statement_of(self, facts)
 
 
 class NbAFL(DPStrategy):

@@ -189,14 +189,6 @@ class Pipeline:
                 answer = failure(job.name, error)
             yield answer
 
-    def reply(self, vector: Array, job: Job) -> Reply:
-        """Return one client's reply; raise the errors that `replies` turns into refusals."""
-        (trained,) = self.train.rows(vector, [job])
-        answer = self._reply(trained, job)
-        if isinstance(answer, Refusal):
-            raise ValueError(answer.reason)
-        return answer
-
     def payload(self, total: Array) -> Payload:
         """Return the payload of the sum [dimension] of rows."""
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))

@@ -1,4 +1,4 @@
-"""What no statement covers, in the same words for all methods."""
+"""What no statement covers, and what none may keep quiet about, in the same words for all methods."""
 
 from flower_dp.strategies.run_state import RunFacts
 
@@ -27,3 +27,8 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
     if run.own_evaluation:
         lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return tuple(lines)
+
+
+def seeded(run: RunFacts) -> tuple[str, ...]:
+    """Return that noise is not secret, if so."""
+    return ("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only",) if run.seeded_noise else ()
