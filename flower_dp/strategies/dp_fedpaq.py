@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
@@ -125,12 +126,9 @@ class DPFedPAQRules:
         self.books.charge(names)
 
     def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return terms, and weights of 1: a row that is sent alone is sent as it was quantised."""
-        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=lambda _: 1.0)
-
-    def beside(self, size: int) -> np.ndarray | None:
-        """Return the vector that is sent with the model [d]; None for none."""
-        return None if self.control is None else self.control.vector(size)
+        """Return terms, weights of 1 (a row that is sent alone is sent as it was quantised), and SCAFFOLD's control variate."""
+        vectors = {} if self.control is None else {"control": self.control.vector(length)}
+        return replace(self.books.ask(names, clip_norm=self.clip_norm, weight_of=lambda _: 1.0), vectors=vectors)
 
     def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""

@@ -15,7 +15,7 @@ from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.population.roster import Roster
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes
+from flower_dp.strategies.releases.replies import Collected, StockReply, collect
 from flower_dp.strategies.rules import Round
 
 log = logging.getLogger("flwr")
@@ -97,17 +97,15 @@ class Evaluator:
         now = self._now
         if now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.bounds.num_counted), seeded=seeded)
-        limits = self.rules.limits(now)
-        for node, names, reply in answering_nodes(collected, replies, now.asked, self._sent):
-            try:
-                clients, vector = self._read(collected, reply, names, stock=now.stock)
-                if clients:
-                    collected.total += limits.accepted(vector, clients)
-                    collected.clients.extend(clients)
-            except Exception as error:  # whatever a forged reply may raise, it must not end the run
-                collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
-        return collected
+        stock = StockReply(read=lambda content: self.bounds.counted(wire.reported_metrics(content)))
+        return collect(
+            replies,
+            asked=now.asked,
+            sent=self._sent,
+            limits=self.rules.limits(now),
+            stock=stock if now.stock else None,
+            seeded=seeded,
+        )
 
     def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric, from the noised sum alone.
@@ -135,17 +133,3 @@ class Evaluator:
             error = math.sqrt(std**2 * (1 + value**2) + count * value * (1 - value)) / count
             told |= {name: value * bound, f"{name}-standard-error": error * bound}
         return told
-
-    def _read(
-        self, collected: Collected, reply: Message, names: tuple[str, ...], *, stock: bool
-    ) -> tuple[tuple[str, ...], np.ndarray]:
-        """Return the clients that a reply stands for, and the sum of their vectors."""
-        if stock:
-            wire.check_content(reply.content, most_entries=1000, most_bytes=4096 + 6 * wire.most_answer_characters(1))
-            if len(names) != 1:
-                raise ValueError("a stock client's reply can stand for one client only")
-            return names, self.bounds.counted(wire.reported_metrics(reply.content))
-        answer = wire.evaluation_answer_of(reply.content, names, self.bounds.num_counted)
-        collected.check_seed(answer.seeded_noise)
-        collected.add_refused(answer.refused)
-        return tuple(name for name in names if name not in answer.refused), answer.total

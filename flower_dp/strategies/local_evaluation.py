@@ -15,7 +15,7 @@ from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks
 from flower_dp.strategies.releases.evaluation_books import EvaluationBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes
+from flower_dp.strategies.releases.replies import Collected, collect
 
 
 class LocalEvaluator:
@@ -84,20 +84,8 @@ class LocalEvaluator:
         """Add up the rows of a round's replies; an invalid reply is left out."""
         if self._now is None:
             raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(len(self.bounds.bounds)), seeded=seeded)
         limits = Limits(length=len(self.bounds.bounds), honest_norm=self._longest)
-        for node, names, reply in answering_nodes(collected, replies, self._now[1], self._sent):
-            try:
-                answer = wire.evaluation_answer_of(reply.content, names, len(self.bounds.bounds))
-                collected.check_seed(answer.seeded_noise)
-                clients = tuple(name for name in names if name not in answer.refused)
-                if clients:
-                    collected.total += limits.accepted(answer.total, clients)
-                    collected.clients.extend(clients)
-                collected.add_refused(answer.refused)
-            except Exception as error:  # whatever a forged reply may raise, it must not end the run
-                collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
-        return collected
+        return collect(replies, asked=self._now[1], sent=self._sent, limits=limits, stock=None, seeded=seeded)
 
     def _longest(self, names: Sequence[str]) -> float:
         """Return an L2 norm that the sum of these clients' honest rows all but never exceeds."""

@@ -142,18 +142,6 @@ class RunFacts:
     own_evaluation: bool = False
 
 
-@runtime_checkable
-class SendsBeside(Protocol):
-    """Rules that may send a second vector with the model."""
-
-    def beside(self, size: int) -> np.ndarray | None:
-        """Return the vector [size], float32, that is sent with the model in the next round; None for none.
-
-        Raises:
-            ValueError: if the method can't run with a model of this size.
-        """
-
-
 class Rules(Protocol):
     """One method on the server, for one run at a time. Rules see names, vectors and numbers, never messages.
 
@@ -204,11 +192,15 @@ class Rules(Protocol):
     def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Return the indices, among those drawn, of the clients whose budget covers one more reply."""
 
+    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
+        """Return what is asked of the clients of a round, of vectors [length]; it is kept with the round.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size.
+        """
+
     def charge(self, server_round: int, names: tuple[str, ...]) -> None:
         """Charge the round's releases, before any message of the round is sent."""
-
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return what is asked of the clients of a round, of vectors [length]; it is kept with the round."""
 
     def limits(self, now: Round) -> Limits:
         """Return the limits that the server enforces on the replies: they follow from what was asked, and with which model."""

@@ -75,7 +75,7 @@ class ControlVariate:
         norm, most = float(l2_norms(self._vector)), self._radius(honest)
         if norm > most:
             self._vector *= most / norm
-        lost = [name for name in collected.restarted if name in self._replied]
+        lost = [name for name in collected.fresh if name in self._replied]
         for name in lost:
             self._restarts[name] = self._restarts.get(name, 0) + 1
         if lost:

@@ -28,7 +28,7 @@ from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.replies import Collected, Missing, collect
+from flower_dp.strategies.releases.replies import Collected, Missing, StockReply, collect
 from flower_dp.strategies.rules import (
     ComparesNoise,
     CountsResources,
@@ -37,7 +37,6 @@ from flower_dp.strategies.rules import (
     RoundReport,
     Rules,
     RunFacts,
-    SendsBeside,
 )
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -278,19 +277,17 @@ class DPStrategy(Strategy):
             return self._stop(server_round, reason)
         started = time.monotonic()
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
-        beside = self.rules.beside(model.layout.size) if isinstance(self.rules, SendsBeside) else None
-        sent = arrays if beside is None else wire.with_beside(arrays, beside)
         asked = roster.by_node(self._cohort(server_round, roster))
         cohort = tuple(name for names in asked.values() for name in names)
         if reason := self.rules.why_stop(server_round, len(cohort)):
             return self._stop(server_round, reason)
-        self.rules.charge(server_round, cohort)
         ask = self.rules.ask(model.layout.size, cohort)
+        self.rules.charge(server_round, cohort)
         messages = [
             wire.train_message(
                 node,
                 roster.record_names,
-                sent,
+                arrays,
                 config,
                 wire.Instruction(
                     server_round=server_round,
@@ -326,13 +323,17 @@ class DPStrategy(Strategy):
         if now is None or now.server_round != server_round:
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         sent, self._round, self._sent = self._sent, None, []
+        stock = StockReply(
+            read=lambda content: now.model.read(wire.arrays_of(content)) - now.vector,
+            num_arrays=len(now.model.names),
+            num_bytes=now.model.frozen_bytes,
+        )
         collected = collect(
             replies,
             asked=now.asked,
             sent=sent,
-            model=now.model,
             limits=self.rules.limits(now),
-            stock=now.stock,
+            stock=stock if now.stock else None,
             seeded=self.seeded_noise,
         )
         self._note_seeds(collected)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flower_dp.core.compression import qsgd_norm_ratio
-from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import check_lattice, lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -17,7 +17,6 @@ from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import ask_of
-from flower_dp.wire.evaluation import FINER_LATTICE
 
 WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 16, "delta": 1e-3}
 

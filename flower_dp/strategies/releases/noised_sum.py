@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from flower_dp.core import compression, noise
-from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.shared_noise import SharedNoise
 from flower_dp.wire import Ask, Promise, RoundMask
-from flower_dp.wire.evaluation import FINER_LATTICE
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
