@@ -93,3 +93,20 @@ def evaluated_row(
     made = evaluation_pipeline(release, of=of, dimension=len(bounds.bounds))
     row: np.ndarray = made.reply(model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: rng)).row.numpy()
     return row
+
+
+def row_and_loss(
+    recipe: LocalRecipe,
+    vector: Tensor,
+    data: Any,
+    release: Release,
+    *,
+    model: FlatModel,
+    server_round: int = 1,
+    seed: int = 0,
+    rng: np.random.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Return the row that leaves a client, and its training loss; the generator gives its secret choices and its noise."""
+    job = Job(name="", records=data, seed=seed, secret=lambda: rng)
+    made = recipe.pipeline(release, model=model, server_round=server_round).reply(vector, job)
+    return made.row, made.loss

@@ -45,7 +45,7 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
 from tests.grids import LocalGrid
-from tests.local_grids import FEATURES, context_of, grid_of, linear, records
+from tests.local_grids import FEATURES, context_of, grid_of, linear, records, row_and_loss
 from tests.stock import arrays, shifted, stock_app
 
 NAMES = ("c0", "c1", "c2", "c3")
@@ -908,8 +908,8 @@ def test_weights_are_rounded_to_the_lattice_before_their_noise():
     client = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=RECIPES["nbafl"], device="cpu")
     release = RECIPES["nbafl"].terms("c0", records("c0")).release
     vector = client.model.vector.clone()
-    row, _ = RECIPES["nbafl"].reply(
-        vector, records("c0"), release, model=client.model, server_round=1, seed=3, rng=noise.noise_generator()
+    row, _ = row_and_loss(
+        RECIPES["nbafl"], vector, records("c0"), release, model=client.model, server_round=1, seed=3, rng=noise.noise_generator()
     )
     units = row.detach().numpy() / (release.lattice_step(FEATURES * 3) / 2**10)
     assert np.array_equal(units, np.round(units))

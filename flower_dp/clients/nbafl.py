@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,22 +147,6 @@ class NbAFLRecipe:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         train = TrainedWeights(training=self.training, model=model, server_round=server_round)
         return weights_pipeline(release, train=train, length=model.layout.size)
-
-    def reply(
-        self,
-        vector: Tensor,
-        records: Records,
-        release: Release,
-        *,
-        model: FlatModel,
-        server_round: int,
-        seed: int,
-        rng: np.random.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the clipped and noised weights [d], and the training loss; the noise comes from `rng`."""
-        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
-        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
-        return made.row, made.loss
 
     def _terms(self, epsilon: float, num_replies: int) -> Terms:
         return weights_terms(

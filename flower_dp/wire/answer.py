@@ -80,23 +80,23 @@ class Answer:
             payload=payload,
             seeded_noise=checks.flag("seeded_noise", data["seeded_noise"]),
             metrics=metrics,
-            fresh=_names_at(data["fresh"], asked),
+            fresh=tuple(_names_at("fresh", data["fresh"], asked)),
             payload_bytes=checks.integer("payload_bytes", data["payload_bytes"], at_least=0, at_most=most),
         )
 
 
-def _names_at(positions: object, asked: Sequence[str]) -> tuple[str, ...]:
+def _names_at(what: str, positions: object, asked: Sequence[str]) -> list[str]:
     """Return the names at some positions.
 
     Raises:
         ValueError: if these are not a list of positions, each at most once.
     """
-    if not isinstance(positions, list) or len(positions) > len(asked):
-        raise ValueError(f"answer: fresh must be a list of at most {len(asked)} positions")
+    if not isinstance(positions, list):
+        raise ValueError(f"answer: {what} must have a list of positions")
     names = [asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)] for position in positions]
     if len(set(names)) != len(names):
-        raise ValueError("answer: fresh has a client twice")
-    return tuple(names)
+        raise ValueError(f"answer: {what} has a client twice")
+    return names
 
 
 def positions_of(refused: Mapping[str, str], asked: Sequence[str]) -> dict[str, list[int]]:
@@ -127,10 +127,7 @@ def refused_at(reasons: object, asked: Sequence[str]) -> dict[str, str]:
         raise ValueError(f"answer: has {len(reasons)} reasons: too many")
     refused: dict[str, str] = {}
     for reason, positions in reasons.items():
-        if not isinstance(positions, list):
-            raise ValueError("answer: a reason must have a list of positions")
-        for position in positions:
-            name = asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)]
+        for name in _names_at("a reason", positions, asked):
             if name in refused:
                 raise ValueError(f"answer: client {name!r} is refused twice")
             refused[name] = reason[:MOST_REASON]

@@ -226,12 +226,7 @@ class Ask:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], clients: Sequence[str], arrays: Sequence[np.ndarray] = ()) -> Self:
-        """Read what was sent to a node of these clients.
-
-        Args:
-            table: as `to_table` makes it.
-            clients: of the node.
-            arrays: of the message; the last ones are the ask's vectors.
+        """Read what was sent to a node of these clients; the ask's vectors are the last of the message's `arrays`.
 
         Raises:
             ValueError: if a key is unknown or missing, or a value makes no sense.

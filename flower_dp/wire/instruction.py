@@ -75,11 +75,7 @@ class Instruction:
 
     @classmethod
     def from_json(cls, text: str, arrays: Sequence[np.ndarray] = ()) -> "Instruction":
-        """Read an instruction.
-
-        Args:
-            text: as `to_json` makes it.
-            arrays: of the message: the model's, and behind them the vectors of the ask.
+        """Read an instruction; the vectors of its ask are the last of the message's `arrays`.
 
         Raises:
             ValueError: if it is not one of this protocol, has a key that is unknown, or a value that makes no sense.

@@ -84,12 +84,9 @@ def _message(
 
 
 def instruction_of(config: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Instruction:
-    """Return the instruction inside a config record or a NumPyClient's config.
+    """Return the instruction inside a config record or a NumPyClient's config, with the vectors of its ask.
 
-    Args:
-        config: the message's.
-        arrays: of the message: the model's, and behind them the vectors of the ask. Without them, as for a client whose methods
-            work with no vectors, an ask that has some is refused.
+    They are the last of the message's `arrays`; without these, as for a client that works with no vectors, they are refused.
 
     Raises:
         ValueError: if there is none; a client of this package answers no other server, since nothing would tell it the clip.

@@ -19,7 +19,7 @@ from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.strategies import DPPASGD
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, row_and_loss, start, vector_of
 
 FALSE_ALARM = 1e-6
 FOUR = {name: records(name) for name in NAMES[:4]}
@@ -46,7 +46,7 @@ def row_of(recipe, data, *, model=linear, server_round=1, seed=0, name="c0"):
     flat = FlatModel(model())
     release = recipe.terms(name, data).release
     rng = np.random.default_rng(seed)
-    row, _ = recipe.reply(flat.vector.clone(), data, release, model=flat, server_round=server_round, seed=0, rng=rng)
+    row, _ = row_and_loss(recipe, flat.vector.clone(), data, release, model=flat, server_round=server_round, seed=0, rng=rng)
     return row.to(torch.float64)
 
 
@@ -284,8 +284,8 @@ def test_the_noise_of_every_step_lies_on_the_lattice_of_its_sum():
 
     watched = replace(release, mechanism=Seen(noise_multiplier=release.mechanism.noise_multiplier))
     flat = FlatModel(linear())
-    row, _ = recipe.reply(
-        flat.vector.clone(), FOUR["c0"], watched, model=flat, server_round=1, seed=0, rng=np.random.default_rng(1)
+    row, _ = row_and_loss(
+        recipe, flat.vector.clone(), FOUR["c0"], watched, model=flat, server_round=1, seed=0, rng=np.random.default_rng(1)
     )
     assert len(seen) == 2
     assert not np.array_equal(seen[0][1], seen[1][1])

@@ -19,7 +19,7 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy import fedsgd_dpc as terms
 from flower_dp.privacy.fedsgd_dpc import laplace_scale
 from flower_dp.strategies import FedSGDDPC
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, row_and_loss, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
@@ -38,7 +38,7 @@ def reply_and_loss(recipe, data, *, seed=0, model=None, name="c0"):
     release = recipe.terms(name, data).release
     vector = flat.vector.clone()
     rng = np.random.default_rng(seed)
-    row, loss = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=rng)
+    row, loss = row_and_loss(recipe, vector, data, release, model=flat, server_round=1, seed=0, rng=rng)
     return row.to(torch.float64), loss
 
 
@@ -261,7 +261,7 @@ def test_dropout_depends_on_no_other_client_and_not_on_the_global_seed(make):
         state = torch.get_rng_state()
         for data, generator in ((records("c0", size), np.random.default_rng(0)), (records("c1"), rng)):
             release = recipe.terms("c1", data).release
-            row, _ = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=generator)
+            row, _ = row_and_loss(recipe, vector, data, release, model=flat, server_round=1, seed=0, rng=generator)
         assert torch.equal(torch.get_rng_state(), state)
         return row
 
@@ -342,8 +342,8 @@ def test_the_noised_sum_lies_on_the_lattice(words):
     # Called as the recipe calls it, with the real draw inside.
     watched = replace(release, mechanism=Seen(noise_multiplier=release.mechanism.noise_multiplier))
     flat = FlatModel(linear())
-    row, _ = recipe.reply(
-        flat.vector.clone(), records("c0"), watched, model=flat, server_round=1, seed=0, rng=np.random.default_rng(1)
+    row, _ = row_and_loss(
+        recipe, flat.vector.clone(), records("c0"), watched, model=flat, server_round=1, seed=0, rng=np.random.default_rng(1)
     )
     ((total, drawn, scale, lattice),) = seen
     assert (scale, lattice) == (release.noise_scale, step)
@@ -722,7 +722,9 @@ def test_a_model_without_gradients_of_single_records_fails_and_does_not_train_on
     for module in (Unfit(FEATURES, CLASSES), nn.Linear(FEATURES + 1, CLASSES)):
         flat = FlatModel(module)
         with pytest.raises(UnfitModelError, match="single record can't be computed: RuntimeError"):
-            recipe.reply(flat.vector.clone(), data, release, model=flat, server_round=1, seed=0, rng=np.random.default_rng(0))
+            row_and_loss(
+                recipe, flat.vector.clone(), data, release, model=flat, server_round=1, seed=0, rng=np.random.default_rng(0)
+            )
 
 
 def test_the_noise_and_signal_of_unequal_clients_is_that_of_an_average_round():

@@ -11,7 +11,7 @@ from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, TensorRecor
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, row_and_loss, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 TRAINING = LocalTraining(learning_rate=0.1, batch_size=4, proximal=0.5)
@@ -30,7 +30,7 @@ def reply(recipe, data, *, seed=0, model=None, start_at=None):
     vector = flat.vector.clone() if start_at is None else start_at
     rng = torch.Generator().manual_seed(seed)
     release = recipe.terms("c0", data).release
-    return recipe.reply(vector, data, release, model=flat, server_round=1, seed=7, rng=rng)[0].to(torch.float64)
+    return row_and_loss(recipe, vector, data, release, model=flat, server_round=1, seed=7, rng=rng)[0].to(torch.float64)
 
 
 def exact_epsilon(multiplier, delta):
@@ -158,7 +158,8 @@ def test_average_of_weights_by_public_size_renormalised_over_who_replied():
         recipe = NbAFLRecipe(training=TRAINING, min_records=8, **QUIET)
         flat = FlatModel(linear())
         release = recipe.terms(name, local).release
-        rows[name] = recipe.reply(
+        rows[name] = row_and_loss(
+            recipe,
             flat.vector.clone(),
             local,
             release,

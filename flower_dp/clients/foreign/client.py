@@ -8,22 +8,19 @@ from flower_dp import wire
 from flower_dp.clients.account import account_of, refuse_ledger
 from flower_dp.clients.foreign.evaluation import AppContribution, AppMetrics
 from flower_dp.clients.foreign.training import AppCall, AppTraining, Updates
-from flower_dp.clients.local.agreement import own_ask, why_not
+from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, reading
 from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, failure
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Train
 from flower_dp.clients.reply.work import Work
 from flower_dp.core import noise
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import evaluation_account
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Instruction
-
-_NO_TERMS = "this client's terms can't be made"
 
 
 class OwnTerms(Protocol):
@@ -96,32 +93,24 @@ class AppClient:
             rows, length = Updates(train=train), train.model.layout.size
         with reading():
             pipeline = client_level.pipeline(instruction.ask, train=rows, length=length)
-        jobs = [self._job(instruction, 1.0)] if self.name in instruction.clients else []
+        jobs = [self._job(instruction)] if self.name in instruction.clients else []
         return Work(groups=[(pipeline, jobs)], length=length, refused={})
 
     def _own(self, instruction: Instruction, app: AppCall, train: AppTraining | None, own_terms: OwnTerms) -> Work:
         """Return the work whose row is private on the client's own terms, which were charged for it."""
-        length = len(instruction.bounds.bounds) if train is None else train.model.layout.size
-        nothing = Work(groups=[], length=length, refused={})
-        if (own := own_ask(instruction, self.name)) is None:
-            return nothing
-        try:
-            terms = own_terms.terms() if train is not None else self._evaluation_terms(own_terms)
-            check = self.policy.check_own if train is not None else self.policy.check_own_evaluation
-            check(terms.release)
-        except Exception as error:
-            return replace(nothing, refused={self.name: failure(self.name, error, _NO_TERMS).reason})
-        if reason := why_not(terms, instruction.ask.promise, own):
-            return replace(nothing, refused={self.name: reason})
-        payer = self.name if train is not None else evaluation_account(self.name)
-        if unpaid := account_of(None, [self.name], app.context).charge({payer: terms}):
-            return replace(nothing, refused={self.name: unpaid[payer]})
-        if train is not None:
-            pipeline = own_terms.pipeline(terms.release, train=train, length=length)
-        else:
+        length = train.model.layout.size if train is not None else len(instruction.bounds.bounds)
+        terms_of = partial(self._evaluation_terms, own_terms) if train is None else own_terms.terms
+        terms = agreed_terms(instruction, self.name, terms_of, self.policy)
+        if isinstance(terms, Refusal):
+            return Work(groups=[], length=length, refused={self.name: terms.reason})
+        if unpaid := charged(account_of(None, [self.name], app.context), {self.name: terms}, instruction):
+            return Work(groups=[], length=length, refused=unpaid)
+        if train is None:
             of = AppContribution(app=app, bounds=instruction.bounds)
             pipeline = evaluation_pipeline(terms.release, of=of, dimension=length)
-        return replace(nothing, groups=[(pipeline, [self._job(instruction, own.weight)])])
+        else:
+            pipeline = own_terms.pipeline(terms.release, train=train, length=length)
+        return Work(groups=[(pipeline, [self._job(instruction)])], length=length, refused={})
 
     def _evaluation_terms(self, own_terms: OwnTerms) -> Terms:
         if self.evaluation is None:
@@ -131,11 +120,12 @@ class AppClient:
             raise Declined("an app's metrics are means over records, and one record moves them by nobody knows how much")
         return terms
 
-    def _job(self, instruction: Instruction, weight: float) -> Job:
+    def _job(self, instruction: Instruction) -> Job:
+        own = instruction.ask.own.get(self.name)
         purpose = self.name if instruction.ask.metrics is None else f"evaluation of {self.name}"
         # A function, not a generator: every draw takes new entropy from the operating system.
         secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, purpose)
-        return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=weight)
+        return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=1.0 if own is None else own.weight)
 
 
 class _Unseen:

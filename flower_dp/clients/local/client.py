@@ -1,6 +1,7 @@
 """The client of methods with local placement: every message is private on its own, by the client's own budget and account."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +12,18 @@ from flower_dp import wire
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.kept import kept_of
-from flower_dp.clients.local.agreement import own_ask, why_not
+from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, Stateful
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply.pipeline import Job, Pipeline, failure
+from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure
 from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import Records
-from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import evaluation_account, owner_of
 from flower_dp.wire import Ask, Instruction
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
@@ -137,9 +136,7 @@ class LocalDPClient(NodeClient):
             if isinstance(own, ConditionsOnModel) and (why := own.why_not(vector, model=self.model, server_round=number)):
                 refused[name] = why
         due = {name: terms for name, (terms, _) in agreed.items() if name not in refused}
-        if ask.metrics is not None:
-            due = {evaluation_account(name): terms for name, terms in due.items()}
-        refused |= {owner_of(name): reason for name, reason in account.charge(due).items()}
+        refused |= charged(account, due, instruction)
 
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
             for name, (terms, records) in agreed.items():
@@ -149,7 +146,7 @@ class LocalDPClient(NodeClient):
                     name=name,
                     records=records,
                     seed=batch_seed(self.seed, number, name),
-                    secret=_Given(self.generator(instruction, name)),
+                    secret=Once(partial(self.generator, instruction, name)),
                     weight=ask.own[name].weight,
                     kept=kept.get(name),
                 )
@@ -181,27 +178,15 @@ class LocalDPClient(NodeClient):
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
         for name in instruction.clients:
-            asked = own_ask(instruction, name)
-            if asked is None or name not in self.clients:
-                refused[name] = "not hosted here"
-                continue
             try:
                 records = self.clients[name]
                 len(records)
             except Exception as error:
-                refused[name] = failure(name, error).reason
+                refused[name] = "not hosted here" if name not in self.clients else failure(name, error).reason
                 continue
-            try:
-                terms = recipe.terms(name, records)
-                if instruction.method == wire.EVALUATION:
-                    self.policy.check_own_evaluation(terms.release)
-                else:
-                    self.policy.check_own(terms.release)
-            except Exception as error:
-                refused[name] = failure(name, error, "this client's terms can't be made").reason
-                continue
-            if reason := why_not(terms, instruction.ask.promise, asked):
-                refused[name] = reason
+            terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
+            if isinstance(terms, Refusal):
+                refused[name] = terms.reason
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
@@ -210,13 +195,3 @@ class LocalDPClient(NodeClient):
 def _loss_of(recipe: Any) -> Loss:
     loss: Loss = recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
     return loss
-
-
-class _Given:
-    """The one generator of a reply, from which both its secret choices and its noise are drawn."""
-
-    def __init__(self, rng: Generator) -> None:
-        self._rng = rng
-
-    def __call__(self) -> Generator:
-        return self._rng

@@ -73,23 +73,7 @@ class ExactMean:
 
 
 def evaluation_pipeline(release: Release, *, of: ContributionsOf, dimension: int) -> Pipeline:
-    """Return the pipeline of one client's reply to an evaluation: a mean [dimension], float64, with the noise of its own release.
-
-    Example:
-        >>> import numpy as np
-        >>> from flower_dp.clients.local.row import evaluation_pipeline
-        >>> from flower_dp.clients.reply.pipeline import Job
-        >>> from flower_dp.privacy.evaluation_budget import EvaluationBudget
-        >>> from flower_dp.privacy.fedsgd_dpc import gradient_terms
-        >>> training = gradient_terms(
-        ...     mechanism="laplace", clip_norm=1.0, epsilon=1.0, delta=0.0, num_replies=5, num_records=1000
-        ... )
-        >>> terms = EvaluationBudget(epsilon=1e6, num_evaluations=1).terms("a", training)  # next to no noise
-        >>> made = evaluation_pipeline(terms.release, of=lambda model, job: np.full((1000, 2), 0.25), dimension=2)
-        >>> job = Job(name="a", records=[], seed=0, secret=np.random.default_rng)
-        >>> made.reply(np.zeros(3), job).row.round(3).tolist()
-        [0.25, 0.25]
-    """
+    """Return the pipeline of one client's reply: a mean [dimension], float64, with the noise of its own release."""
     step = release.lattice_step(dimension) / FINER_LATTICE
     clip = RecordClip(clip_norm=release.clip_norm, step=step, norm="l1")
     return Pipeline(

@@ -242,7 +242,7 @@ class Pipeline:
             if str(error) != NOT_FINITE:
                 raise
             return Refusal(reason=f"{FAILED}: {NOT_FINITE}")
-        secret = _Once(job.secret)
+        secret = Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
@@ -256,14 +256,15 @@ class Pipeline:
         return Reply(row=leaving, loss=loss, num_bytes=num_bytes, alone=alone, kept=kept)
 
 
-class _Once:
-    """One generator for a whole reply: numbers drawn after the noise never repeat it, not even with a fixed seed for tests."""
+class Once:
+    """One generator for a whole reply: no numbers in it repeat others, not even with a fixed seed for tests."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._rng: Generator | None = None
 
     def __call__(self) -> Generator:
+        """Return the reply's one generator."""
         if self._rng is None:
             self._rng = self._secret()
         return self._rng
