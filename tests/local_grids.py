@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from flower_dp.clients import FlatModel, LocalDPClient, TensorRecords, client_app, model_arrays
+from flower_dp.clients import FlatModel, LocalDPClient, RecordMetrics, TensorRecords, client_app, model_arrays
 from flower_dp.clients.local.client import LocalRecipe
+from flower_dp.clients.local.evaluation import RecordContributions
+from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.reply.pipeline import Job, Reply
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.release import Release
 from tests.grids import LocalGrid
 
@@ -68,6 +72,29 @@ def context_of(state=None, **node_config):
     return Context(run_id=1, node_id=1, node_config=node_config, state=state, run_config={})
 
 
+def private_row(contributions: np.ndarray, release: Release, rng: np.random.Generator) -> np.ndarray:
+    """Return what leaves a client in an evaluation with these contributions [n, dimension]."""
+    made = evaluation_pipeline(release, of=lambda vector, job: contributions, dimension=contributions.shape[1])
+    row: np.ndarray = made.reply(np.zeros(0), Job(name="a", records=[], seed=0, secret=lambda: rng)).row
+    return row
+
+
+def evaluated_row(
+    model: FlatModel,
+    data: Any,
+    metrics: RecordMetrics,
+    *,
+    bounds: MetricBounds,
+    release: Release,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Return what leaves a client with these records in an evaluation."""
+    of = RecordContributions(model=model, metrics=metrics, bounds=bounds, release=release)
+    made = evaluation_pipeline(release, of=of, dimension=len(bounds.bounds))
+    row: np.ndarray = made.reply(model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: rng)).row.numpy()
+    return row
+
+
 def one_reply(
     recipe: LocalRecipe,
     vector: Tensor,
@@ -80,9 +107,5 @@ def one_reply(
     seed: int = 0,
 ) -> Reply:
     """What one client sends, with secret choices and noise from `rng`; raises what a pipeline turns into a refusal."""
-    pipeline = recipe.pipeline(release, model=model, server_round=server_round)
     job = Job(name="", records=data, seed=seed, secret=lambda: rng)
-    (trained,) = pipeline.train.rows(vector, [job])
-    made = pipeline._reply(trained, job)
-    assert isinstance(made, Reply)
-    return made
+    return recipe.pipeline(release, model=model, server_round=server_round).reply(vector, job)

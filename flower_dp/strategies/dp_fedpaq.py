@@ -95,6 +95,7 @@ class DPFedPAQRules:
             most_replies=lambda rounds: expected_replies(rounds, self.cohort_size, num_clients, at_random=at_random),
             weight_of=lambda _: 1.0,  # a row that is sent alone is sent as it was quantised
             longest=self._longest,
+            vectors_of=self._vectors,
         )
         self.num_clients, self.delta = num_clients, self.books.delta
         self.training = self.books.training
@@ -143,9 +144,9 @@ class DPFedPAQRules:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def beside(self, size: int) -> np.ndarray | None:
-        """Return the vector that is sent with the model [d]; None for none."""
-        return None if self.control is None else self.control.vector(size)
+    def _vectors(self, length: int) -> dict[str, np.ndarray]:
+        """Return SCAFFOLD's control variate, which is sent with the model."""
+        return {} if self.control is None else {"control": self.control.vector(length)}
 
     def _longest(self, now: Round) -> Callable[[str], float]:
         """Return how long a client's honest update is at most, as it is sent."""

@@ -4,14 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.strategies.population.roster import Roster
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes, collect
+from flower_dp.strategies.releases.replies import Collected, StockReply, collect
 from flower_dp.strategies.releases.round import Round
 
 
@@ -77,32 +76,23 @@ class PlainExchange:
     def total(self, asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
         """Check the replies and add them up."""
         now = asked.now
-        if now.ask.metrics is not None:
-            return _interim(asked, replies, seeded=seeded)
         return collect(
-            replies, asked=now.asked, sent=asked.sent, model=now.model, limits=asked.limits, stock=now.stock, seeded=seeded
+            replies,
+            asked=now.asked,
+            sent=asked.sent,
+            limits=asked.limits,
+            stock=_stock(now) if now.stock else None,
+            seeded=seeded,
         )
 
 
-def _interim(asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
-    now = asked.now
-    bounds = now.ask.metrics
-    collected = Collected(total=np.zeros(now.length), seeded=seeded)
-    for node, names, reply in answering_nodes(collected, replies, now.asked, asked.sent):
-        try:
-            if now.stock:
-                wire.check_content(reply.content, most_entries=1000, most_bytes=4096 + 6 * wire.most_answer_characters(1))
-                if len(names) != 1:
-                    raise ValueError("a stock client's reply can stand for one client only")
-                clients, vector = names, bounds.counted(wire.reported_metrics(reply.content))
-            else:
-                answer = wire.evaluation_answer_of(reply.content, names, now.length)
-                collected.check_seed(answer.seeded_noise)
-                collected.add_refused(answer.refused)
-                clients, vector = tuple(name for name in names if name not in answer.refused), answer.total
-            if clients:
-                collected.total += asked.limits.accepted(vector, clients)
-                collected.clients.extend(clients)
-        except Exception as error:
-            collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
-    return collected
+def _stock(now: Round) -> StockReply:
+    """Return how the reply of a stock client is read."""
+    model, bounds = now.model, now.ask.metrics
+    if bounds is not None:
+        return StockReply(read=lambda content: bounds.counted(wire.reported_metrics(content)))
+    return StockReply(
+        read=lambda content: model.read(wire.arrays_of(content)) - model.vector,
+        num_arrays=len(model.names),
+        num_bytes=model.frozen_bytes,
+    )

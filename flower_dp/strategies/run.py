@@ -114,14 +114,18 @@ class Run:
             arrays: the model as it is sent.
             config: sent with it.
             words: further fields of the instruction.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size; nothing is charged then.
         """
         started = time.monotonic()
         cohort = tuple(name for names in asked.values() for name in names)
+        ask = release.ask(length, cohort)
         release.charge(cohort)
         now = Round(
             server_round=server_round,
             method=release.name,
-            ask=release.ask(length, cohort),
+            ask=ask,
             length=length,
             model=model,
             asked=asked,

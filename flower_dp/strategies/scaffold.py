@@ -74,7 +74,7 @@ class ControlVariate:
         if norm > most:
             vector *= most / norm
         known, restarts = set(self.state.replied), dict(self.state.restarts)
-        lost = [name for name in collected.restarted if name in known]
+        lost = [name for name in collected.fresh if name in known]
         for name in lost:
             restarts[name] = restarts.get(name, 0) + 1
         if lost:

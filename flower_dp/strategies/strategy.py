@@ -258,7 +258,6 @@ class DPStrategy(Strategy):
         asked = run.drawn(release, roster, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
-        beside = self.rules.beside(model.layout.size) if hasattr(self.rules, "beside") else None
         return run.ask(
             release,
             server_round,
@@ -266,7 +265,7 @@ class DPStrategy(Strategy):
             model=model,
             asked=asked,
             roster=roster,
-            arrays=arrays if beside is None else wire.with_beside(arrays, beside),
+            arrays=arrays,
             config=config,
             report_metrics=self.report_client_metrics,
             frozen=model.frozen_positions,

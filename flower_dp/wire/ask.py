@@ -130,6 +130,8 @@ class Ask:
         quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantisation.
         metrics: of an evaluation: the metrics that are asked for, with their bounds; None in training.
         own: under `local`: what is asked of each client, by its name.
+        vectors: vectors [d] that the method's clients work with besides the model, finite float32, by name. They are sent as
+            arrays behind the model's; the text has their names alone.
 
     Raises:
         ValueError: for values that make no sense, or do not go together, naming them.
@@ -150,6 +152,7 @@ class Ask:
     quantization_levels: int = 0
     metrics: MetricBounds | None = None
     own: Mapping[str, OwnAsk] = field(default_factory=dict)
+    vectors: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         checks.one_of("placement", self.placement, PLACEMENTS)
@@ -179,8 +182,27 @@ class Ask:
             )
         if self.metrics is not None and (less or self.mask is not None):
             raise ValueError("metrics: do not go with a mask, keep_ratio or quantization_levels; they are sent whole")
+        if self.metrics is not None and self.vectors:
+            raise ValueError(f"metrics: do not go with vectors={list(self.vectors)}; an evaluation is of the model alone")
         if self.own and self.placement != "local":
             raise ValueError(f"own: must not be there for placement={self.placement!r}, where clients have no terms of their own")
+        for name, vector in self.vectors.items():
+            if vector.ndim != 1 or vector.dtype != np.float32 or not np.isfinite(vector).all():
+                raise ValueError(
+                    f"vector {name!r} is {vector.dtype} of shape {vector.shape}: must be finite float32 of shape (d,)"
+                )
+
+    def check_vectors(self, names: Sequence[str], length: int) -> None:
+        """Check that these vectors came with the model, and no others, each as long as the model.
+
+        Raises:
+            ValueError: if not.
+        """
+        if set(self.vectors) != set(names):
+            raise ValueError(f"vectors={sorted(self.vectors)} came with the model: this method works with {sorted(names)}")
+        for name, vector in self.vectors.items():
+            if vector.size != length:
+                raise ValueError(f"vector {name!r} is of shape {vector.shape}: must be finite float32 of shape ({length},)")
 
     def to_table(self, clients: Sequence[str]) -> dict[str, Any]:
         """Return what is sent to a node of these clients, of values that JSON can hold."""
@@ -198,11 +220,13 @@ class Ask:
             table["weights"] = [one.weight for one in own]
             table["terms"] = [one.terms for one in own]
             table["noise_multipliers"] = [one.noise_multiplier for one in own]
+        if self.vectors:
+            table["vectors"] = list(self.vectors)
         return table
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any], clients: Sequence[str]) -> Self:
-        """Read what was sent to a node of these clients.
+    def from_table(cls, table: Mapping[str, Any], clients: Sequence[str], arrays: Sequence[np.ndarray] = ()) -> Self:
+        """Read what was sent to a node of these clients; the ask's vectors are the last of the message's `arrays`.
 
         Raises:
             ValueError: if a key is unknown or missing, or a value makes no sense.
@@ -210,7 +234,7 @@ class Ask:
         local = table.get("placement") == "local"
         groups = [("clip_norm", "noise_multiplier", "placement"), _MASK if _MASK[0] in table else (), _OWN if local else ()]
         needed = [name for group in groups for name in group]
-        given = [name for name in (*_PLAIN, "metrics") if name in table]
+        given = [name for name in (*_PLAIN, "metrics", "vectors") if name in table]
         check_keys("ask", table, [*needed, *given])
         words = {name: table[name] for name in _PLAIN if name in table}
         return cls(
@@ -219,6 +243,7 @@ class Ask:
             mask=RoundMask(seed=table["mask_seed"], keep_ratio=table["mask_keep_ratio"]) if "mask_seed" in table else None,
             metrics=MetricBounds(bounds=table["metrics"]) if "metrics" in table else None,
             own=_own(table, clients) if local else {},
+            vectors=_vectors(table["vectors"], arrays) if "vectors" in table else {},
             **words,
         )
 
@@ -226,6 +251,8 @@ class Ask:
 _PLAIN = ("step", "noise_std", "keep_ratio", "quantization_levels")
 _MASK = ("mask_seed", "mask_keep_ratio")
 _OWN = ("weights", "terms", "noise_multipliers")
+# Characters of a forged value that an error shows.
+_SHOWN = 80
 _DEFAULTS = {one.name: one.default for one in fields(Ask)}
 
 
@@ -238,3 +265,14 @@ def _own(table: Mapping[str, Any], clients: Sequence[str]) -> dict[str, OwnAsk]:
         name: OwnAsk(weight=weight, terms=terms, noise_multiplier=multiplier)
         for name, (weight, terms, multiplier) in zip(clients, entries, strict=True)
     }
+
+
+def _vectors(names: object, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the vectors of these names: the last arrays of a message."""
+    if not isinstance(names, list) or not 0 < len(names) <= len(arrays):
+        shown = checks.one_line(str(names), most=_SHOWN)
+        raise ValueError(f"vectors={shown}: must be names of vectors that came with the model, and that this client works with")
+    listed = [checks.line("vectors: name", name) for name in names]
+    if len(set(listed)) != len(listed):
+        raise ValueError("vectors: a name stands twice")
+    return dict(zip(listed, arrays[len(arrays) - len(listed) :], strict=True))

@@ -33,7 +33,7 @@ from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
-from tests.asks import GONE, ask, config_of, forged, masked, own_ask
+from tests.asks import GONE, ask, config_of, evaluated, forged, masked, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -493,7 +493,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     asked = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=MetricBounds(bounds={"loss": 1.0})))
     context = context_of()
     reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context)
-    answer = wire.EvaluationAnswer.from_json(str(reply.content[wire.KEY][wire.KEY]), ("c0",), 1)
+    answer = evaluated(str(reply.content[wire.KEY][wire.KEY]), asked)
     assert "an app's metrics are means over records" in answer.refused["c0"]
     assert seen == []
     assert KEY not in context.state.config_records
@@ -568,8 +568,11 @@ def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
 def test_an_evaluation_has_nothing_beside_the_model() -> None:
     parameters = list(model().values())
     device(None).evaluate(parameters, config_of(evaluation()))
-    with pytest.raises(Declined, match="a vector came beside the model"):
-        device(None).evaluate([*parameters, np.zeros(18, np.float32)], config_of(evaluation()))
+    more = [*parameters, np.zeros(18, np.float32)]
+    with pytest.raises(Declined, match="the server's model has 2 arrays, this client's 1"):
+        device(None).evaluate(more, config_of(evaluation()))
+    with pytest.raises(Declined, match=r"metrics: do not go with vectors=\['control'\]"):
+        device(None).evaluate(more, config_of(forged(evaluation(), vectors=["control"])))
 
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from flower_dp.clients.local.row import private_row
 from flower_dp.core import noise
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from tests.local_grids import private_row
 
 
 def release_of(epsilon=1.0, num_records=4):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -110,6 +110,8 @@ class ChosenByData:
         ({"noise": ServerNoise(), "encode": SinglePrecision()}, "encode: SinglePrecision would change rows without noise"),
         ({"encode": TopK(keep_ratio=0.5)}, "encode: TopK may not stand here"),
         ({"encode": None}, "encode: NoneType may not stand here"),
+        ({"keep": lambda row, kept: row}, "keep: function may not stand here"),
+        ({"keep": TopK(keep_ratio=0.5)}, "keep: TopK may not stand here"),
         ({"before_clip": MASK}, "encode: Lossless does not send the coordinates of the mask"),
         ({"encode": RandK(mask=MASK)}, "encode: RandK does not send the coordinates of the mask"),
         ({"before_clip": MASK, "encode": RandK(mask=replace(MASK, seed=4))}, "encode: RandK does not send"),
@@ -320,12 +322,24 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
     assert len(made) == 1
 
 
+@dataclass(frozen=True)
+class Both:
+    """What is kept: the row that leaves, and what was kept before."""
+
+    slot: ClassVar[Literal["keep"]] = "keep"
+
+    def __call__(self, row: Any, kept: Any) -> Any:
+        return torch.cat([row, kept if kept is not None else row[:0]])
+
+
 def test_what_a_client_keeps_is_the_row_that_leaves():
-    kept = []
     clip = RowClip(clip_norm=1.0, step=2.0**-14)
-    pipeline = Pipeline(train=Rows(torch.ones(50)), clip=clip, noise=GaussianShare(noise_std=1.0), encode=QSGD(levels=3))
-    job = Job(name="a", records=[], seed=0, secret=np.random.default_rng, left=kept.append)
-    (reply,) = pipeline.replies(torch.zeros(50), [job])
-    (row,) = kept
-    assert torch.equal(row, reply.row)
-    assert compression.decode(reply.alone, 50).tobytes() == row.numpy().tobytes()
+    words = {"clip": clip, "noise": GaussianShare(noise_std=1.0), "encode": QSGD(levels=3), "keep": Both()}
+    pipeline = Pipeline(train=Rows(torch.ones(50)), **words)
+    job = Job(name="a", records=[], seed=0, secret=np.random.default_rng)
+    reply = pipeline.reply(torch.zeros(50), job)
+    assert torch.equal(reply.kept, reply.row)
+    assert compression.decode(reply.alone, 50).tobytes() == reply.kept.numpy().tobytes()
+    again = pipeline.reply(torch.zeros(50), replace(job, kept=reply.kept))
+    assert torch.equal(again.kept, torch.cat([again.row, reply.row]))
+    assert Pipeline(**words | {"train": Rows(torch.ones(50)), "keep": None}).reply(torch.zeros(50), job).kept is None

@@ -31,8 +31,7 @@ from flower_dp.clients import (
     client_app,
 )
 from flower_dp.clients.account import LEDGER_PATH
-from flower_dp.clients.local.evaluation import evaluated_row, record_loss_and_accuracy
-from flower_dp.clients.local.row import private_row
+from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
@@ -49,10 +48,10 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     Scaffold,
 )
-from tests.asks import GONE, config_of, forged, own_ask
+from tests.asks import ANSWERED, GONE, config_of, evaluated, forged, forged_total, own_ask
 from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
-from tests.local_grids import context_of
+from tests.local_grids import context_of, evaluated_row, private_row
 from tests.stock import arrays
 
 CLIENTS, SIZE = 4, 40
@@ -354,8 +353,8 @@ def tell(client, instruction):
 def ask(client, instruction):
     told = tell(client, instruction)
     assert set(told) == {wire.KEY}
-    assert set(json.loads(told[wire.KEY])) == {"protocol", "refused", "total", "seeded_noise"}
-    return wire.EvaluationAnswer.from_json(told[wire.KEY], instruction.clients, len(instruction.bounds.bounds))
+    assert set(json.loads(told[wire.KEY])) == ANSWERED
+    return evaluated(told[wire.KEY], instruction)
 
 
 def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
@@ -581,10 +580,9 @@ def test_a_node_that_sends_too_much_is_refused():
     strategy = opened("dp-fedpaq", grid, PLENTY, metrics={"accuracy": 1.0})
     messages = strategy.configure_evaluate(1, flat(), {}, grid)
     replies = list(grid.send_and_receive(messages))
-    for node, total in ((2, "[1e9]"), (3, "[NaN]"), (4, "[0.1,0.1]")):
+    for node, total in ((2, [1e9]), (3, [math.nan]), (4, [0.1, 0.1])):
         reply = next(reply for reply in replies if reply.metadata.src_node_id == node)
-        text = f'{{"protocol":{wire.PROTOCOL},"refused":{{}},"total":{total},"seeded_noise":false}}'
-        reply.content.config_records[wire.KEY][wire.KEY] = text
+        reply.content.config_records[wire.KEY][wire.KEY] = forged_total(total, length=1)
     told = strategy.aggregate_evaluate(1, replies)
     assert told["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Array, ArrayRecord
 
 from flower_dp.core.compression import qsgd_norm_ratio
-from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import check_lattice, lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.client_terms import Terms
@@ -21,7 +21,6 @@ from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.round import Round
 from flower_dp.wire import Ask, Model
-from flower_dp.wire.evaluation import FINER_LATTICE
 
 WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 16, "delta": 1e-3}
 

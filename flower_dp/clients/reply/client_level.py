@@ -10,6 +10,9 @@ from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.wire import Ask
 
+# The methods that `DPClient` and `privacy_mod` run, by their names: one line a method.
+CLIENT_LEVEL = ("dp-fedavg", "dp-fedsam", "fed-smp")
+
 
 def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
     """Return the pipeline of all clients of a round.

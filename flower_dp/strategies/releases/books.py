@@ -17,7 +17,7 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation, UnsupportedEventError
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.worst_client import WorstClient
-from flower_dp.strategies.releases.own_replies import Longest, OwnReplies, ReplyState
+from flower_dp.strategies.releases.own_replies import Longest, OwnReplies, ReplyState, VectorsOf, no_vectors
 from flower_dp.strategies.releases.round import Round
 
 AGGREGATIONS = ("data-size", "uniform")
@@ -103,6 +103,7 @@ class ClientBooks:
         most_replies: number of rounds -> the most replies of one client, where the population has no number.
         weight_of: what a client's row counts in the sum; None: its share.
         longest: see `OwnReplies`; None: clip norm and noise of a mean of contributions.
+        vectors_of: see `OwnReplies`.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class ClientBooks:
         most_replies: Callable[[int], int] | None = None,
         weight_of: Callable[[str], float] | None = None,
         longest: Longest | None = None,
+        vectors_of: VectorsOf = no_vectors,
     ) -> None:
         self.population = population
         self.relation = accounting.relation_of(relation)
@@ -130,6 +132,7 @@ class ClientBooks:
             relation=self.relation,
             weight_of=weight_of or self.share,
             longest=longest or self._longest,
+            vectors_of=vectors_of,
         )
         self.evaluation: OwnReplies | None = None
         self._evaluated_terms: Callable[[str, Terms], Terms] | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flower_dp.core import compression, noise
-from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
 from flower_dp.core.stored import stored
@@ -21,7 +21,6 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.releases.shared_noise import SharedNoise
 from flower_dp.wire import Ask, Promise, RoundMask
-from flower_dp.wire.evaluation import FINER_LATTICE
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0

@@ -19,6 +19,13 @@ from flower_dp.wire import Ask, OwnAsk, Promise
 
 # What was asked in a round -> a client's name -> a norm that its honest row all but never exceeds, before its weight.
 Longest = Callable[[Round], Callable[[str], float]]
+# The length of a row -> the vectors that are sent with the model, by their names.
+VectorsOf = Callable[[int], Mapping[str, np.ndarray]]
+
+
+def no_vectors(length: int) -> dict[str, np.ndarray]:
+    """Return that no vector is sent with the model."""
+    return {}
 
 
 @stored
@@ -51,6 +58,7 @@ class OwnReplies:
         relation: neighbouring relation of the ledgers.
         weight_of: what a client's row counts in the sum.
         longest: how long an honest row is at most.
+        vectors_of: the vectors that are sent with the model.
         metrics: of an evaluation; None in training.
         owner: what a ledger is called after a client's name.
         terms: of every client, by its name.
@@ -63,6 +71,7 @@ class OwnReplies:
     relation: Relation
     weight_of: Callable[[str], float]
     longest: Longest
+    vectors_of: VectorsOf = no_vectors
     metrics: MetricBounds | None = None
     owner: str = ""
     terms: Mapping[str, Terms] = field(default_factory=dict)
@@ -128,7 +137,8 @@ class OwnReplies:
         # Of all of them together; every client compares what is asked of it alone with its own terms.
         least = min((one.noise_multiplier for one in own.values()), default=0.0)
         promise = Promise(clip_norm=self.clip_norm, noise_multiplier=least)
-        return Ask(promise=promise, placement="local", own=own, metrics=self.metrics)
+        vectors = self.vectors_of(length)
+        return Ask(promise=promise, placement="local", own=own, metrics=self.metrics, vectors=vectors)
 
     def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
