@@ -1,5 +1,6 @@
 """A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -573,6 +574,33 @@ def test_an_evaluation_has_nothing_beside_the_model() -> None:
         device(None).evaluate(more, config_of(evaluation()))
     with pytest.raises(Declined, match=r"metrics: do not go with vectors=\['control'\]"):
         device(None).evaluate(more, config_of(forged(evaluation(), vectors=["control"])))
+
+
+def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
+    """Of any kind of client; and its account pays for none of them."""
+    vector = np.zeros(18, np.float32)
+    for made, asked in (
+        (device(None), training()),
+        (
+            LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context_of()),
+            local(),
+        ),
+    ):
+        told = forged(asked, vectors=["control"])
+        with pytest.raises(Declined, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
+            made.answer(model() | {"flower-dp.control": vector}, config_of(told))
+        with pytest.raises(Declined, match="must be finite float32"):
+            made.answer(model() | {"flower-dp.control": vector + np.nan}, config_of(told))
+        assert made.context is None or KEY not in made.context.state
+        assert made.answer(model(), config_of(asked))
+    app = ClientApp(mods=[privacy_mod(name="c0")])
+    app.train()(lambda message, context: pytest.fail("the app was called"))
+    honest = training()
+    sent = Instruction(
+        server_round=1, method=honest.method, clients=("c0",), ask=replace(honest.ask, vectors={"control": vector})
+    )
+    with pytest.raises(Declined, match=r"vectors=\['control'\]: must be names of vectors that .* this client works with"):
+        app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, sent), context_of())
 
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:

@@ -90,6 +90,16 @@ class ChosenByData:
         return row[:10]
 
 
+@dataclass(frozen=True)
+class Both:
+    """What is kept: the row that leaves, and what was kept before."""
+
+    slot: ClassVar[Literal["keep"]] = "keep"
+
+    def __call__(self, row: Any, kept: Any) -> Any:
+        return torch.cat([row, kept if kept is not None else row[:0]])
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -121,6 +131,16 @@ class ChosenByData:
 def test_parts_in_a_slot_where_they_may_not_stand_are_refused(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pipeline(**parts)
+
+
+def test_a_sum_of_records_without_its_noise_is_not_kept() -> None:
+    """Later sums would depend on it, and one record would change what all others contribute. A client's own update may be kept."""
+    made = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=2.0, num_replies=2)
+    good = made.pipeline(made.terms("c0", records("c0")).release, model=FlatModel(linear()), server_round=1)
+    replace(good, keep=Both())
+    with pytest.raises(ValueError, match="keep: Both would keep a sum of records without noise"):
+        replace(good, keep=Both(), noise=ServerNoise(), after_noise=None, encode=Lossless())
+    pipeline(noise=ServerNoise(), keep=Both())
 
 
 def test_training_must_clip_its_records_by_the_clip_that_the_pipeline_names() -> None:
@@ -320,16 +340,6 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
     pipeline = Pipeline(train=Rows(torch.zeros(50)), clip=clip, noise=share, encode=QSGD(levels=1))
     list(pipeline.replies(torch.zeros(50), [Job(name="a", records=[], seed=0, secret=secret)]))
     assert len(made) == 1
-
-
-@dataclass(frozen=True)
-class Both:
-    """What is kept: the row that leaves, and what was kept before."""
-
-    slot: ClassVar[Literal["keep"]] = "keep"
-
-    def __call__(self, row: Any, kept: Any) -> Any:
-        return torch.cat([row, kept if kept is not None else row[:0]])
 
 
 def test_what_a_client_keeps_is_the_row_that_leaves():

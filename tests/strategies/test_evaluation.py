@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -287,6 +288,32 @@ def test_what_is_told_has_the_noise_that_was_charged_on_every_metric(placement):
     assert abs(found - 1) < 0.05
     # The count is noised as well: the mean over metrics moves by half of its noise, and by a 15th of theirs.
     assert values.mean(axis=1).std() == pytest.approx(std * math.sqrt(1 / 4 + 1 / 15), rel=0.2)
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_a_sum_of_vectors_crosses_the_wire_without_losing_a_bit(placement):
+    """Vectors lie on a lattice that float32 can't hold: on the server the sum is that of the vectors, in whole steps."""
+    metrics = dict.fromkeys("abc", 1.0)
+    values = iter([0.1, 0.7, 1 / 3] * 100)
+
+    def client_fn(context):
+        return own(context, metrics=lambda model, data: {name: next(values) for name in metrics})
+
+    strategy = DPFedSAM(**WORDS, placement=placement, evaluation=evaluation(metrics=metrics, noise_multiplier=1e3))
+    grid = LocalGrid(client_app(client_fn), 40)
+    strategy.plan(1)
+    strategy.configure_train(1, flat(), ConfigRecord(), grid)
+    messages = strategy.configure_evaluate(1, flat(), ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(messages))
+    asked = [wire.instruction_of(dict(one.content.config_records["config"])) for one in messages]
+    each = [evaluated(one.content[wire.KEY][wire.KEY], ask).total for one, ask in zip(replies, asked, strict=True)]
+    collected = strategy._evaluator.collect(replies)
+    step = asked[0].ask.step
+    whole = [sum(Fraction(float(row[entry])) for row in each) for entry in range(4)]
+    assert [Fraction(float(one)) for one in collected.total] == whole
+    assert all((one / Fraction(step)).denominator == 1 for one in whole)
+    if placement == "distributed":
+        assert any(float(np.float32(one)) != one for row in each for one in row.tolist())
 
 
 @pytest.mark.parametrize("placement", ["central", "distributed"])
