@@ -28,7 +28,7 @@ from flower_dp.core.noise import noise_generator
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from tests.local_grids import linear, records
+from tests.local_grids import linear, records, reply_of
 
 SIZE = 1000
 STEP = 2.0**-16
@@ -347,9 +347,10 @@ def test_what_a_client_keeps_is_the_row_that_leaves():
     words = {"clip": clip, "noise": GaussianShare(noise_std=1.0), "encode": QSGD(levels=3), "keep": Both()}
     pipeline = Pipeline(train=Rows(torch.ones(50)), **words)
     job = Job(name="a", records=[], seed=0, secret=np.random.default_rng)
-    reply = pipeline.reply(torch.zeros(50), job)
+    reply = reply_of(pipeline, torch.zeros(50), job)
     assert torch.equal(reply.kept, reply.row)
     assert compression.decode(reply.alone, 50).tobytes() == reply.kept.numpy().tobytes()
-    again = pipeline.reply(torch.zeros(50), replace(job, kept=reply.kept))
+    again = reply_of(pipeline, torch.zeros(50), replace(job, kept=reply.kept))
     assert torch.equal(again.kept, torch.cat([again.row, reply.row]))
-    assert Pipeline(**words | {"train": Rows(torch.ones(50)), "keep": None}).reply(torch.zeros(50), job).kept is None
+    plain = Pipeline(**words | {"train": Rows(torch.ones(50)), "keep": None})
+    assert reply_of(plain, torch.zeros(50), job).kept is None
