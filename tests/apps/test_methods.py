@@ -114,7 +114,7 @@ def test_nbafl_words_reach_strategy_and_recipe():
     assert (strategy.rules.cohort_size, strategy.rules.uplink_exposures) == (20, 25)
     recipe = client(run).recipe
     assert isinstance(recipe, NbAFLRecipe)
-    assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, RECORDS, 25)
+    assert (recipe.training.regularizers[0].strength, recipe.min_records, recipe.num_replies) == (0.1, RECORDS, 25)
 
 
 def test_dp_pasgd_words_reach_strategy_and_recipe():
