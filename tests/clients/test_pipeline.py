@@ -21,7 +21,7 @@ from flower_dp.clients.reply.parts import (
     ServerNoise,
 )
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
-from flower_dp.clients.reply.sending import QSGD, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
+from flower_dp.clients.reply.sending import QSGD, Dense, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core import compression
 from flower_dp.core.noise import noise_generator
@@ -108,6 +108,7 @@ class ChosenByData:
         ({"after_noise": lambda row: row}, "after_noise: function may not stand here"),
         ({"noise": ServerNoise(), "after_noise": TopK(keep_ratio=0.5)}, "after_noise: TopK would see rows without noise"),
         ({"noise": ServerNoise(), "encode": SinglePrecision()}, "encode: SinglePrecision would change rows without noise"),
+        ({"noise": ServerNoise()}, "encode: Lossless would change rows without noise, or tell their zeros"),
         ({"encode": TopK(keep_ratio=0.5)}, "encode: TopK may not stand here"),
         ({"encode": None}, "encode: NoneType may not stand here"),
         ({"before_clip": MASK}, "encode: Lossless does not send the coordinates of the mask"),
@@ -232,7 +233,7 @@ WIDE = {"noise": GaussianShare(noise_std=2.0**10)}
 CASES = {
     "dense": Case({}, 4 * SIZE),
     "dense, noise with more bits than float32": Case(WIDE, 8 * SIZE),
-    "no noise": Case({"noise": ServerNoise()}, 4 * SIZE),
+    "no noise": Case({"noise": ServerNoise(), "encode": Dense()}, 4 * SIZE),
     "top-k": Case({"after_noise": TopK(keep_ratio=0.1), "encode": Lossless(keep_ratio=0.1)}, 4 * 100 + 125),
     "a few": Case({"after_noise": TopK(keep_ratio=0.01), "encode": Lossless(keep_ratio=0.01)}, 4 * 10 + 2 * 10),
     "rand-k": Case({"before_clip": MASK, "encode": RandK(mask=MASK)}, 4 * 100),
@@ -252,10 +253,9 @@ def test_bytes_of_a_row_are_those_of_its_payload(name: str) -> None:
 
 
 def test_bytes_of_a_row_do_not_tell_how_many_of_its_entries_are_zero() -> None:
-    for noise in (ServerNoise(), NotPrivate()):
-        rows = torch.zeros(SIZE), torch.ones(SIZE)
-        sizes = {reply.num_bytes for reply in pipeline(*rows, noise=noise).replies(torch.zeros(SIZE), [job(), job("b")])}
-        assert sizes == {4 * SIZE}
+    for noise, encode in ((ServerNoise(), Dense()), (NotPrivate(), Lossless())):
+        made = pipeline(torch.zeros(SIZE), torch.ones(SIZE), noise=noise, encode=encode)
+        assert {reply.num_bytes for reply in made.replies(torch.zeros(SIZE), [job(), job("b")])} == {4 * SIZE}
 
 
 def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fits() -> None:

@@ -78,12 +78,12 @@ def test_blur_by_hand(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_regularisers_add_up(engine: str) -> None:
-    """As above, and -1 x 0.2 of the proximal term, 0.5 x 1.8 of weight decay: gradient 1.8 - 0.3 - 0.2 + 0.9, from x1 = 1.7."""
+    """With decay 0.5 and momentum 0.5 from x = 2: v1 = 2 + 1, x1 = 1.7, which is 0.3 away."""
     both = (BLUR(strength=3.0, bound=0.1), ProximalTerm(strength=1.0))
     training = LocalTraining(
         learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), weight_decay=0.5, momentum=0.5, regularizers=both
     )
-    # v1 = 2 + 1 = 3, x1 = 1.7; then 1.7 + 0.85 - 3 (0.3 - 0.1) - 0.3 = 1.65, v2 = 1.5 + 1.65.
+    # The second gradient is 1.7 + 0.85 - 3 (0.3 - 0.1) - 0.3 = 1.65, so v2 = 1.5 + 1.65.
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.7 - 0.315 - 2], rtol=1e-6)
 
 

@@ -25,7 +25,7 @@ from flower_dp.clients.reply.parts import (
     ServerNoise,
     StepNoise,
 )
-from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
+from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value
 from flower_dp.core.clipping import NOT_FINITE
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
@@ -168,8 +168,10 @@ class Pipeline:
         told = self.encode.mask if isinstance(self.encode, RandK) else None
         if told != self.before_clip:
             raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")
-        if type(self.noise) is ServerNoise and type(self.encode) not in (Lossless, RandK):
-            raise ValueError(f"encode: {_kind(self.encode)} would change rows without noise; must be Lossless or RandK")
+        if type(self.noise) is ServerNoise and type(self.encode) not in (Dense, RandK):
+            raise ValueError(
+                f"encode: {_kind(self.encode)} would change rows without noise, or tell their zeros; must be Dense or RandK"
+            )
 
     def dimension(self, length: int) -> int:
         """Return how many coordinates of a vector [length] are clipped, noised and added up."""
