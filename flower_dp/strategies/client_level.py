@@ -17,6 +17,7 @@ from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected
@@ -67,7 +68,7 @@ class ClientLevelRules:
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
-        mask_keep_ratio: part of the coordinates of a random mask that all clients of a round share; None for no mask.
+        masks: makes the mask that all clients of a round share; None for no mask.
         metrics: of a private evaluation; None in training.
 
     Raises:
@@ -92,7 +93,7 @@ class ClientLevelRules:
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
-        mask_keep_ratio: float | None = None,
+        masks: Masks | None = None,
         metrics: MetricBounds | None = None,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
@@ -143,7 +144,7 @@ class ClientLevelRules:
             shared=self.noise,
             keep_ratio=self.keep_ratio,
             quantization_levels=self.quantization_levels or 0,
-            mask_keep_ratio=mask_keep_ratio,
+            masks=masks,
             metrics=metrics,
         )
         self._evaluation: tuple[ClientLevelRules, int] | None = None
@@ -169,7 +170,7 @@ class ClientLevelRules:
     @property
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
-        if self.sum.mask_keep_ratio is not None:
+        if self.sum.masks is not None:
             return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
         if self.placement == "central":
             return None
@@ -186,6 +187,8 @@ class ClientLevelRules:
         # What this release alone has charged to the first one, which evaluations share.
         self.own_ledger = Ledger(owner=f"every client, {self.title}", relation=self._relation)
         self.num_rounds = 0
+        # The last noised mean [d], of which masks are made.
+        self.released: np.ndarray | None = None
         self.least_noise_multiplier = math.inf
         self._planned = PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
         if self._evaluation is not None:
@@ -267,6 +270,8 @@ class ClientLevelRules:
         """
         num_replies = len(collected.clients)
         mean = self.sum.noised(now.ask, collected.total, num_replies=num_replies, cohort_size=now.cohort_size, rng=rng)
+        if self.sum.masks is not None:
+            self.released = mean
         return np.asarray(now.vector + mean)
 
     # Clients
@@ -280,7 +285,7 @@ class ClientLevelRules:
 
     def ask(self, length: int, names: tuple[str, ...]) -> Ask:
         """Return what is asked of the clients of a round."""
-        return self.sum.ask(length, len(names))
+        return self.sum.ask(length, len(names), self.released)
 
     def limits(self, now: Round) -> Limits:
         """Return clip norm, lattice and the longest honest sum."""

@@ -137,7 +137,7 @@ def test_one_client_a_node_and_many_give_the_same_sum() -> None:
 def test_the_order_and_the_client_draw_one_mask() -> None:
     table = order(keep_ratio=0.01)
     assert table.mask is not None
-    np.testing.assert_array_equal(coordinates(table, SIZE), Mask(seed=11, length=SIZE, keep_ratio=0.01).indices)
+    np.testing.assert_array_equal(coordinates(table, SIZE), Mask(of=RoundMask(seed=11, keep_ratio=0.01), length=SIZE).indices)
     # As NumPy draws it everywhere: its checksum travels with every payload.
     assert (
         RoundMask(keep_ratio=0.1, seed=0).indices(20).tolist()

@@ -30,7 +30,7 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
         raise ValueError("placement='local': this client has no terms of its own")
     if ask.noise_std:
         check_lattice(ask.step, scale=ask.noise_std, clip_norm=ask.promise.clip_norm)
-    mask = None if ask.mask is None else Mask(seed=ask.mask.seed, length=length, keep_ratio=ask.mask.keep_ratio)
+    mask = None if ask.mask is None else Mask(of=ask.mask, length=length)
     noise = _noise(ask)
     return Pipeline(
         train=train,

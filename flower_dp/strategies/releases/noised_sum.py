@@ -1,7 +1,6 @@
 """One noised sum of clients' clipped rows: what it asks, the limits of replies, and the server's part of its noise."""
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +12,9 @@ from flower_dp.core.noise import Generator
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.wire import Ask, Promise, RoundMask
+from flower_dp.wire import Ask, Promise
 from flower_dp.wire.evaluation import FINER_LATTICE
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
@@ -29,15 +29,14 @@ class NoisedSum:
         shared: the release, and who draws which part of its noise.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
         quantization_levels: levels above 0 of each client's own noised row; 0 for none.
-        mask_keep_ratio: part of the coordinates of a mask that all clients of a round share, drawn anew from a public seed for
-            every round; None for no mask.
+        masks: makes the mask that all clients of a round share; None for no mask.
         metrics: of an evaluation; None in training.
     """
 
     shared: SharedNoise
     keep_ratio: float = 1.0
     quantization_levels: int = 0
-    mask_keep_ratio: float | None = None
+    masks: Masks | None = None
     metrics: MetricBounds | None = None
 
     @property
@@ -47,19 +46,19 @@ class NoisedSum:
 
     def num_kept(self, length: int) -> int:
         """Return how many coordinates of a row [length] are noised and sent."""
-        return length if self.mask_keep_ratio is None else compression.num_kept(self.mask_keep_ratio, length)
+        return length if self.masks is None else compression.num_kept(self.masks.keep_ratio, length)
 
-    def ask(self, length: int, cohort_size: int) -> Ask:
-        """Return what is asked of the clients of a round; a mask is drawn anew.
+    def ask(self, length: int, cohort_size: int, released: np.ndarray | None = None) -> Ask:
+        """Return what is asked of the clients of a round; a mask is made anew.
 
         Args:
             length: of a row.
             cohort_size: how many clients are asked.
+            released: the noised mean [length] that was released last, which a mask may be made of; None before any was.
         """
         distributed = self.shared.placement == "distributed"
         share = self.shared.share(cohort_size)
-        # Public, and it does not depend on data.
-        mask = None if self.mask_keep_ratio is None else RoundMask(seed=secrets.randbits(63), keep_ratio=self.mask_keep_ratio)
+        mask = None if self.masks is None else self.masks.mask(length, released)
         scale = share if distributed else self.release.noise_scale
         step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self.num_kept(length))
         if self.metrics is not None:
