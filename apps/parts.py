@@ -8,7 +8,17 @@ from torch import nn
 
 from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions
-from flower_dp.clients import ClientPolicy, DPClient, LocalDPClient, LocalTraining, Records
+from flower_dp.clients import (
+    BLUR,
+    LUS,
+    ClientPolicy,
+    DPClient,
+    LocalDPClient,
+    LocalTraining,
+    ProximalTerm,
+    Records,
+    Regularizer,
+)
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
@@ -66,6 +76,7 @@ def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str,
 
 def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining:
     """Return the recipe of local training."""
+    keep_ratio = checks.number("update-keep-ratio", settings.update_keep_ratio, above=0, at_most=1)
     return LocalTraining(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
@@ -74,10 +85,28 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining
         weight_decay=settings.weight_decay,
         learning_rate_decay=settings.learning_rate_decay,
         sam_radius=sam_radius,
-        proximal=settings.proximal,
+        regularizers=_regularizers_of(settings),
+        sparsifier=None if keep_ratio == 1 else LUS(keep_ratio=keep_ratio),
         loss=loss_of(settings.model),
         optimizer=settings.optimizer,
     )
+
+
+def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
+    """Return the penalties of local training.
+
+    Raises:
+        ValueError: for a coefficient below 0, or a bound without a strength, or the other way round.
+    """
+    found: list[Regularizer] = []
+    if checks.number("proximal", settings.proximal, at_least=0):
+        found.append(ProximalTerm(strength=settings.proximal))
+    if checks.number("blur-strength", settings.blur_strength, at_least=0):
+        bound = checks.number("blur-bound", settings.blur_bound, above=0)
+        found.append(BLUR(strength=settings.blur_strength, bound=bound))
+    elif settings.blur_bound:
+        raise ValueError(f"blur-bound={settings.blur_bound:g}: is read with blur-strength above 0 only")
+    return tuple(found)
 
 
 def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:

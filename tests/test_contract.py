@@ -673,7 +673,7 @@ def timeless(strategy: DPStrategy) -> RunState:
 @every_method
 def test_a_run_goes_on_from_its_stored_state(method, monkeypatch):
     """Read by a new strategy after every round: models, cost and state are those of the run that was not interrupted."""
-    monkeypatch.setattr("flower_dp.strategies.releases.noised_sum.secrets.randbits", lambda bits: 5)  # seeds of public masks
+    monkeypatch.setattr("flower_dp.strategies.releases.masks.secrets.randbits", lambda bits: 5)  # seeds of public masks
     words, ended = Words(num_rounds=3, noise_seed=SEED), []
     for interrupted in (False, True):
         grid, strategy = grid_of(method, words, noise_seed=SEED), method.strategy(words)

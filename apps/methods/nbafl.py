@@ -14,7 +14,7 @@ from flower_dp.planning.nbafl_bound import best_proximal
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import NbAFL
 
-READS = tuple(name for name in TRAINING if name != "engine")
+READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

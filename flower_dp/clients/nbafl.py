@@ -91,7 +91,8 @@ class NbAFLRecipe:
     record decides whether a client replies.
 
     Attributes:
-        training: the recipe of local training; its `proximal` is the paper's mu.
+        training: the recipe of local training; the strength of its `ProximalTerm` is the paper's mu. Without a sparsifier, as
+            weights are sent.
         clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms depends on private data, unless it is
             computed on public data.
         epsilon: the paper's epsilon over `uplink_exposures` replies, one number or one by client name; math.inf: no noise.
@@ -127,6 +128,8 @@ class NbAFLRecipe:
     method = "nbafl"
 
     def __post_init__(self) -> None:
+        if self.training.sparsifier is not None:
+            raise ValueError(f"sparsifier={self.training.sparsifier}: drops coordinates of updates, and NbAFL sends weights")
         for epsilon in values_in(self.epsilon):
             self._terms(epsilon, 1)
         for replies in [] if self.num_replies is None else values_in(self.num_replies):

@@ -18,6 +18,7 @@ from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState, check_relation
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected
@@ -81,7 +82,7 @@ class ClientLevelRules:
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
-        mask_keep_ratio: part of the coordinates of a random mask that all clients of a round share; None for no mask.
+        masks: makes the mask that all clients of a round share; None for no mask.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -105,7 +106,7 @@ class ClientLevelRules:
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
-        mask_keep_ratio: float | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
         check_sampler(sampling)
@@ -154,7 +155,7 @@ class ClientLevelRules:
             shared=self.noise,
             keep_ratio=self.keep_ratio,
             quantization_levels=self.quantization_levels or 0,
-            mask_keep_ratio=mask_keep_ratio,
+            masks=masks,
         )
         self.evaluation: SumEvaluation | None = None
         self._planned_rounds: int | None = None
@@ -175,7 +176,7 @@ class ClientLevelRules:
     @property
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
-        if self.training.mask_keep_ratio is not None:
+        if self.training.masks is not None:
             return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
         if self.placement == "central":
             return None
@@ -272,6 +273,7 @@ class ClientLevelRules:
         """
         replied = len(collected.clients)
         mean = self.training.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
+        self.training.keep(mean)
         return np.asarray(now.vector + mean)
 
     def numbers(self) -> dict[str, float]:

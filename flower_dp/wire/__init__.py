@@ -8,9 +8,10 @@ memory is taken, and every refusal is a ValueError that says why.
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
-from flower_dp.wire.ask import Ask, OwnAsk, Promise, RoundMask
+from flower_dp.wire.ask import Ask, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
 from flower_dp.wire.instruction import EVALUATION, Instruction
+from flower_dp.wire.mask import Mask, RoundMask, SentMask
 from flower_dp.wire.messages import (
     MESSAGE_API,
     NUMPY_CLIENT,
@@ -42,11 +43,13 @@ __all__ = [
     "Ask",
     "Hosted",
     "Instruction",
+    "Mask",
     "Model",
     "OwnAsk",
     "Promise",
     "RecordNames",
     "RoundMask",
+    "SentMask",
     "answer_of",
     "arrays_of",
     "check_content",

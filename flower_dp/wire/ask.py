@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 
 from flower_dp.core import checks
-from flower_dp.core.compression import MOST_LEVELS, random_mask
+from flower_dp.core.compression import MOST_LEVELS
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.wire.mask import Mask, mask_keys, mask_of
 from flower_dp.wire.text import check_keys
 
 PLACEMENTS = ("central", "distributed", "local")
@@ -44,42 +44,6 @@ class Promise:
     def noise_scale(self) -> float:
         """Scale of the noise on the released sum."""
         return self.noise_multiplier * self.clip_norm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundMask:
-    """The coordinates that all clients of a round keep before the clip. They follow from public numbers alone.
-
-    Attributes:
-        seed: public, drawn by the server for the round.
-        keep_ratio: part of the coordinates that is kept.
-
-    Raises:
-        ValueError: for a value out of range, naming it.
-
-    Example:
-        >>> from flower_dp.wire import RoundMask
-        >>> len(RoundMask(seed=7, keep_ratio=0.05).indices(1000))
-        50
-    """
-
-    seed: int
-    keep_ratio: float
-
-    def __post_init__(self) -> None:
-        checks.integer("mask seed", self.seed, at_least=0, at_most=2**63 - 1)
-        checks.number("mask keep_ratio", self.keep_ratio, above=0, at_most=1)
-
-    def indices(self, length: int) -> np.ndarray:
-        """Return the kept coordinates [k] of a vector [length], increasing."""
-        return _indices(self.seed, self.keep_ratio, length)
-
-
-@lru_cache(maxsize=4)  # a round asks several times
-def _indices(seed: int, keep_ratio: float, length: int) -> np.ndarray:
-    indices = random_mask(length, keep_ratio, np.random.default_rng(seed))
-    indices.flags.writeable = False
-    return indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +111,7 @@ class Ask:
     placement: str
     step: float = 0.0
     noise_std: float = 0.0
-    mask: RoundMask | None = None
+    mask: Mask | None = None
     keep_ratio: float = 1.0
     quantization_levels: int = 0
     metrics: MetricBounds | None = None
@@ -212,7 +176,7 @@ class Ask:
             if (value := getattr(self, name)) != _DEFAULTS[name]:
                 table[name] = value
         if self.mask is not None:
-            table |= {"mask_seed": self.mask.seed, "mask_keep_ratio": self.mask.keep_ratio}
+            table |= self.mask.to_table()
         if self.metrics is not None:
             table["metrics"] = dict(self.metrics.bounds)
         if self.placement == "local":
@@ -232,7 +196,7 @@ class Ask:
             ValueError: if a key is unknown or missing, or a value makes no sense.
         """
         local = table.get("placement") == "local"
-        groups = [("clip_norm", "noise_multiplier", "placement"), _MASK if _MASK[0] in table else (), _OWN if local else ()]
+        groups = [("clip_norm", "noise_multiplier", "placement"), mask_keys(table), _OWN if local else ()]
         needed = [name for group in groups for name in group]
         given = [name for name in (*_PLAIN, "metrics", "vectors") if name in table]
         check_keys("ask", table, [*needed, *given])
@@ -240,7 +204,7 @@ class Ask:
         return cls(
             promise=Promise(clip_norm=table["clip_norm"], noise_multiplier=table["noise_multiplier"]),
             placement=table["placement"],
-            mask=RoundMask(seed=table["mask_seed"], keep_ratio=table["mask_keep_ratio"]) if "mask_seed" in table else None,
+            mask=mask_of(table),
             metrics=MetricBounds(bounds=table["metrics"]) if "metrics" in table else None,
             own=_own(table, clients) if local else {},
             vectors=_vectors(table["vectors"], arrays) if "vectors" in table else {},
@@ -249,7 +213,6 @@ class Ask:
 
 
 _PLAIN = ("step", "noise_std", "keep_ratio", "quantization_levels")
-_MASK = ("mask_seed", "mask_keep_ratio")
 _OWN = ("weights", "terms", "noise_multipliers")
 # Characters of a forged value that an error shows.
 _SHOWN = 80

@@ -39,7 +39,7 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
 from tests.asks import GONE, forged, masked, own_ask, saying
 from tests.asks import ask as made
 from tests.grids import LocalGrid
@@ -397,12 +397,14 @@ class Direct(nn.Module):
 
 TRAINING = LocalTraining(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
 SMP = masked(placement="distributed", noise_std=0.25, keep_ratio=0.3, seed=11, size=500)
+SENT = SentMask.of(SMP.mask.indices(500), length=500)
 INSTRUCTIONS = {
     "central": CENTRAL,
     "distributed": instruction_of(),
     "top-k": instruction_of(keep_ratio=0.1),
     "no noise": NO_NOISE,
     "fed-smp": instruction_of(method="fed-smp", asked=SMP),
+    "fed-smp, a mask that is sent": instruction_of(method="fed-smp", asked=replace(SMP, mask=SENT)),
     "local": local_instruction(weight=0.3),
 }
 

@@ -7,14 +7,14 @@ import torch
 from scipy import optimize, stats
 from torch import nn
 
-from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, TensorRecords
+from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, ProximalTerm, TensorRecords
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
 from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
-TRAINING = LocalTraining(learning_rate=0.1, batch_size=4, proximal=0.5)
+TRAINING = LocalTraining(learning_rate=0.1, batch_size=4, regularizers=(ProximalTerm(strength=0.5),))
 NOISE = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4}
 QUIET = NOISE | {"epsilon": math.inf}
 
@@ -54,7 +54,7 @@ def test_proximal_term_pulls_towards_the_global_model(wrapped):
     data = records("c0")
     flat = FlatModel(module)
     origin = flat.vector.clone()
-    training = LocalTraining(learning_rate=0.3, batch_size=8, num_local_steps=3, proximal=0.7)
+    training = LocalTraining(learning_rate=0.3, batch_size=8, num_local_steps=3, regularizers=(ProximalTerm(strength=0.7),))
     expected = origin.clone()
     parameters = list(module.parameters())
     for _ in range(3):
@@ -71,8 +71,8 @@ def test_proximal_term_pulls_towards_the_global_model(wrapped):
 
 
 def test_a_negative_proximal_coefficient_is_refused():
-    with pytest.raises(ValueError, match=r"proximal=-1\.0"):
-        LocalTraining(learning_rate=0.1, proximal=-1.0)
+    with pytest.raises(ValueError, match=r"strength=-1\.0"):
+        ProximalTerm(strength=-1.0)
 
 
 # The reply

@@ -25,7 +25,7 @@ from flower_dp.clients.reply.parts import (
     ServerNoise,
     StepNoise,
 )
-from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
+from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value
 from flower_dp.core.clipping import NOT_FINITE
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
@@ -194,8 +194,10 @@ class Pipeline:
         """Refuse what may not see rows to which the server adds the noise later."""
         if self.after_noise is not None:
             raise ValueError(f"after_noise: {_kind(self.after_noise)} would see rows without noise; the server adds it later")
-        if type(self.encode) not in (Lossless, RandK):
-            raise ValueError(f"encode: {_kind(self.encode)} would change rows without noise; must be Lossless or RandK")
+        if type(self.encode) not in (Dense, RandK):
+            raise ValueError(
+                f"encode: {_kind(self.encode)} would change rows without noise, or tell their zeros; must be Dense or RandK"
+            )
         if self.keep is not None and isinstance(self.clip, RecordClip):
             raise ValueError(f"keep: {_kind(self.keep)} would keep a sum of records without noise; the server adds it later")
 

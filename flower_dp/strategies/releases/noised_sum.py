@@ -1,9 +1,8 @@
 """One noised sum of clients' clipped rows: what it asks, the limits of replies, and the server's part of its noise."""
 
 import math
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,10 +16,11 @@ from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.wire import Ask, Promise, RoundMask
+from flower_dp.wire import Ask, Promise
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
@@ -36,9 +36,11 @@ class SumState:
 
     Attributes:
         shares: for every charge, in how many shares its noise was drawn (`SharedNoise.shares`); the events follow from it.
+        released: the last noised mean [d], where masks are made of it; None before any.
     """
 
     shares: tuple[int, ...] = ()
+    released: np.ndarray | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +54,7 @@ class NoisedSum:
         shared: the release, and who draws which part of its noise.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
         quantization_levels: levels above 0 of each client's own noised row; 0 for none.
-        mask_keep_ratio: part of the coordinates of a mask that all clients of a round share, drawn anew from a public seed for
-            every round; None for no mask.
+        masks: makes the mask that all clients of a round share; None for no mask.
         metrics: of an evaluation; None in training.
         state: what was released so far.
     """
@@ -62,7 +63,7 @@ class NoisedSum:
     shared: SharedNoise
     keep_ratio: float = 1.0
     quantization_levels: int = 0
-    mask_keep_ratio: float | None = None
+    masks: Masks | None = None
     metrics: MetricBounds | None = None
     state: SumState = field(default_factory=SumState)
 
@@ -112,7 +113,7 @@ class NoisedSum:
         What it costs follows from how often this release was charged, and not from the number of a round, which a caller may
         repeat or skip.
         """
-        self.state = SumState(shares=(*self.state.shares, self.shared.shares(len(names))))
+        self.state = replace(self.state, shares=(*self.state.shares, self.shared.shares(len(names))))
 
     def charge_to(self, ledger: Ledger, *, outside: bool = False) -> None:
         """Charge all rounds so far to a ledger: as any single client sees them, or those who are no clients."""
@@ -122,10 +123,10 @@ class NoisedSum:
 
     def num_kept(self, length: int) -> int:
         """Return how many coordinates of a row [length] are noised and sent."""
-        return length if self.mask_keep_ratio is None else compression.num_kept(self.mask_keep_ratio, length)
+        return length if self.masks is None else compression.num_kept(self.masks.keep_ratio, length)
 
     def ask(self, length: int, names: Sequence[str]) -> Ask:
-        """Return what is asked of the clients of a round; a mask is drawn anew.
+        """Return what is asked of the clients of a round; a mask is made anew.
 
         Args:
             length: of a row.
@@ -133,8 +134,7 @@ class NoisedSum:
         """
         distributed = self.shared.placement == "distributed"
         share = self.shared.share(len(names))
-        # Public, and it does not depend on data.
-        mask = None if self.mask_keep_ratio is None else RoundMask(seed=secrets.randbits(63), keep_ratio=self.mask_keep_ratio)
+        mask = None if self.masks is None else self.masks.mask(length, self.state.released)
         scale = share if distributed else self.release.noise_scale
         step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self.num_kept(length))
         if self.metrics is not None:
@@ -172,6 +172,11 @@ class NoisedSum:
             step=ask.step,
             honest_norm=honest_norm,
         )
+
+    def keep(self, released: np.ndarray) -> None:
+        """Keep the noised mean [d] of which the next mask is made."""
+        if self.masks is not None:
+            self.state = replace(self.state, released=released)
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
