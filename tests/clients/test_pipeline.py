@@ -147,7 +147,7 @@ def test_a_sum_of_records_without_its_noise_is_not_kept() -> None:
     good = made.pipeline(made.terms("c0", records("c0")).release, model=FlatModel(linear()), server_round=1)
     replace(good, keep=Both())
     with pytest.raises(ValueError, match="keep: Both would keep a sum of records without noise"):
-        replace(good, keep=Both(), noise=ServerNoise(), after_noise=None, encode=Lossless())
+        replace(good, keep=Both(), noise=ServerNoise(), after_noise=None, encode=Dense())
     pipeline(noise=ServerNoise(), keep=Both())
 
 

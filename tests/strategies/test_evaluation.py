@@ -307,7 +307,7 @@ def test_a_sum_of_vectors_crosses_the_wire_without_losing_a_bit(placement):
     replies = list(grid.send_and_receive(messages))
     asked = [wire.instruction_of(dict(one.content.config_records["config"])) for one in messages]
     each = [evaluated(one.content[wire.KEY][wire.KEY], ask).total for one, ask in zip(replies, asked, strict=True)]
-    collected = strategy._evaluator.collect(replies)
+    _, collected = strategy._run.total(strategy.rules.evaluation.release, replies)
     step = asked[0].ask.step
     whole = [sum(Fraction(float(row[entry])) for row in each) for entry in range(4)]
     assert [Fraction(float(one)) for one in collected.total] == whole
