@@ -145,6 +145,7 @@ class NodeClient(NumPyClient):
         metrics = {}
         if instruction.report_metrics and self.policy.allow_metrics and made.losses:
             metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
+            metrics |= _moments(made.norms)
         answer = Answer(
             refused=made.refused,
             payload=made.payload.header,
@@ -312,8 +313,19 @@ class DPClient(NodeClient):
                 continue
             seed = batch_seed(self.seed, instruction.server_round, name)
             secret = partial(self.generator, instruction, f"{purpose}{name}", on=vector)
-            jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
+            jobs.append(Job(name=name, records=records, seed=seed, secret=secret, measured=instruction.report_metrics))
         return Work(groups=[(pipeline, jobs)], length=length, refused=refused)
+
+
+def _moments(norms: list[Tensor]) -> dict[str, float]:
+    """Return the sums of the norms of updates before the clip and of their squares; nothing where none were measured.
+
+    The number of clipped updates is not told: a share of clipped clients would tell how many there are.
+    """
+    if not norms:
+        return {}
+    rows = torch.stack(norms)
+    return {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}
 
 
 def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:

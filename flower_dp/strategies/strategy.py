@@ -60,6 +60,7 @@ class DPStrategy(Strategy):
         incidents: what happened, in words.
         missing: the number of requested updates that did not count, by reason.
         evaluations: value and standard error of every metric of private evaluations, by round.
+        client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
 
     Args:
         rules: the method's rules.
@@ -114,6 +115,7 @@ class DPStrategy(Strategy):
         self.incidents: list[str] = []
         self.missing = Missing()
         self.evaluations: dict[int, dict[str, float]] = {}
+        self.client_metrics: dict[int, dict[str, float]] = {}
         self.seeded_noise = self.noise_seed is not None
         self._refusal = "no reply"
         self._register: Register | None = None
@@ -343,7 +345,9 @@ class DPStrategy(Strategy):
         self._check_usable_updates()
         metrics = MetricRecord({**report.public()})
         if self.report_client_metrics and collected.clients:
-            metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
+            means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
+            self.client_metrics[server_round] = means
+            metrics.update(means)
         return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -380,8 +384,13 @@ class DPStrategy(Strategy):
         return MetricRecord({**told})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's public numbers: those of its report, and the metrics of its private evaluation as `private-...`."""
+        """Return a round's numbers for people to see.
+
+        They are those of its report, the metrics of its private evaluation as `private-...`, and, where clients were asked for
+        training metrics, which are not private, their means as `client-...`.
+        """
         line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
+        line |= self.client_metrics.get(server_round, {})
         return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})
 
     def summary(self) -> None:

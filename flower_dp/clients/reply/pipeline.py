@@ -26,7 +26,7 @@ from flower_dp.clients.reply.parts import (
     StepNoise,
 )
 from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
-from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.clipping import NOT_FINITE, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
@@ -52,6 +52,7 @@ class Job:
         seed: public; governs the order of the records, never a secret.
         secret: gives the generator of noise and secret choices, made for this reply.
         weight: public; the weight of the reply in the node's sum.
+        measured: whether the reply has the norm of its row before the clip, since the server asks for metrics.
         left: called with the row that is sent, for a value that a client keeps until the next round.
     """
 
@@ -60,6 +61,7 @@ class Job:
     seed: int
     secret: Secret
     weight: float = 1.0
+    measured: bool = False
     left: Callable[[Array], None] | None = None
 
 
@@ -81,12 +83,14 @@ class Reply:
     Attributes:
         row: the row [k] that is sent, with its weight; float32 or float64.
         loss: the mean training loss, a 0-d tensor; sent only if metrics are asked for.
+        norm: the L2 norm of what the clip has clipped, 0-d, float64; None where nobody asks. It is private, as the loss.
         num_bytes: the size of the row if the client sent it alone.
         alone: the payload if the client is the only one in the node's sum, if it differs from the sum's payload.
     """
 
     row: Array
     loss: Array
+    norm: Array | None
     num_bytes: int
     alone: Payload | None = None
 
@@ -208,6 +212,7 @@ class Pipeline:
         length = row.shape[0]
         if self.before_clip is not None:
             row = self.before_clip.keep(row)
+        norm = l2_norms(row) if job.measured else None
         try:
             clipped = self.clip(row)
         except ValueError as error:
@@ -226,7 +231,7 @@ class Pipeline:
             num_bytes = alone.num_bytes
         if job.left is not None:
             job.left(leaving)
-        return Reply(row=leaving, loss=loss, num_bytes=num_bytes, alone=alone)
+        return Reply(row=leaving, loss=loss, norm=norm, num_bytes=num_bytes, alone=alone)
 
 
 class _Once:

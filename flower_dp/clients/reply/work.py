@@ -38,6 +38,7 @@ class Sum:
         payload_bytes: of the rows, had each been sent alone.
         refused: why clients are not in it.
         losses: of the clients that are in it.
+        norms: of their rows before the clip; empty where nobody asks for metrics.
     """
 
     total: Array
@@ -45,6 +46,7 @@ class Sum:
     payload_bytes: int
     refused: dict[str, str]
     losses: list[Array]
+    norms: list[Array]
 
 
 def add_up(vector: Array, work: Work) -> Sum:
@@ -58,6 +60,7 @@ def add_up(vector: Array, work: Work) -> Sum:
     total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
     refused, losses, num_bytes = dict(work.refused), [], 0
     alone: list[Payload | None] = []
+    norms: list[Array] = []
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(work.length)]
@@ -70,7 +73,9 @@ def add_up(vector: Array, work: Work) -> Sum:
             total += reply.row
             alone.append(reply.alone)
             losses.append(reply.loss)
+            if reply.norm is not None:
+                norms.append(reply.norm)
             num_bytes += reply.num_bytes
     only = alone[0] if len(alone) == 1 else None
     payload = only or (Lossless().encode(total) if first is None else first.payload(total))
-    return Sum(total=total, payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses)
+    return Sum(total=total, payload=payload, payload_bytes=num_bytes, refused=refused, losses=losses, norms=norms)
