@@ -18,6 +18,8 @@ from flower_dp.running import run_folder as run_folders
 
 # Keys in which repetitions of the same run may differ.
 REPEATED = ("seed", "output-dir")
+# Settings whose values name the table of settings that is read.
+_CHOICES = ("method", "task")
 _WIDTH = 46  # of a label, in characters
 
 
@@ -183,15 +185,28 @@ def labels_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a label for each configuration, made of the keys in which they differ."""
     if len(configs) == 1:
         return [str(configs[0].get("method", "all runs"))]
+    tables = {str(config[key]) for config in configs for key in _CHOICES if key in config}
+    configs = [_read_by(config, tables) for config in configs]
     keys = list(dict.fromkeys(key for config in configs for key in config if key not in REPEATED))
     differ = [key for key in keys if any(_setting(key, config) != _setting(key, configs[0]) for config in configs)]
     # Keys that some runs do not have (those of an older version) are left out, if the other keys distinguish the curves.
     known = [key for key in differ if all(key in config for config in configs)]
     for chosen in (known, differ):
-        labels = [", ".join(_setting(key, config) for key in chosen) for config in configs]
+        labels = [", ".join(_setting(key, one) for key in chosen if key in one or _table(key) not in tables) for one in configs]
         if len(set(labels)) == len(labels):
             break
     return labels
+
+
+def _read_by(config: Mapping[str, Any], tables: set[str]) -> dict[str, Any]:
+    """Return a configuration without the tables of methods and tasks that other runs have chosen, and this one has not."""
+    own = {config.get(key) for key in _CHOICES}
+    return {key: value for key, value in config.items() if _table(key) not in tables or _table(key) in own}
+
+
+def _table(key: str) -> str:
+    """Return the table of a setting, such as `dp-fedsam`; empty for a common one."""
+    return key.rpartition(".")[0]
 
 
 def _setting(key: str, config: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ _BATCH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tested:
+class PublicTest:
     """What a run's final model is tested with.
 
     Attributes:
@@ -98,13 +98,13 @@ def landscapes(
     if twice := [run.folder for place, run in enumerate(runs) if folders[place] in folders[:place]]:
         raise ValueError(f"{twice[0]}: is given twice")
     models = [run.model() for run in runs]
-    tested = [_tested(run) for run in runs]
+    tests = [_public_test(run) for run in runs]
     offsets = np.linspace(-distance, distance, resolution)
     found: list[Landscape] = []
     first: _Problem | None = None
-    for run, label, arrays, one in zip(runs, _labels(runs), models, tested, strict=True):
+    for run, label, arrays, test in zip(runs, _labels(runs), models, tests, strict=True):
         try:
-            problem = _Problem.of(one, arrays, num_records, seed)
+            problem = _Problem.of(test, arrays, num_records, seed)
             problem.check_alike(first or problem)
         except ValueError as error:
             raise ValueError(f"{run.folder}: {error}") from None
@@ -124,14 +124,14 @@ class _Problem:
     batches: list[tuple[Any, Tensor]]
 
     @classmethod
-    def of(cls, tested: Tested, arrays: Mapping[str, NDArray[np.generic]], num_records: int, seed: int) -> "_Problem":
-        model = FlatModel(tested.module)
+    def of(cls, test: PublicTest, arrays: Mapping[str, NDArray[np.generic]], num_records: int, seed: int) -> "_Problem":
+        model = FlatModel(test.module)
         model.module.eval()
         centre = torch.from_numpy(model.layout.flatten(arrays))
-        drawn = np.random.default_rng((seed, 2)).permutation(len(tested.records))[:num_records]
+        drawn = np.random.default_rng((seed, 2)).permutation(len(test.records))[:num_records]
         positions = torch.split(torch.from_numpy(np.sort(drawn)), _BATCH)
-        batches = [tested.records.batch(part, model.device) for part in positions]
-        return cls(model=model, loss=tested.loss, centre=centre, batches=batches)
+        batches = [test.records.batch(part, model.device) for part in positions]
+        return cls(model=model, loss=test.loss, centre=centre, batches=batches)
 
     @property
     def layout(self) -> Layout:
@@ -195,7 +195,7 @@ def _labels(runs: Sequence[PastRun]) -> list[str]:
     return labels if len(set(labels)) == len(labels) else [run.folder.resolve().name for run in runs]
 
 
-def _tested(run: PastRun) -> Tested:
+def _public_test(run: PastRun) -> PublicTest:
     """Return what a run of flower-dp's own app is tested with.
 
     Raises:
@@ -208,9 +208,9 @@ def _tested(run: PastRun) -> Tested:
             f"{run.folder}: is not a run of a task of this flower-dp (its config.toml {what}): its model and test records are "
             "not known here"
         )
-    with plugins.loaded(app, app.tested) as tested:
+    with plugins.loaded(app, app.public_test) as public_test:
         try:
-            made: Tested = tested(run.config)
+            made: PublicTest = public_test(run.config)
         except ValueError as error:
             raise ValueError(f"{run.folder}: {error}") from None
     return made

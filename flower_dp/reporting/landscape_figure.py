@@ -31,6 +31,7 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
     result = canvas.empty(4.2 * columns + 0.8, 4.2 * rows + 0.4)
     every = result.subplots(rows, columns, squeeze=False).ravel()
     _draw_lines(every[0], landscapes, levels, log=log)
+    result.legend(loc="outside lower center", fontsize="small", ncols=columns, frameon=False)
     norm = LogNorm(levels[0], levels[-1]) if log else Normalize(levels[0], levels[-1])
     shown = every[1 : len(landscapes) + 1]
     for axes, one in zip(shown, landscapes, strict=True):
@@ -65,7 +66,6 @@ def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.
     axes.set_xlabel("first direction")
     axes.set_ylabel("test loss")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", frameon=False)
 
 
 def _scale(landscapes: Sequence[Landscape]) -> tuple[NDArray[np.float64], bool]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -11,8 +12,10 @@ from flower_dp.reporting import canvas
 from flower_dp.reporting.past_run import PastRun
 
 _MEAN, _SQUARE, _CLIP = "client-update-norm", "client-update-norm-squared", "clip-norm"
-# Norms that differ by more than this factor are drawn on a logarithmic scale.
+# A clip norm that moves by more than this factor is drawn on a logarithmic scale.
 _WIDE = 20.0
+# One that is larger than all norms by more than this factor is not drawn.
+_BEYOND = 5.0
 
 Series = NDArray[np.float64]
 
@@ -73,14 +76,7 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
         axes.plot(norms.rounds, norms.mean, label="norm before the clip, mean of a round", **canvas.look(0))
         low, high = np.maximum(norms.mean - norms.std, 0.0), norms.mean + norms.std
         axes.fill_between(norms.rounds, low, high, color=canvas.COLOURS[0], alpha=0.2, label="± standard deviation over clients")
-    if norms.clip_norms.size:
-        axes.plot(norms.clip_rounds, norms.clip_norms, color=canvas.COLOURS[1], linestyle="--", label="clip norm")
-    shown = np.concatenate([norms.mean, norms.clip_norms])
-    shown = shown[shown > 0]
-    if shown.size and shown.max() > _WIDE * shown.min():
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0.0)
+    _draw_clip_norm(axes, norms)
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("L2 norm of an update")
@@ -89,6 +85,23 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
     told = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
     axes.set_title(f"Client updates of {label}; {told}", fontsize="medium")
     return result
+
+
+def _draw_clip_norm(axes: Axes, norms: UpdateNorms) -> None:
+    """Draw the clip norm, or name it where the axis would have to be much longer for it."""
+    axes.set_ylim(bottom=0.0)
+    if not norms.clip_norms.size:
+        return
+    least, largest = norms.clip_norms.min(), norms.clip_norms.max()
+    colour = canvas.COLOURS[1]
+    if norms.mean.size and least > _BEYOND * (norms.mean + norms.std).max():
+        axes.plot([], [], "--", color=colour, label=f"clip norm: {least:.4g} at least, above the axis")
+        return
+    axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=colour, label="clip norm")
+    axes.set_ylim(bottom=0.0)
+    if least > 0 and largest > _WIDE * least:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.5 * norms.mean.min(initial=least))
 
 
 def in_words(norms: UpdateNorms) -> str:

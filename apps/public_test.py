@@ -6,10 +6,10 @@ from typing import Any
 from apps.methods import Run
 from apps.records import config_of, records_to_test_with
 from apps.tasks.models import loss_of
-from flower_dp.reporting.landscape import Tested
+from flower_dp.reporting.landscape import PublicTest
 
 
-def tested(run_config: Mapping[str, Any]) -> Tested:
+def public_test(run_config: Mapping[str, Any]) -> PublicTest:
     """Return the model, its loss and the public test records of a run.
 
     Raises:
@@ -17,4 +17,4 @@ def tested(run_config: Mapping[str, Any]) -> Tested:
     """
     run = Run.of(run_config)
     records = records_to_test_with(run, config_of(run_config))
-    return Tested(module=run.model(), loss=loss_of(run.settings.model), records=records)
+    return PublicTest(module=run.model(), loss=loss_of(run.settings.model), records=records)
