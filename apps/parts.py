@@ -30,6 +30,17 @@ from flower_dp.strategies.client_level import ClientLevelRules
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
+# Arguments of any method that no setting changes, and those with another default in the app (`apps.methods.Method`).
+UNSET = (
+    "LocalTraining.num_local_steps",
+    "Options.frozen_arrays",
+    "Options.most_clients_per_node",
+    "Options.most_newcomers",
+    "Options.noise_seed",
+    "Options.registration_timeout",
+    "Options.server_optimizer",
+)
+OTHER_DEFAULTS = ("LocalTraining.batch_size", "LocalTraining.learning_rate_decay", "LocalTraining.momentum")
 # The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 

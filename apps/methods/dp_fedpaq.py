@@ -15,6 +15,8 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 from flower_dp.strategies import DPFedPAQ
 
 READS: tuple[str, ...] = ("batch_size",)
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = ("DPFedPAQ.num_replies",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import DPPASGD
 
 READS: tuple[str, ...] = ("batch_size", "weight_decay")
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = ("DPPASGD.num_records", "DPPASGD.learning_rate_decay", "DPPASGDRecipe.learning_rate_decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

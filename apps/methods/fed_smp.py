@@ -11,6 +11,8 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import FedSMP
 
 READS = TRAINING
+UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "LocalTraining.sam_radius")
+OTHER_DEFAULTS = ("FedSMP.target_epsilon",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

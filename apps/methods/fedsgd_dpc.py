@@ -16,6 +16,13 @@ from flower_dp.privacy.accounting import relation_of
 from flower_dp.strategies import FedSGDDPC
 
 READS: tuple[str, ...] = ()
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = (
+    "FedSGDDPC.learning_rate",
+    "FedSGDDPC.learning_rate_decay",
+    "FedSGDDPC.num_replies",
+    "FedSGDDPCRecipe.num_records",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

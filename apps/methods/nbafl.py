@@ -15,6 +15,8 @@ from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import NbAFL
 
 READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
+UNSET = ("NbAFL.min_records", "LocalTraining.sam_radius")
+OTHER_DEFAULTS = ("NbAFL.num_replies", "NbAFLRecipe.num_replies")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from flower_dp.clients import LocalDPClient, Records, ScaffoldRecipe
 from flower_dp.strategies import Scaffold
 
 READS: tuple[str, ...] = ("batch_size",)
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = ("Scaffold.num_replies",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

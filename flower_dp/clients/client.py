@@ -171,6 +171,7 @@ class NodeClient(NumPyClient):
         metrics = {}
         if not evaluates and instruction.report_metrics and self.policy.allow_metrics and made.losses:
             metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
+            metrics |= _moments(made.norms)
         text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
         if self.context is not None:  # accounts were charged, and nothing is left that could fail
             keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
@@ -297,5 +298,24 @@ class DPClient(NodeClient):
                 refused[name] = failure(name, error).reason
                 continue
             secret = partial(self.generator, instruction, name, on=vector)
-            jobs.append(Job(name=name, records=records, seed=batch_seed(self.seed, number, name), secret=secret))
+            jobs.append(
+                Job(
+                    name=name,
+                    records=records,
+                    seed=batch_seed(self.seed, number, name),
+                    secret=secret,
+                    measured=instruction.report_metrics,
+                )
+            )
         return Work(groups=[(pipeline, jobs)], length=length, refused=refused)
+
+
+def _moments(norms: list[Tensor]) -> dict[str, float]:
+    """Return the sums of the norms of updates before the clip and of their squares; nothing where none were measured.
+
+    The number of clipped updates is not told: a share of clipped clients would tell how many there are.
+    """
+    if not norms:
+        return {}
+    rows = torch.stack(norms)
+    return {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}

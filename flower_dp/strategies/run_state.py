@@ -82,6 +82,7 @@ class RunState:
         incidents: what happened, in words.
         missing: the number of requested updates that did not count.
         evaluations: value and standard error of every metric of private evaluations, by round.
+        client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
         refusal: the last reason for which a client's update did not count.
         ended_before: the round that the budget did not cover; neither it nor a later one is run. None while it covers them.
         model: the arrays that are trained, as one vector [d], float32, after the last round; None before the first.
@@ -93,6 +94,7 @@ class RunState:
     incidents: tuple[str, ...] = ()
     missing: Missing = field(default_factory=Missing)
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     refusal: str = "no reply"
     ended_before: int | None = None
     model: np.ndarray | None = None

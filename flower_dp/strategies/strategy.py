@@ -155,6 +155,11 @@ class DPStrategy(Strategy):
         return self._run.told.missing
 
     @property
+    def client_metrics(self) -> Mapping[int, Mapping[str, float]]:
+        """Means of the training metrics that clients were asked for, by round; they are not private."""
+        return self._run.told.client_metrics
+
+    @property
     def evaluations(self) -> Mapping[int, Mapping[str, float]]:
         """Value and standard error of every metric of private evaluations, by round."""
         return self._run.told.evaluations
@@ -285,7 +290,9 @@ class DPStrategy(Strategy):
         vector = run.learn(now, collected)
         metrics = MetricRecord({**run.report(now, collected, vector, epsilon=self.epsilon).public()})
         if self.report_client_metrics and collected.clients:
-            metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
+            means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
+            run.note(client_metrics={**run.told.client_metrics, server_round: means})
+            metrics.update(means)
         return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -328,8 +335,13 @@ class DPStrategy(Strategy):
         return MetricRecord({**told})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's public numbers: those of its report, and the metrics of its private evaluation as `private-...`."""
+        """Return a round's numbers for people to see.
+
+        They are those of its report, the metrics of its private evaluation as `private-...`, and, where clients were asked for
+        training metrics, which are not private, their means as `client-...`.
+        """
         line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
+        line |= self.client_metrics.get(server_round, {})
         return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})
 
     def summary(self) -> None:

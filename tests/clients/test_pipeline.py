@@ -148,7 +148,7 @@ def test_a_sum_of_records_without_its_noise_is_not_kept() -> None:
     replace(good, keep=Both())
     with pytest.raises(ValueError, match="keep: Both would keep a sum of records without noise"):
         replace(good, keep=Both(), noise=ServerNoise(), after_noise=None, encode=Dense())
-    pipeline(noise=ServerNoise(), keep=Both())
+    pipeline(noise=ServerNoise(), encode=Dense(), keep=Both())
 
 
 def test_training_must_clip_its_records_by_the_clip_that_the_pipeline_names() -> None:
@@ -232,6 +232,12 @@ def test_errors_of_one_client_do_not_touch_the_others() -> None:
     assert [type(reply) for reply in replies] == [Reply, Refusal, Refusal, Reply]
     assert replies[1] == Refusal(reason="training failed; the node's own log says why")
     assert "NaN" in replies[2].reason
+
+
+def test_the_norm_of_a_row_is_taken_where_somebody_asks_for_it_and_before_the_clip() -> None:
+    made = pipeline(3 * torch.ones(4), noise=GaussianShare(noise_std=0.5))
+    assert made.reply(torch.zeros(4), job()).norm is None
+    assert float(made.reply(torch.zeros(4), replace(job(), measured=True)).norm) == 6.0
 
 
 def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:

@@ -26,7 +26,7 @@ from flower_dp.clients.reply.parts import (
     StepNoise,
 )
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value
-from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.clipping import NOT_FINITE, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
@@ -53,6 +53,7 @@ class Job:
         secret: gives the generator of noise and secret choices, made for this reply.
         weight: public; the weight of the reply in the node's sum.
         kept: the vector [d] that the client has kept from an earlier round, float32; None for none.
+        measured: whether the reply has the norm of its row before the clip, since the server asks for metrics.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Job:
     secret: Secret
     weight: float = 1.0
     kept: Array | None = None
+    measured: bool = False
 
 
 class Train(Protocol):
@@ -99,6 +101,7 @@ class Reply:
     Attributes:
         row: the row [k] that is sent, with its weight; float32 or float64.
         loss: the mean training loss, a 0-d tensor; sent only if metrics are asked for.
+        norm: the L2 norm of what the clip has clipped, 0-d, float64; None where nobody asks. It is private, as the loss.
         num_bytes: the size of the row if the client sent it alone.
         alone: the payload if the client is the only one in the node's sum, if it differs from the sum's payload.
         kept: the vector that the client keeps until its next round, once the reply leaves; None for none.
@@ -106,6 +109,7 @@ class Reply:
 
     row: Array
     loss: Array
+    norm: Array | None
     num_bytes: int
     alone: Payload | None = None
     kept: Array | None = None
@@ -230,6 +234,7 @@ class Pipeline:
         length = row.shape[0]
         if self.before_clip is not None:
             row = self.before_clip.keep(row)
+        norm = l2_norms(row) if job.measured else None
         try:
             clipped = self.clip(row)
         except ValueError as error:
@@ -247,7 +252,7 @@ class Pipeline:
             leaving, alone = self.encode.quantize(leaving, secret())
             num_bytes = alone.num_bytes
         kept = None if self.keep is None else self.keep(leaving, job.kept)
-        return Reply(row=leaving, loss=loss, num_bytes=num_bytes, alone=alone, kept=kept)
+        return Reply(row=leaving, loss=loss, norm=norm, num_bytes=num_bytes, alone=alone, kept=kept)
 
 
 class Once:

@@ -40,6 +40,7 @@ class Sum:
         losses: of the clients that are in it.
         kept: the vectors that clients keep until their next round, by name, once the reply leaves.
         fresh: clients that keep a vector and had none from an earlier round.
+        norms: of their rows before the clip; empty where nobody asks for metrics.
     """
 
     total: Array
@@ -49,6 +50,7 @@ class Sum:
     losses: list[Array]
     kept: dict[str, Array]
     fresh: tuple[str, ...]
+    norms: list[Array]
 
     def answer(self, asked: Sequence[str], *, seeded_noise: bool, metrics: Mapping[str, float]) -> str:
         """Return the text of the answer to an instruction for these clients, which goes with the payload's arrays."""
@@ -76,6 +78,7 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
     alone: list[Payload | None] = []
     kept: dict[str, Array] = {}
     fresh: list[str] = []
+    norms: list[Array] = []
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(work.length)]
@@ -88,6 +91,8 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
             total += reply.row
             alone.append(reply.alone)
             losses.append(reply.loss)
+            if reply.norm is not None:
+                norms.append(reply.norm)
             num_bytes += reply.num_bytes
             if reply.kept is not None:
                 kept[job.name] = reply.kept
@@ -105,4 +110,5 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
         losses=losses,
         kept=kept,
         fresh=tuple(fresh),
+        norms=norms,
     )

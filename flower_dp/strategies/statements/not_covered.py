@@ -12,7 +12,7 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
 
     Args:
         run: facts of the run.
-        accounts: whether clients keep accounts of their replies.
+        accounts: whether clients keep accounts of their replies; the others clip whole updates.
         logs: where logs could tell something of client data, in words.
         evaluations: the private evaluations that are covered, in words; None without any planned.
     """
@@ -22,6 +22,8 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
     ]
     if run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
+        if not accounts:
+            lines.append("CLIENT METRICS: the norms of clients' updates before the clip are among them")
     if evaluations is not None:
         lines.append(f"which metrics are evaluated, and their bounds, are taken as public: {evaluations} are covered")
     if run.own_evaluation:
