@@ -261,7 +261,7 @@ class ClientLevelRules:
             # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
             owed = range(evaluated.num_charged + 1, number // every + 1)
             event = ComposedDpEvent((event, *(evaluated.shared.charged.event(one) for one in owed)))
-        if self._planned.allows(number, ledger=self.ledger, event=event):
+        if self._planned.allows(number, ledger=lambda: self.ledger, event=event):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 

@@ -19,6 +19,7 @@ from flower_dp.strategies.local_evaluation import OwnEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
 from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
@@ -148,14 +149,14 @@ class DPFedPAQRules:
         """Return SCAFFOLD's control variate, which is sent with the model."""
         return {} if self.control is None else {"control": self.control.vector(length)}
 
-    def _longest(self, now: Round) -> Callable[[str], float]:
+    def _longest(self, release: OwnReplies, now: Round) -> Callable[[str], float]:
         """Return how long a client's honest update is at most, as it is sent."""
         size, factor = now.length, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
         divisor, honest = self._divisor(now.server_round), self._honest(size)
 
         def longest(name: str) -> float:
-            noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
+            noise = release.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
             own = factor * (self.steps.longest_sum + noise)
             if self.control is None:
                 return ratio * own

@@ -31,6 +31,7 @@ from flower_dp.strategies.releases.books import (
     TermsOf,
     check_count,
 )
+from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.resources import ResourceBudget, Resources
@@ -168,12 +169,12 @@ class DPPASGDRules:
         privacy = self.books.why_stop() and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
         return " and ".join(reason for reason in (privacy, self.resources.why_stop()) if reason) or None
 
-    def _longest(self, now: Round) -> Callable[[str], float]:
+    def _longest(self, asked: OwnReplies, now: Round) -> Callable[[str], float]:
         """Return how long a device's honest update is at most."""
         start = float(l2_norms(now.vector.astype(np.float64)))
 
         def longest(name: str) -> float:
-            release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort
+            release, batch = asked.terms[name].release, asked.terms[name].release.expected_cohort
             # Under Poisson sampling a batch may hold all records.
             most = self.books.num_records[name] if self.batch_sampling == "poisson" else batch
             noise = release.noise_scale / batch * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)

@@ -42,16 +42,13 @@ class OwnEvaluation:
             )
         bounds = MetricBounds(bounds=plan.metrics)
 
-        def longest(now: Round) -> Callable[[str], float]:
-            return lambda name: 1 + _scale(release, name) * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
-
         release = OwnReplies(
             name=wire.EVALUATION,
             clip_norm=1.0,
             sampling=plan.sampling,
             relation=books.relation,
             weight_of=books.share,
-            longest=longest,
+            longest=_longest,
             metrics=bounds,
             owner=", evaluation",
         )
@@ -97,6 +94,11 @@ class OwnEvaluation:
             error = math.sqrt(variance + chosen * value * (1 - value))
             told |= {name: value * bound, f"{name}-standard-error": error * bound}
         return told
+
+
+def _longest(release: OwnReplies, now: Round) -> Callable[[str], float]:
+    """Return how long a client's honest row is at most."""
+    return lambda name: 1 + _scale(release, name) * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
 
 
 def _scale(release: OwnReplies, name: str) -> float:

@@ -1,5 +1,6 @@
 """Private evaluation where every message is private on its own: values, noise, budgets, accounts, statement. Numbers by hand."""
 
+import copy
 import json
 import math
 from collections import Counter
@@ -496,6 +497,17 @@ def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
 
 
 # The server
+
+
+@every_method
+def test_a_copy_of_a_strategy_evaluates_by_its_own_terms(method):
+    """And not by those of the object that it was copied from, which has never run."""
+    make, recipe = METHODS[method]
+    strategy = copy.deepcopy(make(evaluation=LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})))
+    grid = LocalGrid(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
+    strategy.start(grid, flat(), num_rounds=1)
+    assert set(strategy.evaluations) == {1}
+    assert [strategy.rules.evaluation.release.replies(name) for name in NAMES] == [1] * CLIENTS
 
 
 @pytest.mark.slow

@@ -245,16 +245,16 @@ class ClientBooks:
             return 1 / self.population.num_clients
         return self.num_records[name] / self._all_records
 
-    def _longest(self, now: Round) -> Callable[[str], float]:
+    def _longest(self, release: OwnReplies, now: Round) -> Callable[[str], float]:
         """Return how long a client's mean of clipped contributions, with its noise, is at most."""
 
         def longest(name: str) -> float:
-            release = self.terms[name].release
+            own = release.terms[name].release
             # Laplace vectors are up to twice as long as Gaussian ones, and spread more.
-            noise = release.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
-            whole = release.unit == "client"
+            noise = own.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+            whole = own.unit == "client"
             contributions = 1.0 if whole else self.num_records[name]
-            return (contributions * release.clip_norm + noise) / (1.0 if whole else release.expected_cohort)
+            return (contributions * own.clip_norm + noise) / (1.0 if whole else own.expected_cohort)
 
         return longest
 

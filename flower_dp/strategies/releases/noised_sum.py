@@ -1,6 +1,7 @@
 """One noised sum of clients' clipped rows: what it asks, the limits of replies, and the server's part of its noise."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -117,9 +118,11 @@ class NoisedSum:
 
     def charge_to(self, ledger: Ledger, *, outside: bool = False) -> None:
         """Charge all rounds so far to a ledger: as any single client sees them, or those who are no clients."""
-        for number, shares in enumerate(self.state.shares, start=1):
+        # In any order the rounds with as many shares cost the same; in turn each costs by its own number.
+        kinds = Counter((shares, number if self.in_order else 1) for number, shares in enumerate(self.state.shares, start=1))
+        for (shares, number), count in kinds.items():
             release = self.shared.outside if outside else self.shared.without_one_of(shares)
-            ledger.charge(release.event(number))
+            ledger.charge(release.event(number), count)
 
     def num_kept(self, length: int) -> int:
         """Return how many coordinates of a row [length] are noised and sent."""

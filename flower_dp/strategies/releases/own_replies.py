@@ -17,8 +17,9 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.wire import Ask, OwnAsk, Promise
 
-# What was asked in a round -> a client's name -> a norm that its honest row all but never exceeds, before its weight.
-Longest = Callable[[Round], Callable[[str], float]]
+# The release, and what it has asked in a round -> a client's name -> a norm that its honest row all but never exceeds, before its
+# weight. It is given the release, since a copy of a strategy has another.
+Longest = Callable[["OwnReplies", Round], Callable[[str], float]]
 # The length of a row -> the vectors that are sent with the model, by their names.
 VectorsOf = Callable[[int], Mapping[str, np.ndarray]]
 
@@ -142,7 +143,7 @@ class OwnReplies:
 
     def limits(self, now: Round) -> Limits:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
-        longest = self.longest(now)
+        longest = self.longest(self, now)
 
         def honest_norm(names: Sequence[str]) -> float:
             return sum(now.ask.own[name].weight * longest(name) for name in names)
