@@ -109,7 +109,7 @@ def test_limits_follow_from_the_ask_that_was_sent_whatever_the_rules_say_since()
     assert (limits.clip_norm, limits.step) == (0.5, asked.step)
     # And a sum that is not exact on the lattice that was asked is not released.
     with pytest.raises(RoundLeftOut, match="too large to be exact"):
-        later.noised(asked, np.full(4, asked.step * 2.0**53), num_replies=1, cohort_size=16, rng=noise_generator())
+        later.noised(asked, np.full(4, asked.step * 2.0**54), num_replies=1, cohort_size=16, rng=noise_generator())
 
 
 def test_where_clients_add_noise_the_longest_honest_sum_follows_from_the_share_that_was_asked() -> None:
