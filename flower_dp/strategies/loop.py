@@ -48,7 +48,7 @@ class Rounds:
                 log.info("[ROUND %s/%s]", server_round, self.num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
             messages = strategy.configure_train(server_round, result.arrays, self.train_config, grid)
-            if run.told.ended_before:
+            if run.record.ended_before:
                 break
             arrays, metrics = strategy.aggregate_train(server_round, run.exchange.replies(grid, messages, self.timeout))
             if arrays is not None:

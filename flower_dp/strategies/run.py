@@ -65,7 +65,7 @@ class Run:
             self._optimizer.state = state.optimizer
 
     @property
-    def told(self) -> RunState:
+    def record(self) -> RunState:
         """The state without those of method and optimiser: reports, incidents, results."""
         return self._own
 
@@ -100,7 +100,7 @@ class Run:
         roster: Roster,
         arrays: ArrayRecord,
         config: Mapping[str, Any],
-        **words: Any,
+        **fields: Any,
     ) -> list[Message]:
         """Charge a release for its cohort, and return the messages that ask the cohort: none leaves before the charge.
 
@@ -113,7 +113,7 @@ class Run:
             roster: who is there.
             arrays: the model as it is sent.
             config: sent with it.
-            words: further fields of the instruction.
+            fields: further fields of the instruction.
 
         Raises:
             ValueError: if the method can't run with a model of this size; nothing is charged then.
@@ -132,7 +132,7 @@ class Run:
             started=started,
             stock=not roster.hosting,
         )
-        messages = self.exchange.messages(now, roster, arrays, config, **words)
+        messages = self.exchange.messages(now, roster, arrays, config, **fields)
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
         self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages)
         return messages

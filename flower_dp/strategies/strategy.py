@@ -142,27 +142,27 @@ class DPStrategy(Strategy):
     @property
     def rounds(self) -> tuple[RoundReport, ...]:
         """The numbers of every round. Don't publish them as they are: see `RoundReport.public`."""
-        return self._run.told.rounds
+        return self._run.record.rounds
 
     @property
     def incidents(self) -> tuple[str, ...]:
         """What happened, in words."""
-        return self._run.told.incidents
+        return self._run.record.incidents
 
     @property
     def missing(self) -> Missing:
         """The number of requested updates that did not count, by reason."""
-        return self._run.told.missing
+        return self._run.record.missing
 
     @property
     def client_metrics(self) -> Mapping[int, Mapping[str, float]]:
         """Means of the training metrics that clients were asked for, by round; they are not private."""
-        return self._run.told.client_metrics
+        return self._run.record.client_metrics
 
     @property
     def evaluations(self) -> Mapping[int, Mapping[str, float]]:
         """Value and standard error of every metric of private evaluations, by round."""
-        return self._run.told.evaluations
+        return self._run.record.evaluations
 
     @property
     def secret_cohort(self) -> bool:
@@ -243,7 +243,7 @@ class DPStrategy(Strategy):
         )
         try:
             result = rounds.run(self, self._run, grid, initial_arrays)
-            diagnostics.check_usable_updates(self._run.told, self.num_clients, ended=True)
+            diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
                 log.info("%s", line)
@@ -257,7 +257,7 @@ class DPStrategy(Strategy):
         run, roster = self._run, self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
-        if reason := "the run has ended" if run.told.ended_before else self.rules.why_stop(server_round, None):
+        if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
             return run.stop(server_round, reason)
         model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
         asked = run.drawn(release, roster, "cohort", server_round)
@@ -283,7 +283,7 @@ class DPStrategy(Strategy):
         """
         run, release = self._run, self.rules.training
         if not run.waits(release, server_round):
-            if run.told.ended_before and release.name not in run.asked:
+            if run.record.ended_before and release.name not in run.asked:
                 return None, None
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         now, collected = run.total(release, replies)
@@ -291,7 +291,7 @@ class DPStrategy(Strategy):
         metrics = MetricRecord({**run.report(now, collected, vector, epsilon=self.epsilon).public()})
         if self.report_client_metrics and collected.clients:
             means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
-            run.note(client_metrics={**run.told.client_metrics, server_round: means})
+            run.note(client_metrics={**run.record.client_metrics, server_round: means})
             metrics.update(means)
         return now.model.record(vector), metrics
 
@@ -302,7 +302,7 @@ class DPStrategy(Strategy):
         covered.
         """
         run, evaluation = self._run, self.rules.evaluation
-        if evaluation is None or server_round >= (run.told.ended_before or math.inf) or not evaluation.due(server_round):
+        if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
         roster, release = self._call_roll(grid), evaluation.release
         messages = run.ask(
