@@ -42,7 +42,7 @@ class Exchange(Protocol):
             roster: which app the nodes run.
             arrays: the model as it is sent.
             config: sent with it.
-            fields: further fields of the instruction.
+            more: further fields of the instruction.
         """
 
     def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
@@ -68,7 +68,7 @@ class PlainExchange:
                 roster.record_names,
                 arrays,
                 config,
-                wire.Instruction(server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **fields),
+                wire.Instruction(server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **more),
             )
             for node, names in now.asked.items()
         ]
