@@ -32,9 +32,7 @@ class Asked:
 class Exchange(Protocol):
     """How the rows of a round's clients get to the server as one sum."""
 
-    def messages(
-        self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **fields: Any
-    ) -> list[Message]:
+    def messages(self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **extra: Any) -> list[Message]:
         """Return the messages that begin the exchange, one a node.
 
         Args:
@@ -42,7 +40,7 @@ class Exchange(Protocol):
             roster: which app the nodes run.
             arrays: the model as it is sent.
             config: sent with it.
-            more: further fields of the instruction.
+            extra: further fields of the instruction.
         """
 
     def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
@@ -56,9 +54,7 @@ class Exchange(Protocol):
 class PlainExchange:
     """One message to every node, and one back with the sum of its clients' rows."""
 
-    def messages(
-        self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **fields: Any
-    ) -> list[Message]:
+    def messages(self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **extra: Any) -> list[Message]:
         """Return one message for every node."""
         evaluates = now.ask.metrics is not None
         message = wire.evaluate_message if evaluates else wire.train_message
@@ -68,7 +64,7 @@ class PlainExchange:
                 roster.record_names,
                 arrays,
                 config,
-                wire.Instruction(server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **more),
+                wire.Instruction(server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **extra),
             )
             for node, names in now.asked.items()
         ]
