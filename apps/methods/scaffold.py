@@ -13,7 +13,7 @@ from flower_dp.clients import LocalDPClient, Records, ScaffoldRecipe
 from flower_dp.strategies import Scaffold
 
 READS: tuple[str, ...] = ("batch_size",)
-UNSET: tuple[str, ...] = ()
+UNSET = ("ScaffoldRecipe.common", "ScaffoldRecipe.own")
 OTHER_DEFAULTS = ("Scaffold.num_replies",)
 
 

@@ -25,7 +25,7 @@ _LARGEST_ARRAY = 2**40
 # The columns of `metrics.jsonl` that are the run's own, whether a line has them or not.
 _OWN = frozenset(
     {"round", "num-rounds", "delta", "elapsed", "seconds"} | {one.name.replace("_", "-") for one in fields(RoundReport)}
-)
+) | {"cost-per-device", "clip-norm"}  # the further numbers of methods (`Rules.numbers`)
 # Of private evaluations, and of training metrics that clients were asked for.
 _PREFIXES = ("private-", "client-")
 

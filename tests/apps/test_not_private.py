@@ -7,6 +7,7 @@ import pytest
 
 from apps.methods import Run
 from flower_dp.cli import main as cli
+from flower_dp.clients import ProximalTerm
 from flower_dp.running.apps import description, own_app
 from tests.app_runs import DEFAULTS, PRESETS, play
 
@@ -53,11 +54,11 @@ def test_a_run_is_not_private_and_says_so_and_no_update_is_clipped(name, tmp_pat
 def test_what_each_of_them_trains():
     trained = {name: training(name) for name in FED}
     fedavg, fedprox, fedsgd, fedsam = trained.values()
-    assert (fedavg.proximal, fedavg.sam_radius, fedavg.optimizer) == (0, 0, "sgd")
-    assert (fedprox.proximal, fedprox.sam_radius) == (0.1, 0)
+    assert (fedavg.regularizers, fedavg.sam_radius, fedavg.optimizer) == ((), 0, "sgd")
+    assert (fedprox.regularizers, fedprox.sam_radius) == ((ProximalTerm(strength=0.1),), 0)
     assert fedprox.num_steps(4) > 1  # in the first step the proximal term is 0
-    assert (fedsam.proximal, fedsam.sam_radius) == (0, 0.05)
-    assert (fedsgd.proximal, fedsgd.sam_radius, fedsgd.momentum) == (0, 0, 0)
+    assert (fedsam.regularizers, fedsam.sam_radius) == ((), 0.05)
+    assert (fedsgd.regularizers, fedsgd.sam_radius, fedsgd.momentum) == ((), 0, 0)
     assert [fedsgd.num_steps(records) for records in (1, 4, 400, 4000)] == [1, 1, 1, 1]
 
 

@@ -35,10 +35,12 @@ WORDS: dict[str, Any] = {
     "client-epsilons": (",".join(["3"] * NUM_CLIENTS),),
     "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),
     "optimizer": ("adam",),
+    "mask": ("top-k",),
     "engine": ("one-by-one",),
     "sampling": SAMPLINGS,
 }
 BESIDE = {
+    "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
     "model": [{"task": "vehicle", "model": "linear-svm"}],
     "cohort-size": [{"sampling": sampling, "cohort-size": 7} for sampling in ("fixed-size", "round-robin")],
     "evaluation.every": [{"evaluation.every": 1}, {"evaluation.every": 1, "evaluation.epsilon": 0.5}],

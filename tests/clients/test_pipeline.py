@@ -236,8 +236,8 @@ def test_errors_of_one_client_do_not_touch_the_others() -> None:
 
 def test_the_norm_of_a_row_is_taken_where_somebody_asks_for_it_and_before_the_clip() -> None:
     made = pipeline(3 * torch.ones(4), noise=GaussianShare(noise_std=0.5))
-    assert made.reply(torch.zeros(4), job()).norm is None
-    assert float(made.reply(torch.zeros(4), replace(job(), measured=True)).norm) == 6.0
+    assert reply_of(made, torch.zeros(4), job()).norm is None
+    assert float(reply_of(made, torch.zeros(4), replace(job(), measured=True)).norm) == 6.0
 
 
 def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:
