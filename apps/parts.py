@@ -8,8 +8,19 @@ from torch import nn
 
 from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions
-from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, Records
+from flower_dp.clients import (
+    BLUR,
+    LUS,
+    ClientPolicy,
+    DPClient,
+    LocalDPClient,
+    LocalTraining,
+    ProximalTerm,
+    Records,
+    Regularizer,
+)
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
+from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
@@ -19,6 +30,17 @@ from flower_dp.strategies.client_level import ClientLevelRules
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
+# Arguments of any method that no setting changes, and those with another default in the app (`apps.methods.Method`).
+UNSET = (
+    "LocalTraining.num_local_steps",
+    "Options.frozen_arrays",
+    "Options.most_clients_per_node",
+    "Options.most_newcomers",
+    "Options.noise_seed",
+    "Options.registration_timeout",
+    "Options.server_optimizer",
+)
+OTHER_DEFAULTS = ("LocalTraining.batch_size", "LocalTraining.learning_rate_decay", "LocalTraining.momentum")
 # The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 
@@ -65,6 +87,7 @@ def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str,
 
 def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining:
     """Return the recipe of local training."""
+    keep_ratio = checks.number("update-keep-ratio", settings.update_keep_ratio, above=0, at_most=1)
     return LocalTraining(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
@@ -73,10 +96,28 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining
         weight_decay=settings.weight_decay,
         learning_rate_decay=settings.learning_rate_decay,
         sam_radius=sam_radius,
-        proximal=settings.proximal,
+        regularizers=_regularizers_of(settings),
+        sparsifier=None if keep_ratio == 1 else LUS(keep_ratio=keep_ratio),
         loss=loss_of(settings.model),
         optimizer=settings.optimizer,
     )
+
+
+def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
+    """Return the penalties of local training.
+
+    Raises:
+        ValueError: for a coefficient below 0, or a bound without a strength, or the other way round.
+    """
+    found: list[Regularizer] = []
+    if checks.number("proximal", settings.proximal, at_least=0):
+        found.append(ProximalTerm(strength=settings.proximal))
+    if checks.number("blur-strength", settings.blur_strength, at_least=0):
+        bound = checks.number("blur-bound", settings.blur_bound, above=0)
+        found.append(BLUR(strength=settings.blur_strength, bound=bound))
+    elif settings.blur_bound:
+        raise ValueError(f"blur-bound={settings.blur_bound:g}: is read with blur-strength above 0 only")
+    return tuple(found)
 
 
 def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
@@ -142,20 +183,36 @@ def evaluation_budget_of(settings: Settings) -> EvaluationBudget | None:
     return EvaluationBudget(epsilon=own.epsilon, num_evaluations=max(1, settings.num_rounds // own.every))
 
 
-def local_client_words(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of every client with a budget of its own."""
+def local_words(settings: Settings, sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of every strategy with a budget of every client."""
     return {
-        "seed": settings.seed,
-        "evaluation": evaluation_budget_of(settings),
-        "record_metrics": record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
+        "num_clients": settings.num_clients,
+        "num_records": dict(sizes()),
+        "report_client_metrics": settings.report_client_metrics,
+        "evaluation": local_evaluation_of(settings),
     }
+
+
+def local_client(
+    settings: Settings, recipe: LocalRecipe, model: nn.Module, clients: Mapping[str, Records], *, max_clip_norm: float
+) -> LocalDPClient:
+    """Return a node's client for a method with a budget of every client."""
+    return LocalDPClient(
+        model=model,
+        clients=clients,
+        recipe=recipe,
+        seed=settings.seed,
+        evaluation=evaluation_budget_of(settings),
+        record_metrics=record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
+        policy=ClientPolicy(max_clip_norm=max_clip_norm, allow_metrics=settings.report_client_metrics),
+    )
 
 
 def client_level_client(
     settings: Settings, rules: ClientLevelRules, training: LocalTraining, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
     """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
-    evaluating = rules.evaluation
+    evaluating = None if rules.evaluation is None else rules.evaluation.release
     return DPClient(
         model=model,
         clients=clients,
@@ -170,7 +227,7 @@ def client_level_client(
             allow_metrics=settings.report_client_metrics,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
-            min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.smallest_share if evaluating else 0.0,
+            min_evaluation_noise_std=(1 - 1e-9) * evaluating.shared.smallest_share if evaluating else 0.0,
         ),
     )
 

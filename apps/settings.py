@@ -19,7 +19,18 @@ T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 ENGINES = ("batched", "one-by-one")
 # Settings of local training: every method says which of them it reads.
-TRAINING = ("local_epochs", "batch_size", "momentum", "weight_decay", "proximal", "optimizer", "engine")
+TRAINING = (
+    "local_epochs",
+    "batch_size",
+    "momentum",
+    "weight_decay",
+    "proximal",
+    "blur_strength",
+    "blur_bound",
+    "update_keep_ratio",
+    "optimizer",
+    "engine",
+)
 # Settings of some samplings alone.
 _SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
@@ -51,6 +62,9 @@ class Settings:
     momentum: float = 0.5
     weight_decay: float = 0.0
     proximal: float = 0.0
+    blur_strength: float = 0.0
+    blur_bound: float = 0.0
+    update_keep_ratio: float = 1.0
     optimizer: str = "sgd"
     engine: str = "batched"
     report_client_metrics: bool = False

@@ -69,7 +69,7 @@ def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
         raise TypeError("the preset is not of DP-PASGD")
     return {
         "rounds": statement.num_rounds,
-        "cost": strategy.rules.cost_per_device,
+        "cost": strategy.rules.resources.largest,
         "tight epsilon": statement.epsilon,
         "paper epsilon": None if statement.paper is None else statement.paper.epsilon,
         "largest noise std": statement.noise["largest_noise_std_of_a_mean_gradient"],

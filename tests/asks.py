@@ -1,15 +1,17 @@
 """Asks and instructions for tests, as a server would make them, and the same with forged keys."""
 
+import base64
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import Message
+import numpy as np
+from flwr.app import ArrayRecord, Message
 
-from flower_dp.core import noise
-from flower_dp.wire import KEY, Ask, Instruction, OwnAsk, Promise, RoundMask
-from flower_dp.wire.evaluation import FINER_LATTICE
+from flower_dp.core import compression, noise
+from flower_dp.core.metric_bounds import FINER_LATTICE
+from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Promise, RoundMask, payload_of
 
 GONE = object()
 
@@ -67,3 +69,33 @@ def saying(message: Message, text: str) -> Message:
         if KEY in record:
             record[KEY] = text
     return message
+
+
+# The keys of every answer.
+ANSWERED = {"protocol", "refused", "payload", "seeded_noise", "metrics", "payload_bytes", "fresh"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An answer to an evaluation, and the vector inside it."""
+
+    refused: Mapping[str, str]
+    total: np.ndarray
+    seeded_noise: bool
+
+
+def evaluated(text: str, instruction: Instruction) -> Evaluated:
+    """Read an answer to an evaluation as the server does."""
+    answer = Answer.from_json(text, instruction.clients)
+    metrics = instruction.bounds
+    length = len(metrics.bounds) if instruction.ask.placement == "local" else metrics.num_counted
+    total = compression.decode(payload_of(ArrayRecord(), answer.payload, length), length)
+    return Evaluated(refused=answer.refused, total=total, seeded_noise=answer.seeded_noise)
+
+
+def forged_total(total: Any, *, length: int, **words: Any) -> str:
+    """Return an answer to an evaluation whose payload has these numbers, or this text in their place."""
+    values = base64.b64encode(np.asarray(total, "<f8").tobytes()).decode() if isinstance(total, list) else total
+    payload = {"encoding": "inline", "length": length, "values": values}
+    table = {"refused": {}, "payload": payload, "seeded_noise": False, "metrics": {}, "payload_bytes": 0, "fresh": []}
+    return json.dumps({"protocol": PROTOCOL, **table, **words})

@@ -5,7 +5,7 @@ A new method is one more entry. Its formulas are written down here a second time
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ from dp_accounting import (
 from scipy import optimize, stats
 
 from flower_dp.clients import (
+    BLUR,
+    LUS,
     DPClient,
     DPFedPAQRecipe,
     DPPASGDRecipe,
@@ -190,6 +192,7 @@ def gaussian_multiplier(epsilon: float, delta: float) -> float:
 
 NOISE_MULTIPLIER = 4.0
 TRAINING = LocalTraining(learning_rate=0.1, batch_size=4)
+BLURS = replace(TRAINING, regularizers=(BLUR(strength=1.0, bound=0.01),), sparsifier=LUS(keep_ratio=0.5))
 
 
 def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
@@ -211,6 +214,10 @@ def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrat
 
 def dp_client(words: Words, **node: Any) -> DPClient:
     return DPClient(**node, training=TRAINING, device="cpu")
+
+
+def blurs_client(words: Words, **node: Any) -> DPClient:
+    return DPClient(**node, training=BLURS, device="cpu")
 
 
 def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
@@ -573,6 +580,14 @@ METHODS = (
         **CENTRAL,
     ),
     Method(
+        label="dp-fedavg, BLURS",
+        name="dp-fedavg",
+        title="DP-FedAvg",
+        strategy=client_level(DPFedAvg),
+        client=blurs_client,
+        **CENTRAL,
+    ),
+    Method(
         label="dp-fedsam distributed",
         name="dp-fedsam",
         title="DP-FedSAM",
@@ -590,6 +605,19 @@ METHODS = (
         name="fed-smp",
         title="Fed-SMP-rand_k",
         strategy=client_level(FedSMP, keep_ratio=1.0),
+        client=dp_client,
+        stock=False,
+        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        noise=noise_of_the_mean,
+        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(words.num_clients),
+        server_noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(1 - heard / words.num_clients),
+        **CLIENT_LEVEL,
+    ),
+    Method(
+        label="fed-smp top-k",
+        name="fed-smp",
+        title="Fed-SMP-top_k",
+        strategy=client_level(FedSMP, keep_ratio=1.0, mask="top-k"),
         client=dp_client,
         stock=False,
         charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),

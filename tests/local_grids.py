@@ -3,13 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from flower_dp.clients import LocalDPClient, TensorRecords, client_app, model_arrays
+from flower_dp.clients import FlatModel, LocalDPClient, RecordMetrics, TensorRecords, client_app, model_arrays
 from flower_dp.clients.local.client import LocalRecipe
+from flower_dp.clients.local.evaluation import RecordContributions
+from flower_dp.clients.local.row import evaluation_pipeline
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
+from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.privacy.release import Release
 from tests.grids import LocalGrid
 
 FEATURES, CLASSES = 6, 3
@@ -64,3 +70,51 @@ def context_of(state=None, **node_config):
     """Return the context of a node, on a state that is there already or an empty one."""
     state = RecordDict() if state is None else state  # an empty one is false
     return Context(run_id=1, node_id=1, node_config=node_config, state=state, run_config={})
+
+
+def reply_of(pipeline: Pipeline, vector: Any, job: Job) -> Reply:
+    """One client's reply; raises what a pipeline turns into a refusal."""
+    (trained,) = pipeline.train.rows(vector, [job])
+    made = pipeline._reply(trained, job)
+    if isinstance(made, Refusal):
+        raise ValueError(made.reason)
+    return made
+
+
+def private_row(contributions: np.ndarray, release: Release, rng: np.random.Generator) -> np.ndarray:
+    """Return what leaves a client in an evaluation with these contributions [n, dimension]."""
+    made = evaluation_pipeline(release, of=lambda vector, job: contributions, dimension=contributions.shape[1])
+    row: np.ndarray = reply_of(made, np.zeros(0), Job(name="a", records=[], seed=0, secret=lambda: rng)).row
+    return row
+
+
+def evaluated_row(
+    model: FlatModel,
+    data: Any,
+    metrics: RecordMetrics,
+    *,
+    bounds: MetricBounds,
+    release: Release,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Return what leaves a client with these records in an evaluation."""
+    of = RecordContributions(model=model, metrics=metrics, bounds=bounds, release=release)
+    made = evaluation_pipeline(release, of=of, dimension=len(bounds.bounds))
+    row: np.ndarray = reply_of(made, model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: rng)).row.numpy()
+    return row
+
+
+def one_reply(
+    recipe: LocalRecipe,
+    vector: Tensor,
+    data: Any,
+    release: Release,
+    *,
+    model: FlatModel,
+    rng: Any,
+    server_round: int = 1,
+    seed: int = 0,
+) -> Reply:
+    """What one client sends, with secret choices and noise from `rng`; raises what a pipeline turns into a refusal."""
+    job = Job(name="", records=data, seed=seed, secret=lambda: rng)
+    return reply_of(recipe.pipeline(release, model=model, server_round=server_round), vector, job)

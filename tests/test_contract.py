@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import DpEvent, SelfComposedDpEvent
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from scipy import stats
 from torch import nn
@@ -29,7 +29,9 @@ from torch import nn
 import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
+from flower_dp.core.stored import from_stored, to_stored
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
+from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
@@ -210,7 +212,7 @@ def test_every_strategy_has_an_entry():
 @every_method
 def test_an_entry_says_what_its_strategy_says(method):
     rules = method.strategy(Words()).rules
-    assert (rules.name, rules.title) == (method.name, method.title)
+    assert (rules.training.name, rules.title) == (method.name, method.title)
     assert (rules.stock_refusal is None) == method.stock
 
 
@@ -661,6 +663,36 @@ def copies(of: Any, how: str) -> list[Any]:
         text = cloudpickle.dumps(of)
         return [pickle.loads(text) for _ in range(4)]  # noqa: S301
     return [copy.deepcopy(of) for _ in range(4)]
+
+
+def timeless(strategy: DPStrategy) -> RunState:
+    """A run's state without the times that rounds took."""
+    return replace(strategy.state, rounds=tuple(replace(report, seconds=0.0) for report in strategy.rounds))
+
+
+@every_method
+def test_a_run_goes_on_from_its_stored_state(method, monkeypatch):
+    """Read by a new strategy after every round: models, cost and state are those of the run that was not interrupted."""
+    monkeypatch.setattr("flower_dp.strategies.releases.masks.secrets.randbits", lambda bits: 5)  # seeds of public masks
+    words, ended = Words(num_rounds=3, noise_seed=SEED), []
+    for interrupted in (False, True):
+        grid, strategy = grid_of(method, words, noise_seed=SEED), method.strategy(words)
+        fresh, arrays = timeless(strategy), model_arrays(linear())
+        strategy.plan(words.num_rounds)
+        for server_round in range(1, words.num_rounds + 1):
+            messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+            arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+            if interrupted:
+                kept, text = to_stored(strategy.state)
+                strategy = method.strategy(words)
+                assert timeless(strategy) == fresh
+                strategy.state = from_stored(kept, text)
+        assert timeless(strategy) != fresh
+        bits = [array.numpy().tobytes() for array in arrays.values()]
+        ended.append((bits, timeless(strategy), strategy.epsilon, strategy.rules.explain(strategy.facts).to_dict()))
+    for one, other in zip(*ended, strict=True):
+        assert one == other
+    assert len(ended[0][1].rounds) == words.num_rounds
 
 
 @pytest.mark.slow

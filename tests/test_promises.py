@@ -45,7 +45,7 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
 from tests.grids import LocalGrid
-from tests.local_grids import FEATURES, context_of, grid_of, linear, records
+from tests.local_grids import FEATURES, context_of, grid_of, linear, one_reply, records
 from tests.stock import arrays, shifted, stock_app
 
 NAMES = ("c0", "c1", "c2", "c3")
@@ -118,10 +118,11 @@ def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPClient", "fedsgd-dpc", "nbafl"])
 @pytest.mark.parametrize("method", STRATEGIES)
-def test_a_client_refuses_an_instruction_of_another_method(method, kind):
+def test_a_client_refuses_an_instruction_of_another_method(method, kind, monkeypatch):
     """Also where the server does not ask who runs what."""
+    for name in ("why_unfit", "why_none_fits"):
+        monkeypatch.setattr(f"flower_dp.strategies.strategy.{name}", lambda rules, told: None)
     strategy, grid = STRATEGIES[method](), LocalGrid(clients(kind), 4)
-    strategy._fits = strategy._unfit = lambda told: None
     if kind in RUNS[method]:
         strategy.start(grid, model_arrays(linear()), num_rounds=1)
         return
@@ -262,7 +263,10 @@ def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
     words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 40, "delta": 1e-3}
     strategy = strategy_class(**words, sampling=PoissonSampling(sampling_rate=0.5))
     roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True)
-    chosen = [tuple(one._cohort(1, roster)) for one in (copy.deepcopy(strategy) for _ in range(6))]
+    chosen = [
+        tuple(one.rules.training.cohort(roster.names, one._run.generator("cohort", 1)))
+        for one in (copy.deepcopy(strategy) for _ in range(6))
+    ]
     assert len(set(chosen)) == 6
     app = stock_app(shifted(lambda node: 0.0))
     strategy = DPFedAvg(**words | {"num_clients": 2}, sampling=FullSampling())
@@ -363,13 +367,13 @@ def test_what_leaves_lies_on_the_lattice_whatever_the_update(placement):
     strategy = DPFedSAM(**CLIENT_LEVEL | {"num_clients": 2}, placement=placement)
     grid = LocalGrid(clients("DPClient"), 2)
     seen = []
-    combine = strategy.rules.combine
+    learn = strategy.rules.learn
 
     def spy(now, collected, rng):
-        seen.append(combine(now, collected, rng) - now.vector)
+        seen.append(learn(now, collected, rng) - now.vector)
         return now.vector
 
-    strategy.rules.combine = spy
+    strategy.rules.learn = spy
     strategy.start(grid, model_arrays(linear()), num_rounds=3)
     size = FEATURES * 3
     (step,) = {
@@ -691,7 +695,7 @@ def test_a_long_error_is_cut_before_it_is_kept():
 
     strategy = DPFedAvg(**CLIENT_LEVEL)
     strategy.start(LocalGrid(clients("DPClient"), 4, tamper=forge), model_arrays(linear()), num_rounds=1)
-    assert len(strategy._refusal) < 1000
+    assert len(strategy.state.refusal) < 1000
 
 
 def test_an_honest_answer_is_never_too_long():
@@ -789,8 +793,8 @@ def test_shares_of_sparse_messages_do_not_follow_the_cohort_and_are_rounded_up()
 def test_stock_updates_are_rounded_to_the_lattice_by_the_server():
     strategy = DPFedAvg(**CLIENT_LEVEL)
     totals = []
-    combine = strategy.rules.combine
-    strategy.rules.combine = lambda now, collected, rng: (totals.append(collected.total.copy()), combine(now, collected, rng))[1]
+    learn = strategy.rules.learn
+    strategy.rules.learn = lambda now, collected, rng: (totals.append(collected.total.copy()), learn(now, collected, rng))[1]
     app = stock_app(shifted(lambda node: 0.0123456789 * node))
     strategy.start(LocalGrid(app, 4), arrays(w=np.zeros(9, np.float32)), num_rounds=2)
     for total in totals:
@@ -844,9 +848,9 @@ def test_a_sum_that_is_not_exact_is_not_released():
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
     strategy.plan(1)
     strategy.configure_train(1, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
-    now = strategy._round
-    assert strategy._next_vector(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
-    assert not strategy._next_vector(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
+    now = strategy._run.asked["dp-fedavg"].now
+    assert strategy._run.learn(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
+    assert not strategy._run.learn(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
     assert "too large to be exact" in strategy.incidents[-1]
 
 
@@ -861,7 +865,7 @@ def test_a_plan_counts_on_the_worst_cohort():
     strategy = DPFedSAM(**words, trusted_server=False)
     assert strategy.rules.noise.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
     for size in range(5):
-        charged = strategy.rules.noise.charged_for(size)
+        charged = strategy.rules.noise.without_one_of(strategy.rules.noise.shares(size))
         assert charged.mechanism.noise_multiplier >= strategy.rules.noise.charged.mechanism.noise_multiplier
 
 
@@ -888,10 +892,10 @@ def test_adversaries_are_told_the_worst_clients_epsilon():
 
 def test_broadcasts_lie_on_their_lattice():
     strategy, seen = STRATEGIES["nbafl"](), []
-    combine = strategy.rules.combine
-    strategy.rules.combine = lambda now, collected, rng: (seen.append(combine(now, collected, rng)), now.vector)[1]
+    learn = strategy.rules.learn
+    strategy.rules.learn = lambda now, collected, rng: (seen.append(learn(now, collected, rng)), now.vector)[1]
     strategy.start(LocalGrid(clients("nbafl"), 4), model_arrays(linear()), num_rounds=3)
-    for vector, std in zip(seen, strategy.rules.added_noise_stds, strict=True):
+    for vector, std in zip(seen, [one.added_std for one in strategy.rules.broadcasts], strict=True):
         step = strategy.rules._broadcast_step([0.25] * 4, std)
         assert 0 < step <= strategy.rules._broadcast_std([0.25] * 4, std) / 1024
         assert np.array_equal(vector / step, np.round(vector / step))
@@ -908,10 +912,9 @@ def test_weights_are_rounded_to_the_lattice_before_their_noise():
     client = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=RECIPES["nbafl"], device="cpu")
     release = RECIPES["nbafl"].terms("c0", records("c0")).release
     vector = client.model.vector.clone()
-    row, _ = RECIPES["nbafl"].reply(
-        vector, records("c0"), release, model=client.model, server_round=1, seed=3, rng=noise.noise_generator()
-    )
-    units = row.detach().numpy() / (release.lattice_step(FEATURES * 3) / 2**10)
+    rng = noise.noise_generator()
+    made = one_reply(RECIPES["nbafl"], vector, records("c0"), release, model=client.model, seed=3, rng=rng)
+    units = made.row.detach().numpy() / (release.lattice_step(FEATURES * 3) / 2**10)
     assert np.array_equal(units, np.round(units))
 
 

@@ -32,10 +32,15 @@ class Method(Protocol):
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
         READS: the settings of local training that it reads.
+        UNSET: arguments of its strategy, its recipe and their parts that no setting changes, as `Class.argument`; those of all
+            methods are in `apps.parts`.
+        OTHER_DEFAULTS: arguments to which the app by default passes something else than the default of the signature.
     """
 
     Own: type[Any]
     READS: tuple[str, ...]
+    UNSET: tuple[str, ...]
+    OTHER_DEFAULTS: tuple[str, ...]
 
     def strategy(self, settings: Settings, own: Any, sizes: Sizes) -> DPStrategy:
         """Return the server's side."""

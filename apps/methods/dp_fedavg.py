@@ -11,6 +11,8 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedAvg
 
 READS = TRAINING
+UNSET = ("LocalTraining.sam_radius",)
+OTHER_DEFAULTS = ("DPFedAvg.target_epsilon",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, local_client_words, local_evaluation_of, sampler_of
+from apps.parts import Sizes, cohort_size_of, local_client, local_words, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
-from flower_dp.clients import ClientPolicy, DPFedPAQRecipe, LocalDPClient, Records
+from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 from flower_dp.strategies import DPFedPAQ
 
 READS: tuple[str, ...] = ("batch_size",)
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = ("DPFedPAQ.num_replies",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +42,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedPAQ:
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
     """Return a node's client."""
-    return LocalDPClient(
-        model=model,
-        clients=clients,
-        **local_client_words(settings),
-        recipe=DPFedPAQRecipe(**shared(settings, own), loss=loss_of(settings.model)),
-        policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
-    )
+    recipe = DPFedPAQRecipe(**shared(settings, own), loss=loss_of(settings.model))
+    return local_client(settings, recipe, model, clients, max_clip_norm=recipe.steps.sum_norm)
 
 
 def strategy_words(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
@@ -54,10 +51,7 @@ def strategy_words(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]
     return {
         **shared(settings, own),
         "sampling": sampler_of(settings, "full", "fixed-size", "round-robin"),
-        "num_clients": settings.num_clients,
-        "num_records": dict(sizes()),
-        "report_client_metrics": settings.report_client_metrics,
-        "evaluation": local_evaluation_of(settings),
+        **local_words(settings, sizes),
     }
 
 
@@ -74,18 +68,7 @@ def shared(settings: Settings, own: Any) -> dict[str, Any]:
     replies = own.num_replies or expected_replies(
         settings.num_rounds, cohort_size, settings.num_clients, at_random=settings.sampling == "fixed-size"
     )
-    return {
-        "steps": steps_of(settings, own),
-        "epsilon": own.epsilon,
-        "delta": own.delta,
-        "num_replies": replies,
-        "quantization_levels": own.quantization_levels or None,
-    }
-
-
-def steps_of(settings: Settings, own: Any) -> FedPAQSteps:
-    """Return what a client does between two messages; 0 means not set."""
-    return FedPAQSteps(
+    steps = FedPAQSteps(
         learning_rate=settings.learning_rate,
         num_local_steps=own.num_local_steps,
         batch_size=settings.batch_size,
@@ -95,3 +78,10 @@ def steps_of(settings: Settings, own: Any) -> FedPAQSteps:
         smoothness=own.smoothness or None,
         decay_iterations=own.decay_iterations or None,
     )
+    return {
+        "steps": steps,
+        "epsilon": own.epsilon,
+        "delta": own.delta,
+        "num_replies": replies,
+        "quantization_levels": own.quantization_levels or None,
+    }

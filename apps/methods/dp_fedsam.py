@@ -11,6 +11,8 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedSAM
 
 READS = TRAINING
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = ("DPFedSAM.target_epsilon", "LocalTraining.sam_radius")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, local_client_words, local_evaluation_of, per_client, sampler_of
+from apps.parts import Sizes, local_client, local_words, per_client, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
-from flower_dp.clients import ClientPolicy, DPPASGDRecipe, LocalDPClient, Records
+from flower_dp.clients import DPPASGDRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import DPPASGD
 
 READS: tuple[str, ...] = ("batch_size", "weight_decay")
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = ("DPPASGD.num_records", "DPPASGD.learning_rate_decay", "DPPASGDRecipe.learning_rate_decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,26 +44,18 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
     checks.number("max-cost", own.max_cost, at_least=0)
     return DPPASGD(
         **_shared(settings, own),
-        num_clients=settings.num_clients,
-        num_records=dict(sizes()),
+        **local_words(settings, sizes),
         cost_per_aggregation=own.cost_per_aggregation,
         cost_per_step=own.cost_per_step,
         max_cost=own.max_cost or None,
         best_by=own.best_by or ("validation-loss" if settings.validation_ratio else "loss"),
-        report_client_metrics=settings.report_client_metrics,
-        evaluation=local_evaluation_of(settings),
     )
 
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
     """Return a node's client."""
-    return LocalDPClient(
-        model=model,
-        clients=clients,
-        **local_client_words(settings),
-        recipe=DPPASGDRecipe(**_shared(settings, own), loss=loss_of(settings.model)),
-        policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
-    )
+    recipe = DPPASGDRecipe(**_shared(settings, own), loss=loss_of(settings.model))
+    return local_client(settings, recipe, model, clients, max_clip_norm=own.clip_norm)
 
 
 def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, object]) -> Inputs:

@@ -1,4 +1,4 @@
-"""Fed-SMP with rand_k."""
+"""Fed-SMP with rand_k or top_k."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import FedSMP
 
 READS = TRAINING
+UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "LocalTraining.sam_radius")
+OTHER_DEFAULTS = ("FedSMP.target_epsilon",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +26,19 @@ class Own:
     relation: str = ""
     placement: str = "distributed"
     keep_ratio: float = 0.4
+    mask: str = "rand-k"
+    random_ratio: float = 0.0
 
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSMP:
     """Return the server's side."""
-    return FedSMP(**client_level_words(settings, own), placement=own.placement, keep_ratio=own.keep_ratio)
+    return FedSMP(
+        **client_level_words(settings, own),
+        placement=own.placement,
+        keep_ratio=own.keep_ratio,
+        mask=own.mask,
+        random_ratio=own.random_ratio or None,
+    )
 
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> DPClient:

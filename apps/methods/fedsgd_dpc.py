@@ -6,16 +6,23 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, local_client_words, local_evaluation_of, per_client, sampler_of
+from apps.parts import Sizes, cohort_size_of, local_client, local_words, per_client, sampler_of
 from apps.settings import Settings
 from apps.tasks.models import loss_of
-from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, Records
+from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.privacy.accounting import relation_of
 from flower_dp.strategies import FedSGDDPC
 
 READS: tuple[str, ...] = ()
+UNSET: tuple[str, ...] = ()
+OTHER_DEFAULTS = (
+    "FedSGDDPC.learning_rate",
+    "FedSGDDPC.learning_rate_decay",
+    "FedSGDDPC.num_replies",
+    "FedSGDDPCRecipe.num_records",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +48,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
     sampler_of(settings, "round-robin")
     theory = bool(own.strong_convexity or own.smoothness)
     return FedSGDDPC(
-        **_shared(settings, own, sizes),
-        num_clients=settings.num_clients,
+        **_shared(settings, own),
+        **local_words(settings, sizes),
         cohort_size=cohort_size_of(settings),
         learning_rate=None if theory else settings.learning_rate,
         learning_rate_decay=settings.learning_rate_decay,
@@ -50,28 +57,22 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
         smoothness=own.smoothness if theory else None,
         aggregation=own.aggregation,
         noise_constant=own.noise_constant or None,
-        report_client_metrics=settings.report_client_metrics,
-        evaluation=local_evaluation_of(settings),
     )
 
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
     """Return a node's client."""
-    return LocalDPClient(
-        model=model,
-        clients=clients,
-        **local_client_words(settings),
-        recipe=FedSGDDPCRecipe(**_shared(settings, own, sizes), loss=loss_of(settings.model)),
-        policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
-    )
+    recipe = FedSGDDPCRecipe(**_shared(settings, own), num_records=dict(sizes()), loss=loss_of(settings.model))
+    return local_client(settings, recipe, model, clients, max_clip_norm=own.clip_norm)
 
 
 def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, object]) -> Inputs:
     """Return what a preset says of its planning problem."""
+    epsilons = per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon)
     values: dict[str, object] = {
         "mechanism": own.mechanism,
         "clip_norm": own.clip_norm,
-        "epsilon": list(budgets(settings, own).values()) if own.client_epsilons else own.epsilon,
+        "epsilon": list(epsilons.values()) if own.client_epsilons else own.epsilon,
     }
     notes = []
     if given.get("mechanism", own.mechanism) == "gaussian":
@@ -86,26 +87,16 @@ def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, objec
     return Inputs(values=values, notes=tuple(notes))
 
 
-def budgets(settings: Settings, own: Own) -> dict[str, float]:
-    """Return every client's epsilon by name, from `client-epsilons` or else `epsilon`; infinite for no noise.
-
-    Raises:
-        ValueError: if a value is no number, or their count isn't the number of clients.
-    """
-    return per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon)
-
-
-def _shared(settings: Settings, own: Own, sizes: Sizes) -> dict[str, Any]:
+def _shared(settings: Settings, own: Own) -> dict[str, Any]:
     """Return what both sides must agree on."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     replies = own.num_replies or max(1, -(-settings.num_rounds * cohort_size_of(settings) // settings.num_clients))
     return {
         "mechanism": own.mechanism,
         "clip_norm": own.clip_norm,
-        "epsilon": budgets(settings, own),
+        "epsilon": per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon),
         "delta": own.delta,
         "num_replies": replies,
-        "num_records": dict(sizes()),
         "sampling_rate": own.record_sampling_rate,
         "relation": relation_of(own.relation),
     }

@@ -6,15 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from apps.parts import Sizes, cohort_size_of, local_client_words, local_evaluation_of, sampler_of, training_of
+from apps.parts import Sizes, cohort_size_of, local_client, local_words, sampler_of, training_of
 from apps.settings import TRAINING, Settings
-from flower_dp.clients import ClientPolicy, LocalDPClient, NbAFLRecipe, Records
+from flower_dp.clients import LocalDPClient, NbAFLRecipe, Records
 from flower_dp.core import checks
 from flower_dp.planning.nbafl_bound import best_proximal
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import NbAFL
 
-READS = tuple(name for name in TRAINING if name != "engine")
+READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
+UNSET = ("NbAFL.min_records", "LocalTraining.sam_radius", "LocalTraining.sparsifier")
+OTHER_DEFAULTS = ("NbAFL.num_replies", "NbAFLRecipe.num_replies")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +36,16 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
     sampler_of(settings, "full", "fixed-size")
     return NbAFL(
         **_shared(settings, own),
-        num_clients=settings.num_clients,
-        num_records=dict(sizes()),
+        **local_words(settings, sizes),
         cohort_size=None if settings.sampling == "full" else cohort_size_of(settings),
         aggregation=own.aggregation,
-        report_client_metrics=settings.report_client_metrics,
-        evaluation=local_evaluation_of(settings),
     )
 
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
     """Return a node's client."""
-    return LocalDPClient(
-        model=model,
-        clients=clients,
-        **local_client_words(settings),
-        recipe=NbAFLRecipe(**_shared(settings, own), training=training_of(settings), min_records=min(sizes().values())),
-        policy=ClientPolicy(max_clip_norm=own.clip_norm, allow_metrics=settings.report_client_metrics),
-    )
+    recipe = NbAFLRecipe(**_shared(settings, own), training=training_of(settings), min_records=min(sizes().values()))
+    return local_client(settings, recipe, model, clients, max_clip_norm=own.clip_norm)
 
 
 def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, object]) -> Inputs:

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from apps.methods.dp_fedpaq import shared, steps_of, strategy_words
-from apps.parts import Sizes, local_client_words
+from apps.methods.dp_fedpaq import shared, strategy_words
+from apps.parts import Sizes, local_client
 from apps.settings import Settings
 from apps.tasks.models import loss_of
-from flower_dp.clients import ClientPolicy, LocalDPClient, Records, ScaffoldRecipe
+from flower_dp.clients import LocalDPClient, Records, ScaffoldRecipe
 from flower_dp.strategies import Scaffold
 
 READS: tuple[str, ...] = ("batch_size",)
+UNSET = ("ScaffoldRecipe.common", "ScaffoldRecipe.own")
+OTHER_DEFAULTS = ("Scaffold.num_replies",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +40,5 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> Scaffold:
 
 def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
     """Return a node's client."""
-    return LocalDPClient(
-        model=model,
-        clients=clients,
-        **local_client_words(settings),
-        recipe=ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model)),
-        policy=ClientPolicy(max_clip_norm=steps_of(settings, own).sum_norm, allow_metrics=settings.report_client_metrics),
-    )
+    recipe = ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model))
+    return local_client(settings, recipe, model, clients, max_clip_norm=recipe.steps.sum_norm)

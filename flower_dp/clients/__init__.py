@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from flower_dp.clients.local.evaluation import RecordMetrics
     from flower_dp.clients.nbafl import NbAFLRecipe
     from flower_dp.clients.scaffold import ScaffoldRecipe
+    from flower_dp.clients.training.blur import BLUR
     from flower_dp.clients.training.engines import local_updates
     from flower_dp.clients.training.fixes import fix_batchnorm
+    from flower_dp.clients.training.lus import LUS
     from flower_dp.clients.training.recipe import FlatModel, LocalTraining, model_arrays
     from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
+    from flower_dp.clients.training.regularizers import ProximalTerm, Regularizer
 
 __all__ = [
+    "BLUR",
+    "LUS",
     "ClientPolicy",
     "DPClient",
     "DPFedPAQRecipe",
@@ -39,8 +44,10 @@ __all__ = [
     "LocalTraining",
     "NbAFLRecipe",
     "NbAFLTerms",
+    "ProximalTerm",
     "RecordMetrics",
     "Records",
+    "Regularizer",
     "ScaffoldRecipe",
     "TensorRecords",
     "as_records",
@@ -53,6 +60,7 @@ __all__ = [
 
 # What needs torch, by its module here.
 _WITH_TORCH = {
+    "BLUR": "training.blur",
     "DatasetRecords": "training.records",
     "as_records": "training.records",
     "fix_batchnorm": "training.fixes",
@@ -61,11 +69,14 @@ _WITH_TORCH = {
     "DPPASGDRecipe": "dp_pasgd",
     "FedSGDDPCRecipe": "fedsgd_dpc",
     "FlatModel": "training.recipe",
+    "LUS": "training.lus",
     "LocalDPClient": "local.client",
     "LocalTraining": "training.recipe",
     "NbAFLRecipe": "nbafl",
+    "ProximalTerm": "training.regularizers",
     "RecordMetrics": "local.evaluation",
     "Records": "training.records",
+    "Regularizer": "training.regularizers",
     "ScaffoldRecipe": "scaffold",
     "TensorRecords": "training.records",
     "client_app": "app",

@@ -48,25 +48,21 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client = client_of(context)
-        trained, config = _trained(message)
-        beside = trained.pop(wire.BESIDE, None)
-        arrays, answer = client.answer(trained, config, beside)
+        arrays, answer = client.answer(*_read(message))
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         client = client_of(context)
-        answer = client.evaluation(*_trained(message))
+        answer = client.evaluation(*_read(message))
         return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
 
     return app
 
 
-def _trained(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the arrays of a message that are trained, and its configuration."""
+def _read(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a message, in order, and its configuration."""
     with in_own_words("reading the message"), reading():
-        named = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
-        config = dict(message.content.config_records.get(wire.MESSAGE_API.config, {}))
-        frozen = wire.instruction_of(config).frozen
-        return {name: array for position, (name, array) in enumerate(named.items()) if position not in frozen}, config
+        arrays = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
+        return arrays, dict(message.content.config_records.get(wire.MESSAGE_API.config, {}))

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients.account import refuse_ledger
+from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, in_own_words, reading
-from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.clients.reply import client_level
+from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
 from flower_dp.clients.reply.pipeline import Job, Train, failure
 from flower_dp.clients.reply.updates import LocalUpdates
@@ -28,7 +29,7 @@ from flower_dp.clients.training.recipe import FlatModel, LocalTraining
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
-from flower_dp.wire import Answer, EvaluationAnswer, Instruction
+from flower_dp.wire import Instruction
 
 
 class NodeClient(NumPyClient):
@@ -83,7 +84,8 @@ class NodeClient(NumPyClient):
         Every call takes new entropy from the operating system: the client holds no state that a copy of it, or another process,
         could repeat. With a `noise_seed`, for tests, it follows from seed, round and client.
         """
-        return noise.noise_generator(self.noise_seed, instruction.server_round, name, on=on)
+        purpose = name if instruction.ask.metrics is None else f"evaluation of {name}"
+        return noise.noise_generator(self.noise_seed, instruction.server_round, purpose, on=on)
 
     def attach(self, context: Context) -> None:
         """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
@@ -103,7 +105,8 @@ class NodeClient(NumPyClient):
         """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.
 
         Args:
-            parameters: the server's model, frozen arrays among them, in the order of this client's own.
+            parameters: the server's model, frozen arrays among them, in the order of this client's own, and behind it the vectors
+                of the ask.
             config: holds the instruction.
 
         Raises:
@@ -111,49 +114,22 @@ class NodeClient(NumPyClient):
                 fit.
             RuntimeError: if anything else fails; only that leaves the device.
         """
-        trained, beside = self._received(parameters, config)
-        arrays, answer = self.answer(trained, config, beside)
+        arrays, answer = self.answer(_in_order(parameters), config)
         return arrays, 1, answer
 
-    def answer(
-        self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any], beside: np.ndarray | None = None
-    ) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def answer(self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Return the payload arrays, and the answer that describes them.
 
         Args:
-            trained: the arrays of the server's model that are trained, by name.
+            arrays: of the message, in order: the server's model, frozen arrays among them, by name or by position, and behind it
+                the vectors of the ask.
             config: holds the instruction.
-            beside: a vector [d] that the server has sent beside the model, for methods that read one.
 
         Raises:
             Declined, RuntimeError: as `fit`.
         """
         with in_own_words("training"):
-            return self._answer(trained, config, beside)
-
-    def _answer(
-        self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any], beside: np.ndarray | None
-    ) -> tuple[list[np.ndarray], dict[str, Any]]:
-        with reading():
-            instruction = wire.instruction_of(config)
-        if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
-            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
-        self._check(instruction)
-        vector = self._vector(trained)
-        work = self._work(vector, instruction, _beside(beside, vector))
-        made = add_up(vector, work)
-        metrics = {}
-        if instruction.report_metrics and self.policy.allow_metrics and made.losses:
-            metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
-        answer = Answer(
-            refused=made.refused,
-            payload=made.payload.header,
-            payload_bytes=made.payload_bytes,
-            seeded_noise=self.noise_seed is not None,
-            metrics=metrics,
-            restarted=tuple(name for name in work.restarted if name not in made.refused),
-        )
-        return list(made.payload.arrays), {wire.KEY: answer.to_json(instruction.clients)}
+            return self._answer(arrays, config, evaluates=False)
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
@@ -161,65 +137,80 @@ class NodeClient(NumPyClient):
         Raises:
             Declined, RuntimeError: as `fit`.
         """
-        trained, beside = self._received(parameters, config)
-        if beside is not None:
-            raise Declined("an evaluation: a vector came beside the model")
-        return 0.0, 1, self.evaluation(trained, config)
+        return 0.0, 1, self.evaluation(_in_order(parameters), config)
 
-    def evaluation(self, trained: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a private evaluation.
+    def evaluation(self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation, which has its payload inside.
+
+        Args:
+            arrays: of the message, as for `answer`.
+            config: holds the instruction.
 
         Raises:
             Declined, RuntimeError: as `fit`.
         """
         with in_own_words("evaluation"):
-            with reading():
-                instruction = wire.instruction_of(config)
-            if instruction.method != wire.EVALUATION:
-                raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
-            answer = self._evaluation(trained, instruction)
-            return {wire.KEY: answer.to_json(instruction.clients)}
+            return self._answer(arrays, config, evaluates=True)[1]
 
-    def _received(
-        self, parameters: list[np.ndarray], config: Mapping[str, Any]
-    ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """Return the arrays that are trained, by name, and the vector that was sent beside them, None for none."""
-        with in_own_words("training"):
+    def _answer(
+        self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any], *, evaluates: bool
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
+        with reading():
+            instruction = wire.instruction_of(config, list(arrays.values()))
+        ask = instruction.ask
+        if evaluates and instruction.method != wire.EVALUATION:
+            raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+        if not evaluates and (instruction.method not in self.methods or instruction.method == wire.EVALUATION):
+            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        self._check(instruction)
+        vector = self._vector(arrays, instruction)
+        if not evaluates:
             with reading():
-                frozen = wire.instruction_of(config).frozen
-            trained = [array for position, array in enumerate(parameters) if position not in frozen]
-            names = self.model.layout.names
-            beside = trained.pop() if len(trained) == len(names) + 1 else None
-            if len(trained) != len(names):
-                raise Declined(f"the server's model has {len(trained)} arrays, this client's {len(names)}")
-            return dict(zip(names, trained, strict=True)), beside
+                ask.check_vectors(self.vectors, vector.numel())
+        made = add_up(vector, self._work(vector, instruction), inline=evaluates)
+        metrics = {}
+        if not evaluates and instruction.report_metrics and self.policy.allow_metrics and made.losses:
+            metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
+            metrics |= _moments(made.norms)
+        text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
+        if self.context is not None:  # accounts were charged, and nothing is left that could fail
+            keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
+        return list(made.payload.arrays), {wire.KEY: text}
 
-    def _vector(self, trained: Mapping[str, np.ndarray]) -> Tensor:
-        """Return the server's model as a vector [d].
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the vectors that this client's training works with besides the model; it refuses all others."""
+        return ()
+
+    def _vector(self, arrays: Mapping[str, np.ndarray], instruction: Instruction) -> Tensor:
+        """Return what is trained of the server's model as a vector [d].
 
         Raises:
             Declined: if it is not this client's model.
         """
-        layout = self.model.layout
+        layout, names = self.model.layout, list(arrays)[: len(arrays) - len(instruction.ask.vectors)]
+        trained = {name: arrays[name] for position, name in enumerate(names) if position not in instruction.frozen}
+        if len(trained) != len(layout.names):
+            raise Declined(f"the server's model has {len(trained)} arrays, this client's {len(layout.names)}")
+        if set(trained) != set(layout.names) and all(name.isdigit() for name in trained):
+            trained = dict(zip(layout.names, trained.values(), strict=True))
         if set(trained) != set(layout.names):
             raise Declined(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
         with reading():
             return torch.from_numpy(layout.flatten(trained)).to(self.model.device)
 
+    @abstractmethod
     def _check(self, instruction: Instruction) -> None:
-        """Refuse an instruction to train that the policy does not allow."""
-        self.policy.check(instruction.ask)
-
-    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
-        """Return the answer of this node's clients to a private evaluation."""
-        raise Declined("this client does not evaluate")
+        """Refuse an instruction that the policy does not allow."""
 
     @abstractmethod
-    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
-        """Return the work of this node's clients; charge accounts before any record is read.
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        """Return the work of this node's clients; charge accounts before any record is read."""
 
-        `beside` is the vector [d] that came beside the model, None for none.
-        """
+
+def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays without names by their positions."""
+    return {str(position): array for position, array in enumerate(parameters)}
 
 
 class DPClient(NodeClient):
@@ -283,25 +274,21 @@ class DPClient(NodeClient):
         """The methods with one noised sum of clipped updates, and private evaluation."""
         return (*CLIENT_LEVEL, wire.EVALUATION)
 
-    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
-        self.policy.check_evaluation(instruction.ask)
-        bounds = instruction.bounds
-        vector = self._vector(trained)
-        rows = MetricRows(model=self.model, metrics=self.metrics, bounds=bounds)
-        made = add_up(vector, self._sum(vector, instruction, rows, length=bounds.num_counted, purpose="evaluation of "))
-        total = made.total.cpu().numpy()
-        return EvaluationAnswer(refused=made.refused, total=total, seeded_noise=self.noise_seed is not None)
+    def _check(self, instruction: Instruction) -> None:
+        if instruction.ask.metrics is None:
+            self.policy.check(instruction.ask)
+        else:
+            self.policy.check_evaluation(instruction.ask)
 
-    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
-        if beside is not None:
-            raise Declined(f"method={instruction.method!r}: uses the model only, but the server sent a second vector with it")
-        train = LocalUpdates(training=self.training, model=self.model, server_round=instruction.server_round, engine=self.engine)
-        return self._sum(vector, instruction, train, length=vector.numel())
-
-    def _sum(self, vector: Tensor, instruction: Instruction, train: Train, *, length: int, purpose: str = "") -> Work:
-        """Return the work whose rows are those of `train` [length], each clipped, with its share of the noise."""
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
+        ask, number = instruction.ask, instruction.server_round
+        train: Train = LocalUpdates(training=self.training, model=self.model, server_round=number, engine=self.engine)
+        length = vector.numel()
+        if ask.metrics is not None:
+            train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
         with reading():
-            pipeline = client_level.pipeline(instruction.ask, train=train, length=length)
+            pipeline = client_level.pipeline(ask, train=train, length=length)
         refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
         jobs = []
         for name in [name for name in instruction.clients if name not in refused]:
@@ -310,23 +297,25 @@ class DPClient(NodeClient):
             except Exception as error:
                 refused[name] = failure(name, error).reason
                 continue
-            seed = batch_seed(self.seed, instruction.server_round, name)
-            secret = partial(self.generator, instruction, f"{purpose}{name}", on=vector)
-            jobs.append(Job(name=name, records=records, seed=seed, secret=secret))
+            secret = partial(self.generator, instruction, name, on=vector)
+            jobs.append(
+                Job(
+                    name=name,
+                    records=records,
+                    seed=batch_seed(self.seed, number, name),
+                    secret=secret,
+                    measured=instruction.report_metrics,
+                )
+            )
         return Work(groups=[(pipeline, jobs)], length=length, refused=refused)
 
 
-def _beside(array: np.ndarray | None, vector: Tensor) -> Tensor | None:
-    """Return the second vector that was sent with the model, in the same form as the model's vector [d].
+def _moments(norms: list[Tensor]) -> dict[str, float]:
+    """Return the sums of the norms of updates before the clip and of their squares; nothing where none were measured.
 
-    Raises:
-        Declined: if it has another shape or type, or is not finite.
+    The number of clipped updates is not told: a share of clipped clients would tell how many there are.
     """
-    if array is None:
-        return None
-    if array.shape != tuple(vector.shape) or array.dtype != np.float32 or not np.isfinite(array).all():
-        raise Declined(
-            f"the vector that was sent with the model is {array.dtype} of shape {array.shape}: must be finite float32 of shape "
-            f"{tuple(vector.shape)}"
-        )
-    return torch.from_numpy(np.array(array)).to(vector.device)
+    if not norms:
+        return {}
+    rows = torch.stack(norms)
+    return {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}

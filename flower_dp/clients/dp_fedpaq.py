@@ -102,8 +102,11 @@ class DPFedPAQRecipe:
             self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=None
         )
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
-        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is."""
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None = None) -> str | None:
+        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is.
+
+        `drift` [d] is added to every step's gradient, and is public; None for none.
+        """
         if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
             return None
         convex = ConvexModel.of(model, self.loss, self.steps)

@@ -177,22 +177,6 @@ class DPPASGDRecipe:
         )
         return Pipeline(train=train, clip=clip, noise=noise, encode=SinglePrecision())
 
-    def reply(
-        self,
-        vector: Tensor,
-        records: Records,
-        release: Release,
-        *,
-        model: FlatModel,
-        server_round: int,
-        seed: int,
-        rng: np.random.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the change of the weights [d], and the mean of the steps' losses; `rng` gives batches and noise."""
-        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
-        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
-        return made.row, made.loss
-
     def _steps(self) -> LocalSteps:
         return LocalSteps(
             num_local_steps=self.num_local_steps,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -154,25 +153,6 @@ class FedSGDDPCRecipe:
             after_noise=MinusMean(expected_size=release.expected_cohort),
             encode=SinglePrecision(),
         )
-
-    def reply(
-        self,
-        vector: Tensor,
-        records: Records,
-        release: Release,
-        *,
-        model: FlatModel,
-        server_round: int,
-        seed: int,
-        rng: np.random.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """Return minus the noised mean gradient [d], and the mean loss of the batch's records that count.
-
-        `rng` gives the secret batch and the noise.
-        """
-        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
-        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
-        return made.row, made.loss
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
         return gradient_terms(

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +91,8 @@ class NbAFLRecipe:
     record decides whether a client replies.
 
     Attributes:
-        training: the recipe of local training; its `proximal` is the paper's mu.
+        training: the recipe of local training; the strength of its `ProximalTerm` is the paper's mu. Without a sparsifier, as
+            weights are sent.
         clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms depends on private data, unless it is
             computed on public data.
         epsilon: the paper's epsilon over `uplink_exposures` replies, one number or one by client name; math.inf: no noise.
@@ -128,6 +128,8 @@ class NbAFLRecipe:
     method = "nbafl"
 
     def __post_init__(self) -> None:
+        if self.training.sparsifier is not None:
+            raise ValueError(f"sparsifier={self.training.sparsifier}: drops coordinates of updates, and NbAFL sends weights")
         for epsilon in values_in(self.epsilon):
             self._terms(epsilon, 1)
         for replies in [] if self.num_replies is None else values_in(self.num_replies):
@@ -148,22 +150,6 @@ class NbAFLRecipe:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         train = TrainedWeights(training=self.training, model=model, server_round=server_round)
         return weights_pipeline(release, train=train, length=model.layout.size)
-
-    def reply(
-        self,
-        vector: Tensor,
-        records: Records,
-        release: Release,
-        *,
-        model: FlatModel,
-        server_round: int,
-        seed: int,
-        rng: np.random.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the clipped and noised weights [d], and the training loss; the noise comes from `rng`."""
-        job = Job(name="", records=records, seed=seed, secret=lambda: rng)
-        made = self.pipeline(release, model=model, server_round=server_round).reply(vector, job)
-        return made.row, made.loss
 
     def _terms(self, epsilon: float, num_replies: int) -> Terms:
         return weights_terms(

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from flower_dp.clients.client_level_registry import CLIENT_LEVEL
 from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.dp_pasgd import DPPASGDRecipe
 from flower_dp.clients.fedsgd_dpc import FedSGDDPCRecipe
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.nbafl import NbAFLRecipe
+from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.scaffold import ScaffoldRecipe
 
 __all__ = ["CLIENT_LEVEL", "LOCAL"]

@@ -1,7 +1,8 @@
 """SCAFFOLD on the client (Karimireddy et al. 2020, option II): local steps with control variates, with and without privacy."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -12,6 +13,25 @@ from flower_dp.clients.training.records import Records
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.release import Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlVariate:
+    """The client's control variate for its next round: c_i' = c_i - c - Dx_i / (E eta) (eq. 9 of the DP-FedPAQ paper).
+
+    Attributes:
+        common: the server's c [d].
+        divisor: E eta of this round.
+    """
+
+    slot: ClassVar[Literal["keep"]] = "keep"
+    common: Tensor
+    divisor: float
+
+    def __call__(self, row: Tensor, kept: Tensor | None) -> Tensor:
+        """Return c_i' [d], a function of the row that was sent, c_i (None: 0) and c alone."""
+        change = -self.common - row / self.divisor
+        return change if kept is None else kept + change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +51,8 @@ class ScaffoldRecipe:
         num_replies: the most replies that a client will ever send, one number or one by client name.
         quantization_levels: levels above 0 of what is sent; None: float32.
         loss: model outputs, targets -> loss, for batches of one record.
+        common: the server's c [d] of a round: see `given`.
+        own: the client's c_i [d]; None: zero.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -49,8 +71,11 @@ class ScaffoldRecipe:
     num_replies: int | Mapping[str, int]
     quantization_levels: int | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    common: Tensor | None = field(default=None, repr=False, compare=False)
+    own: Tensor | None = field(default=None, repr=False, compare=False)
 
     method = "scaffold"
+    vectors = ("control",)
 
     def __post_init__(self) -> None:
         self._plain()  # refuses impossible values
@@ -63,23 +88,33 @@ class ScaffoldRecipe:
         """
         return self._plain().terms(name, records)
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
-        """Return why a client must not reply to a model and a drift [d] each, as `DPFedPAQRecipe`; None if it may."""
-        return self._plain().why_not(vector, model=model, server_round=server_round, drift=drift)
+    def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "ScaffoldRecipe":
+        """Return the recipe of one client's reply in one round, with the server's c and its own c_i."""
+        return replace(self, common=vectors["control"], own=kept)
+
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
+        """Return why a client must not reply to this model and c - c_i [d] each, as `DPFedPAQRecipe`; None if it may."""
+        return self._plain().why_not(vector, model=model, server_round=server_round, drift=self._drift())
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return the pipeline of a client's reply if its control variate and the server's are zero."""
-        return self._plain().pipeline(release, model=model, server_round=server_round)
-
-    def corrected(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor) -> Pipeline:
-        """Return the pipeline of one client's reply, with `drift` = c - c_i [d] added to every step's gradient."""
-        return steps_pipeline(
-            self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=drift
+        """Return the pipeline of one client's reply: c - c_i is added to every step's gradient, and c_i' is kept."""
+        made = steps_pipeline(
+            self.steps,
+            release,
+            self.loss,
+            self.quantization_levels,
+            model=model,
+            server_round=server_round,
+            drift=self._drift(),
         )
+        if self.common is None:
+            return made
+        divisor = self.steps.num_local_steps * self.steps.step_size(server_round)
+        return replace(made, keep=ControlVariate(common=self.common, divisor=divisor))
 
-    def change(self, row: Tensor, *, server_round: int, common: Tensor) -> Tensor:
-        """Return c_i' - c_i = -c - Dx_i / (E eta) [d] (eq. 9 of the DP-FedPAQ paper)."""
-        return -common - row / (self.steps.num_local_steps * self.steps.step_size(server_round))
+    def _drift(self) -> Tensor | None:
+        """Return c - c_i."""
+        return self.common if self.common is None or self.own is None else self.common - self.own
 
     def _plain(self) -> DPFedPAQRecipe:
         return DPFedPAQRecipe(

@@ -11,7 +11,7 @@ import numpy as np
 from array_api_compat import array_namespace, is_torch_array
 
 from flower_dp.core import checks
-from flower_dp.core.vectors import Array, Layout
+from flower_dp.core.vectors import Array
 
 # Rounding the factor and the product to float32 changes an entry by at most a factor 1 + 2**-23 or so; norms are summed
 # in float64.
@@ -71,26 +71,6 @@ def clip_l1(rows: Array, clip_norm: float) -> Array:
         ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
     """
     return _clip(rows, _bound(clip_norm), l1_norms)
-
-
-def clip_per_layer(rows: Array, clip_norm: float, layout: Layout) -> Array:
-    """Return float32 rows in which every array of the layout is clipped to clip_norm / sqrt(number of arrays).
-
-    The L2 norm of the whole row is then at most `clip_norm`, so sensitivity and noise are those of `clip_l2`. (Clipping each
-    of L arrays to `clip_norm` itself would make the sensitivity sqrt(L) times as large.)
-
-    Raises:
-        ValueError: as `clip_l2`, or if the rows' length is not the layout's.
-    """
-    if rows.shape[-1] != layout.size:
-        raise ValueError(f"rows have length {rows.shape[-1]}: the layout's is {layout.size}")
-    xp = array_namespace(rows)
-    bound = _bound(clip_norm) / len(layout.sizes) ** 0.5
-    parts, start = [], 0
-    for size in layout.sizes:
-        parts.append(_clip(rows[..., start : start + size], bound, l2_norms))
-        start += size
-    return xp.concat(parts, axis=-1)
 
 
 def _bound(clip_norm: float) -> float:

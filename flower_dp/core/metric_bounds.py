@@ -8,6 +8,8 @@ import numpy as np
 
 from flower_dp.core import checks
 
+# Rounding toward zero is a bias. On a lattice that much finer than that of updates it is negligible beside the noise.
+FINER_LATTICE = 2.0**12
 _MOST_METRICS = 16
 
 

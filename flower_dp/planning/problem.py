@@ -76,9 +76,9 @@ class Reader:
             f"a whole number >= {at_least}",
         )
 
-    def optional_integer(self, key: str, *, at_least: int = 1, at_most: int = LARGEST_COUNT) -> int | None:
-        """Return a whole number within the bounds, or None where the problem does not give the key."""
-        return self.integer(key, at_least=at_least, at_most=at_most) if self.has(key) else None
+    def optional_integer(self, key: str, *, at_most: int = LARGEST_COUNT) -> int | None:
+        """Return a whole number from 1 to a bound, or None where the problem does not give the key."""
+        return self.integer(key, at_most=at_most) if self.has(key) else None
 
     def number(
         self,
@@ -112,13 +112,13 @@ class Reader:
 
         return np.asarray(self._spread(key, num_clients, check, "a finite number"), dtype=np.float64)
 
-    def per_client_integer(self, key: str, num_clients: int, *, at_least: int = 1, at_most: int = 10**12) -> tuple[int, ...]:
-        """Return one whole number a client; a single number stands for every client."""
+    def per_client_integer(self, key: str, num_clients: int) -> tuple[int, ...]:
+        """Return one whole number a client, from 1 to 10^12; a single number stands for every client."""
 
         def check(name: str, value: object) -> int:
-            return checks.integer(name, value, at_least=at_least, at_most=at_most)
+            return checks.integer(name, value, at_least=1, at_most=10**12)
 
-        return tuple(self._spread(key, num_clients, check, f"a whole number >= {at_least}"))
+        return tuple(self._spread(key, num_clients, check, "a whole number >= 1"))
 
     def _spread(self, key: str, num_clients: int, check: Callable[[str, object], T], wanted: str) -> list[T]:
         value = self.values.get(key)

@@ -31,33 +31,18 @@ class Ledger:
         self.num_charges = 0
         self._counts: dict[DpEvent, int] = {}
 
-    def charge(self, event: DpEvent) -> None:
-        """Record an event, before anything that it covers is released.
+    def charge(self, event: DpEvent, count: int = 1) -> None:
+        """Record an event, or `count` of them, before anything that it covers is released.
 
         Raises:
             ValueError: if the event can't be accounted; nothing is written then and nothing may be released.
         """
-        event = _frozen(event)
+        event, count = _frozen(event), checks.integer("count", count, at_least=0)
         if event not in self._counts:
             accounting.check(event, relation=self.relation)
-        self.num_charges += 1
-        if not isinstance(event, NoOpDpEvent):
-            self._counts[event] = self._counts.get(event, 0) + 1
-
-    def amend(self, charged: DpEvent, actual: DpEvent) -> None:
-        """Replace an event that was charged in advance by the event that really happened.
-
-        Raises:
-            ValueError: if `charged` is not in the ledger, or `actual` can't be accounted; the ledger stays as it was then.
-        """
-        charged = _frozen(charged)
-        if not self._counts.get(charged):
-            raise ValueError(f"event {charged}: was not charged to {self.owner}")
-        self.charge(actual)
-        self.num_charges -= 1
-        self._counts[charged] -= 1
-        if not self._counts[charged]:
-            del self._counts[charged]
+        self.num_charges += count
+        if count and not isinstance(event, NoOpDpEvent):
+            self._counts[event] = self._counts.get(event, 0) + count
 
     @property
     def event(self) -> DpEvent:

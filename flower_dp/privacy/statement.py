@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
+from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation
 
 
@@ -44,6 +45,21 @@ class Adversary:
     noise_std: float
     paper: PaperEpsilon | None = None
     trusted: bool = False
+
+    @classmethod
+    def of(
+        cls, name: str, cost: Cost, *, sees: str, noise_std: float, paper: PaperEpsilon | None = None, trusted: bool = False
+    ) -> "Adversary":
+        """Return an adversary against whom this cost is proved."""
+        return cls(
+            name=name,
+            sees=sees,
+            epsilon=cost.epsilon,
+            accountant=cost.accountant,
+            noise_std=noise_std,
+            paper=paper,
+            trusted=trusted,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

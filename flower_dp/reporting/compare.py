@@ -4,7 +4,6 @@ import json
 import math
 import os
 import textwrap
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_dp.privacy.statement import delta_in_words
+from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder as run_folders
 
 # Keys in which repetitions of the same run may differ.
 REPEATED = ("seed", "output-dir")
+# Settings whose values name the table of settings that is read.
+_CHOICES = ("method", "task")
 _WIDTH = 46  # of a label, in characters
 
 
@@ -78,37 +80,27 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     Raises:
         ValueError: naming the folder, if it is not a run folder, was not finished or never recorded the metric.
     """
-    path = Path(folder).expanduser()
-    if not (path / run_folders.CONFIG).is_file():
-        raise ValueError(f"{folder}: is not a run folder: it has no {run_folders.CONFIG}")
-    try:
-        config = tomllib.loads((path / run_folders.CONFIG).read_text(encoding="utf-8"))
-        rows = run_folders.read_metrics(path)
-        finished, stated = (path / run_folders.MODEL).is_file(), path / run_folders.STATEMENT_JSON
-        statement = json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {}
-    except ValueError as error:  # of TOML, JSON and UTF-8
-        raise ValueError(f"{folder}: can't be read: {error}") from None
-    values = {int(row["round"]): _number(row[metric], math.nan) for row in rows if "round" in row and metric in row}
+    past = read_past_run(folder)
+    rows, statement = past.rows, past.statement
+    values = past.series(metric)
     if not values:
         there = (
             ", ".join(dict.fromkeys(key for row in rows for key, value in row.items() if _is_metric(key, value))) or "no metric"
         )
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
-    if not finished and not allow_unfinished:
+    if not past.finished and not allow_unfinished:
         raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); set --allow-unfinished to use it")
-    spent = {int(row["round"]): _number(row["epsilon"], math.inf) for row in rows if "round" in row and "epsilon" in row}
-    epsilon = max(spent.values(), default=math.inf)
-    if finished or statement:
-        epsilon = _number(statement.get("epsilon"), math.inf) if statement.get("private") else math.inf
+    spent = past.series("epsilon", otherwise=math.inf)
+    epsilon = past.epsilon if past.finished or statement else max(spent.values(), default=math.inf)
     return Run(
-        folder=path,
-        config=config,
+        folder=past.folder,
+        config=past.config,
         values=values,
         spent=spent,
         epsilon=epsilon,
         delta=statement.get("delta", rows[-1].get("delta")),
         unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
-        finished=finished,
+        finished=past.finished,
     )
 
 
@@ -126,7 +118,7 @@ def curves_of(runs: Sequence[Run], metric: str) -> list[Curve]:
         seen.add(place)
         settings = sorted(_setting(key, run.config) for key in run.config if key not in REPEATED)
         groups.setdefault("\n".join(settings), []).append(run)
-    labels = _labels([group[0].config for group in groups.values()])
+    labels = labels_of([group[0].config for group in groups.values()])
     return [_curve(label, group, metric) for label, group in zip(labels, groups.values(), strict=True)]
 
 
@@ -189,19 +181,32 @@ def _spent(run: Run, at: int) -> float:
     return run.spent[max(before for before in run.spent if before <= at)] if min(run.spent, default=at + 1) <= at else 0.0
 
 
-def _labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def labels_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a label for each configuration, made of the keys in which they differ."""
     if len(configs) == 1:
         return [str(configs[0].get("method", "all runs"))]
+    tables = {str(config[key]) for config in configs for key in _CHOICES if key in config}
+    configs = [_read_by(config, tables) for config in configs]
     keys = list(dict.fromkeys(key for config in configs for key in config if key not in REPEATED))
     differ = [key for key in keys if any(_setting(key, config) != _setting(key, configs[0]) for config in configs)]
     # Keys that some runs do not have (those of an older version) are left out, if the other keys distinguish the curves.
     known = [key for key in differ if all(key in config for config in configs)]
     for chosen in (known, differ):
-        labels = [", ".join(_setting(key, config) for key in chosen) for config in configs]
+        labels = [", ".join(_setting(key, one) for key in chosen if key in one or _table(key) not in tables) for one in configs]
         if len(set(labels)) == len(labels):
             break
     return labels
+
+
+def _read_by(config: Mapping[str, Any], tables: set[str]) -> dict[str, Any]:
+    """Return a configuration without the tables of methods and tasks that other runs have chosen, and this one has not."""
+    own = {config.get(key) for key in _CHOICES}
+    return {key: value for key, value in config.items() if _table(key) not in tables or _table(key) in own}
+
+
+def _table(key: str) -> str:
+    """Return the table of a setting, such as `dp-fedsam`; empty for a common one."""
+    return key.rpartition(".")[0]
 
 
 def _setting(key: str, config: Mapping[str, Any]) -> str:
@@ -221,8 +226,3 @@ def _final(mean: float, std: float, count: int) -> str:
 
 def _is_metric(key: str, value: Any) -> bool:
     return key not in ("round", "num-rounds") and isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(value: Any, otherwise: float) -> float:
-    """Return a recorded number; null stands for what is not finite."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise

@@ -1,25 +1,19 @@
 """Figures of the curves of runs. The only module of the comparison that needs matplotlib."""
 
-import io
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from flower_dp.privacy.statement import delta_in_words
+from flower_dp.reporting import canvas
 from flower_dp.reporting.compare import Curve, wrapped
-from flower_dp.running.run_folder import write_whole
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, which is hard to see on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_STYLES = ("-", "--", "-.", ":")
 _BARS = 12  # approximate number of error bars and markers on a curve
 
 
@@ -29,23 +23,14 @@ def draw(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str]) -> 
     Raises:
         ValueError: if the file's name does not end in .png, or it can't be written.
     """
-    target = Path(path).expanduser()
-    if target.suffix.lower() != ".png":
-        raise ValueError(f"--output={path}: must end in .png")
-    buffer = io.BytesIO()
-    figure(curves, metric).savefig(buffer, format="png")
-    try:
-        write_whole(target, buffer.getvalue())
-    except OSError as error:
-        raise ValueError(f"--output={path}: can't be written: {error.strerror or error}") from None
+    canvas.save(figure(curves, metric), path)
 
 
 def figure(curves: Sequence[Curve], metric: str) -> Figure:
     """Return a figure of the metric over the rounds and, if a curve is private, over the epsilon spent."""
     panels = 2 if any(curve.private for curve in curves) else 1
     lines = sum(len(_entry(curve)) for curve in curves)
-    result = Figure(figsize=(5.5 * panels + 0.5, 4.6 + 0.2 * lines / panels), dpi=150, layout="constrained")
-    FigureCanvasAgg(result)
+    result = canvas.empty(5.5 * panels + 0.5, 4.6 + 0.2 * lines / panels)
     every = result.subplots(1, panels, sharey=True, squeeze=False)[0]
     for place, curve in enumerate(curves):
         _plot(every[0], curve.rounds.astype(float), curve, place, len(curves))
@@ -74,7 +59,6 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: i
     step = max(1, round(len(x) / _BARS))
     # The bars of different curves are at different rounds, so that they don't overlap; those of the first end at the last round.
     first = (len(x) - 1 - place * step // count) % step
-    colour = _COLOURS[place % len(_COLOURS)]
     axes.errorbar(
         x,
         curve.mean,
@@ -85,9 +69,8 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: i
         markersize=4,
         capsize=3,
         elinewidth=1,
-        color=colour,
-        linestyle=_STYLES[place // len(_COLOURS) % len(_STYLES)],
         label="\n".join(_entry(curve)),
+        **canvas.look(place),
     )
 
 

@@ -26,10 +26,11 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 class App:
     """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
 
-    `pilot` and `check` are functions that the app's pyproject.toml names under [tool.flower-dp], as "module:function"; empty if
-    there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem. `flower-dp run` calls
-    `check` with the run-config before it starts Flower; it raises ValueError for invalid settings. `server` and `client` are the
-    app's components, as "module:name".
+    `pilot`, `check` and `public_test` are functions that the app's pyproject.toml names under [tool.flower-dp], as
+    "module:function"; empty if there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem.
+    `flower-dp run` calls `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
+    `flower-dp figure landscape` calls `public_test` with a run's config, for its model, loss and public test records. `server`
+    and `client` are the app's components, as "module:name".
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class App:
     defaults: Mapping[str, Value]
     pilot: str = ""
     check: str = ""
+    public_test: str = ""
     server: str = ""
     client: str = ""
 
@@ -193,6 +195,7 @@ def read_app(folder: Path) -> App | None:
         defaults=flatten(app.get("config", {})),
         pilot=str(plugins.get("pilot", "")),
         check=str(plugins.get("check", "")),
+        public_test=str(plugins.get("public-test", "")),
         server=str(app.get("components", {}).get("serverapp", "")),
         client=str(app.get("components", {}).get("clientapp", "")),
     )

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
-from flower_dp.strategies.rules import RoundReport
+from flower_dp.strategies.run_state import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 
@@ -25,7 +25,9 @@ _LARGEST_ARRAY = 2**40
 # The columns of `metrics.jsonl` that are the run's own, whether a line has them or not.
 _OWN = frozenset(
     {"round", "num-rounds", "delta", "elapsed", "seconds"} | {one.name.replace("_", "-") for one in fields(RoundReport)}
-)
+) | {"cost-per-device", "clip-norm"}  # the further numbers of methods (`Rules.numbers`)
+# Of private evaluations, and of training metrics that clients were asked for.
+_PREFIXES = ("private-", "client-")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def record_run(
         name: the name of the run, used in the name of a new folder.
         path: the folder; by default that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
         evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round, but
-            for names of the run's own columns (`epsilon`, `round`, `private-...`), which the log then warns of.
+            for names of the run's own columns (`epsilon`, `round`, `private-...`, `client-...`), which the log then warns of.
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         words: further arguments of `strategy.start`.
 
@@ -119,7 +121,7 @@ def _users(metrics: Mapping[str, Any], told: set[str]) -> dict[str, Any]:
     In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised mean,
     or for the size of a cohort that is secret.
     """
-    taken = {name for name in metrics if name in _OWN or name.startswith("private-")}
+    taken = {name for name in metrics if name in _OWN or name.startswith(_PREFIXES)}
     for name in sorted(taken - told):
         log.warning("evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name)
     told |= taken

@@ -1,29 +1,31 @@
 """Client-level differential privacy: clipped client updates, and Gaussian noise on their sum."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent
+from dp_accounting import ComposedDpEvent, DpEvent
 
-from flower_dp import wire
 from flower_dp.core import checks, compression
-from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler, check_sampler
+from flower_dp.core.sampling import FixedSizeSampling, Sampler, check_sampler
+from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.evaluation import SumEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.masks import Masks
+from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState, check_relation
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.strategies.rules import Round, RunFacts
-from flower_dp.strategies.statements.client_level import ClientLevelFacts, EvaluationFacts, state
-from flower_dp.wire import Ask
+from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.statements.client_level import statement_of
 
 _SEEN_BY = {
     "central": "everyone who sees global models, the clients among them; the server is trusted",
@@ -34,10 +36,23 @@ _SEEN_BY = {
 }
 # Of the drawn clients, how many must answer where nobody tops up the noise of the others.
 _MIN_REPLY_RATIO = 0.75
-# Whose cohorts and charges are the same whatever rounds came before, and hold for more clients than were accounted for. Any other
-# sampler, of a user's own too, is taken for one whose charges follow from whose turn it is.
-_WITHOUT_ORDER = (FullSampling, PoissonSampling, FixedSizeSampling)
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClientLevelState:
+    """What a run of a client-level method has released.
+
+    Attributes:
+        planned_rounds: of the run; None if nobody has said.
+        training: the noised sums of updates.
+        evaluation: the noised sums of metrics; None without private evaluation.
+    """
+
+    planned_rounds: int | None = None
+    training: SumState
+    evaluation: SumState | None = None
 
 
 class ClientLevelRules:
@@ -67,8 +82,7 @@ class ClientLevelRules:
         min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
             large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
-        mask_keep_ratio: part of the coordinates of a random mask that all clients of a round share; None for no mask.
-        metrics: of a private evaluation; None in training.
+        masks: makes the mask that all clients of a round share; None for no mask.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -92,8 +106,7 @@ class ClientLevelRules:
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
-        mask_keep_ratio: float | None = None,
-        metrics: MetricBounds | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
         check_sampler(sampling)
@@ -118,9 +131,7 @@ class ClientLevelRules:
         )
         default_relation: Relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
         self._relation = accounting.relation_of(relation) if relation else default_relation
-        part = isinstance(sampling, FixedSizeSampling) and sampling.cohort_size != num_clients
-        if part and self._relation == "add-or-remove-one":
-            raise ValueError("relation='add-or-remove-one': sampling of a fixed size is accounted under 'replace-one' only")
+        check_relation(self._relation, sampling, num_clients)
         self.delta = float(delta)
         self.release = Release(
             what="the noised sum of clipped client updates, and every model made from it",
@@ -139,22 +150,18 @@ class ClientLevelRules:
             min_reply_ratio=self.min_reply_ratio,
             lossy_messages=self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None),
         )
-        self.sum = NoisedSum(
+        self.training = NoisedSum(
+            name=name,
             shared=self.noise,
             keep_ratio=self.keep_ratio,
             quantization_levels=self.quantization_levels or 0,
-            mask_keep_ratio=mask_keep_ratio,
-            metrics=metrics,
+            masks=masks,
         )
-        self._evaluation: tuple[ClientLevelRules, int] | None = None
-        self.begin()
+        self.evaluation: SumEvaluation | None = None
+        self._planned_rounds: int | None = None
+        self._planned = self._plan_of()
         if self.target_epsilon is not None and noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
-
-    @property
-    def sampling(self) -> Sampler:
-        """Who takes part in a round."""
-        return self.release.sampler
 
     @property
     def num_clients(self) -> int:
@@ -169,7 +176,7 @@ class ClientLevelRules:
     @property
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
-        if self.sum.mask_keep_ratio is not None:
+        if self.training.masks is not None:
             return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
         if self.placement == "central":
             return None
@@ -178,61 +185,56 @@ class ClientLevelRules:
             "placement='central'"
         )
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        # Against any single client; against those who are no clients.
-        self.ledger = Ledger(owner="every client", relation=self._relation)
-        self.outside_ledger = Ledger(owner="every client, against outsiders", relation=self._relation)
-        # What this release alone has charged to the first one, which evaluations share.
-        self.own_ledger = Ledger(owner=f"every client, {self.title}", relation=self._relation)
-        self.num_rounds = 0
-        self.least_noise_multiplier = math.inf
-        self._planned = PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
-        if self._evaluation is not None:
-            self._evaluation[0].begin()
-            self._evaluation[0].ledger, self._evaluation[0].outside_ledger = self.ledger, self.outside_ledger
-
-    def evaluating(self, noise_multiplier: float, sampling: Sampler, every: int, metrics: MetricBounds) -> "ClientLevelRules":
-        """Return the rules of private evaluations: a release of its own, with the placement of this one and its ledgers.
-
-        From now on this run's plan and its target count an evaluation after every `every`-th round.
-
-        Args:
-            noise_multiplier: std of the noise on the sum of clients' vectors, whose norm is at most 1.
-            sampling: who evaluates.
-            every: rounds from one evaluation to the next.
-            metrics: what is evaluated.
-        """
-        rules = ClientLevelRules(
-            name=wire.EVALUATION,
-            title=f"{self.title}, private evaluation",
-            clip_norm=1.0,
-            noise_multiplier=noise_multiplier,
-            sampling=sampling,
-            num_clients=self.num_clients,
-            delta=self.delta,
-            relation=self._relation,
-            placement=self.placement,
-            trusted_server=self.trusted_server,
-            min_reply_ratio=None if self.trusted_server else self.min_reply_ratio,
-            metrics=metrics,
-        )
-        self._evaluation = (rules, every)
-        self.begin()
-        return rules
+    # The run
 
     @property
-    def evaluation(self) -> "ClientLevelRules | None":
-        """The rules of this run's private evaluations; None without them."""
-        return None if self._evaluation is None else self._evaluation[0]
+    def state(self) -> ClientLevelState:
+        """All that these rules need to go on."""
+        return ClientLevelState(
+            planned_rounds=self._planned_rounds,
+            training=self.training.state,
+            evaluation=None if self.evaluation is None else self.evaluation.release.state,
+        )
+
+    @state.setter
+    def state(self, state: ClientLevelState) -> None:
+        self._planned_rounds = state.planned_rounds
+        self._planned = self._plan_of()
+        if state.planned_rounds is not None:
+            self._planned.plan(state.planned_rounds)
+        self.training.state = state.training
+        if self.evaluation is not None and state.evaluation is not None:
+            self.evaluation.release.state = state.evaluation
+
+    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
+        """Make private evaluation a second release of this method's rounds: its plan and its target count it from now on.
+
+        Raises:
+            ValueError: if the plan is for methods with a ledger of every client.
+        """
+        if not isinstance(plan, PrivateEvaluation):
+            raise ValueError(f"evaluation: is a {type(plan).__name__}; {self.title} takes a PrivateEvaluation")
+        self.evaluation = SumEvaluation.of(plan, self.training)
+        self._planned = self._plan_of()
+
+    def plan(self, num_rounds: int) -> None:
+        """Compute how many rounds the target allows, and the cost of each."""
+        self._planned_rounds = num_rounds
+        self._planned.plan(num_rounds)
+
+    def open(self, names: tuple[str, ...]) -> None:
+        """Nothing: one ledger serves all clients."""
+
+    def _plan_of(self) -> PlannedCost:
+        return PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
 
     def _events(self, num_rounds: int) -> DpEvent:
         """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
         events = self.noise.charged.events(num_rounds)
-        if self._evaluation is None:
+        if self.evaluation is None:
             return events
-        rules, every = self._evaluation
-        return ComposedDpEvent([events, rules.noise.charged.events(num_rounds // every)])
+        evaluated = self.evaluation.release.shared.charged.events(num_rounds // self.evaluation.plan.every)
+        return ComposedDpEvent([events, evaluated])
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.
@@ -240,103 +242,84 @@ class ClientLevelRules:
         Args:
             dimension: of the model's vector.
         """
-        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(self.sum.num_kept(dimension)), self.clip_norm
+        kept = self.training.num_kept(dimension)
+        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(kept), self.clip_norm
 
-    # Noise
+    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+        """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
+        number = self.num_rounds + 1
+        if self.training.in_order and server_round != number:
+            # Its cohort follows from the round's number, its charge from how many there were.
+            return f"with round-robin sampling it must be round {number}"
+        if self.target_epsilon is None or (cohort_size is None) == self.noise.shares_vary:
+            return None
+        shares = None if cohort_size is None else self.noise.shares(cohort_size)
+        charged = self.noise.charged if shares is None else self.noise.without_one_of(shares)
+        event = charged.event(number)
+        if self.evaluation is not None:
+            evaluated, every = self.evaluation.release, self.evaluation.plan.every
+            # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
+            owed = range(evaluated.num_charged + 1, number // every + 1)
+            event = ComposedDpEvent((event, *(evaluated.shared.charged.event(one) for one in owed)))
+        if self._planned.allows(number, ledger=lambda: self.ledger, event=event):
+            return None
+        return f"it would pass target_epsilon={self.target_epsilon:g}"
 
-    @property
-    def secret_cohort(self) -> bool:
-        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
-        return self.noise.secret_cohort
-
-    @property
-    def open_population(self) -> bool:
-        """Whether clients that come later may take part.
-
-        Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
-        round robin would another number change whose turn it is. That holds for every release of the run: training, evaluation.
-        """
-        evaluates_in_turn = self._evaluation is not None and not self._evaluation[0].open_population
-        return type(self.release.sampler) in _WITHOUT_ORDER and not evaluates_in_turn
-
-    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.
 
         Raises:
             RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
         """
-        num_replies = len(collected.clients)
-        mean = self.sum.noised(now.ask, collected.total, num_replies=num_replies, cohort_size=now.cohort_size, rng=rng)
+        replied = len(collected.clients)
+        mean = self.training.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
+        self.training.keep(mean)
         return np.asarray(now.vector + mean)
 
-    # Clients
-
-    def open(self, names: tuple[str, ...]) -> None:
-        """Nothing: one ledger serves all clients."""
-
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return all that were drawn."""
-        return chosen
-
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return what is asked of the clients of a round."""
-        return self.sum.ask(length, len(names))
-
-    def limits(self, now: Round) -> Limits:
-        """Return clip norm, lattice and the longest honest sum."""
-        return self.sum.limits(now.ask, now.layout.size)
-
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
-
-        Else the bytes of a dense update: what is really sent may depend on data that a noised sum hides, or tell the size of a
-        secret cohort.
-        """
-        if self.noise.lossy_messages and collected.clients:
-            return collected.payload_bytes / len(collected.clients)
-        return 4.0 * self.sum.num_kept(now.layout.size)
+    def numbers(self) -> dict[str, float]:
+        """Return further public numbers of the last round: none."""
+        return {}
 
     # Cost
 
-    def plan(self, num_rounds: int) -> None:
-        """Compute how many rounds the target allows, and the cost of each."""
-        self._planned.plan(num_rounds)
-
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
-        number = self.num_rounds + 1
-        if type(self.sampling) not in _WITHOUT_ORDER and server_round != number:
-            # Its cohort follows from the round's number, its charge from how many there were.
-            return f"with round-robin sampling it must be round {number}"
-        if self.target_epsilon is None or (cohort_size is None) == self.noise.shares_vary:
-            return None
-        charged = self.noise.charged if cohort_size is None else self.noise.charged_for(cohort_size)
-        event = charged.event(number)
-        if self._evaluation is not None:
-            rules, every = self._evaluation
-            # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
-            owed = range(rules.num_rounds + 1, number // every + 1)
-            event = ComposedDpEvent((event, *(rules.noise.charged.event(one) for one in owed)))
-        if self._planned.allows(number, ledger=self.ledger, event=event):
-            return None
-        return f"it would pass target_epsilon={self.target_epsilon:g}"
-
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the round to the ledgers, as this cohort's shares are computed.
-
-        What it costs follows from how often this release was charged, not from `server_round`, which a caller may repeat or skip.
-        """
-        charged = self.noise.charged_for(len(names))
-        self.least_noise_multiplier = min(self.least_noise_multiplier, charged.mechanism.noise_multiplier)
-        self.num_rounds += 1
-        self.ledger.charge(charged.event(self.num_rounds))
-        self.own_ledger.charge(charged.event(self.num_rounds))
-        self.outside_ledger.charge(self.noise.outside.event(self.num_rounds))
+    @property
+    def evaluated(self) -> NoisedSum | None:
+        """The release of private evaluations; None without them."""
+        return None if self.evaluation is None else self.evaluation.release
 
     @property
-    def charges(self) -> object:
-        """The ledger's lines."""
-        return (self.num_rounds, self.ledger.num_charges, *self.ledger.lines())
+    def num_rounds(self) -> int:
+        """How many rounds were charged."""
+        return self.training.num_charged
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was charged against any single client."""
+        return self._ledger("every client", outside=False)
+
+    @property
+    def outside_ledger(self) -> Ledger:
+        """What was charged against those who are no clients."""
+        return self._ledger("every client, against outsiders", outside=True)
+
+    def _ledger(self, owner: str, *, outside: bool) -> Ledger:
+        ledger = Ledger(owner=owner, relation=self._relation)
+        self.training.charge_to(ledger, outside=outside)
+        if self.evaluation is not None:
+            self.evaluation.release.charge_to(ledger, outside=outside)
+        return ledger
+
+    def epsilon_of(self, release: NoisedSum) -> float:
+        """Return what one of the releases has cost alone."""
+        ledger = Ledger(owner=f"every client, {release.name}", relation=self._relation)
+        release.charge_to(ledger)
+        return ledger.cost(self.delta).epsilon
+
+    @property
+    def least_noise_multiplier(self) -> float:
+        """The least noise multiplier that a round was charged with; infinite before the first one."""
+        kinds = set(self.training.state.shares)
+        return min((self.noise.without_one_of(shares).mechanism.noise_multiplier for shares in kinds), default=math.inf)
 
     @property
     def epsilon(self) -> float:
@@ -348,46 +331,4 @@ class ClientLevelRules:
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement of what the ledgers hold."""
-        return state(
-            ClientLevelFacts(
-                title=self.title,
-                release=self.release,
-                outside=self.noise.outside,
-                costs=(self.ledger.cost(self.delta), self.outside_ledger.cost(self.delta)),
-                delta=self.delta,
-                num_rounds=self.num_rounds,
-                evaluation=None if self._evaluation is None else self._evaluated(),
-                events=tuple(self.ledger.lines()),
-                paper_formula=self.paper_formula,
-                placement=self.placement,
-                trusted_server=self.trusted_server,
-                lossy_messages=self.noise.lossy_messages,
-                keep_ratio=self.keep_ratio,
-                quantization_levels=self.quantization_levels,
-                cohort_shows=self.noise.cohort_shows,
-                secret_cohort=self.noise.secret_cohort,
-                smallest_share=self.noise.smallest_share,
-                least_noise_multiplier=min(self.least_noise_multiplier, self.noise.outside.mechanism.noise_multiplier),
-                run=facts,
-            )
-        )
-
-    def _evaluated(self) -> EvaluationFacts:
-        """Return what the statement says about private evaluations."""
-        if self._evaluation is None:
-            raise RuntimeError("there is no evaluation")
-        rules = self._evaluation[0]
-        return EvaluationFacts(
-            num_evaluations=rules.num_rounds,
-            noise_multiplier=rules.release.mechanism.noise_multiplier,
-            sampling=str(rules.sampling),
-            smallest_share=rules.noise.smallest_share,
-            hidden_cohort=_hidden(rules.noise.outside),
-            secret_cohort=rules.noise.secret_cohort,
-            parts={name: part.own_ledger.cost(self.delta).epsilon for name, part in (("training", self), ("evaluation", rules))},
-        )
-
-
-def _hidden(release: Release) -> bool:
-    """Return whether the cost of a release counts on nobody knowing who takes part."""
-    return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())
+        return statement_of(self, facts)

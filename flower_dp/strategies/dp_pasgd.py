@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -14,19 +15,44 @@ from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.steps import LocalSteps
+from flower_dp.core.stored import stored
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.best_model import BestModel, less_is_better
-from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.best_model import BestModel, Evaluate, less_is_better
+from flower_dp.strategies.local_evaluation import OwnEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import (
+    NOISE_DEVIATIONS,
+    BooksState,
+    ClientBooks,
+    PerClient,
+    Population,
+    TermsOf,
+    check_count,
+)
+from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.resources import ResourceBudget, ResourceLedger
-from flower_dp.strategies.rules import Options, Round, RunFacts
-from flower_dp.strategies.statements.dp_pasgd import DPPASGDFacts, state_dp_pasgd
-from flower_dp.strategies.statements.local import local_facts
+from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.resources import ResourceBudget, Resources
+from flower_dp.strategies.rules import Options
+from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.statements.dp_pasgd import statement_of
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import Ask
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DPPASGDState:
+    """What a run of DP-PASGD has released, and its best model.
+
+    Attributes:
+        books: replies of every device.
+        best: the best model by the server's own evaluation.
+    """
+
+    books: BooksState
+    best: BestModel
 
 
 class DPPASGDRules:
@@ -34,8 +60,6 @@ class DPPASGDRules:
 
     name = "dp-pasgd"
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
-    secret_cohort = False
-    open_population = False
 
     def __init__(
         self,
@@ -72,87 +96,93 @@ class DPPASGDRules:
         self._epsilon, self._batch_size = epsilon, batch_size
         check_count("epsilon", epsilon, num_clients)
         check_count("batch_size", batch_size, num_clients)
-        self.sampling = FullSampling()
         delta = checks.number("delta", delta, above=0, below=1)
         for size in values_in(batch_size):
             for budget in values_in(epsilon):
                 self._agreed(delta, budget, size, size)
         if batch_sampling == "poisson" and num_records is None:
             raise ValueError("num_records=None: must be the public data sizes with batch_sampling='poisson'")
+        self._sizes_known = num_records is not None
         population = Population(
             num_clients=num_clients,
             num_records=batch_size if num_records is None else num_records,
             num_replies=num_steps // num_local_steps,
             aggregation="uniform",
         )
-        self.books = ClientBooks(population, relation="replace-one", delta=delta)
+        self.num_clients, self.delta = num_clients, delta
+        self.books = ClientBooks(
+            population,
+            name=self.name,
+            sampling=FullSampling(),
+            clip_norm=self.clip_norm,
+            relation="replace-one",
+            delta=delta,
+            terms_of=self._terms_of,
+            weight_of=lambda _: 1.0,
+            longest=self._longest,
+        )
+        self.training = self.books.training
+        self.evaluation: OwnEvaluation | None = None
         prices = ResourceBudget(cost_per_aggregation=cost_per_aggregation, cost_per_step=cost_per_step, max_cost=max_cost)
-        self.resources = ResourceLedger(prices, num_local_steps=num_local_steps)
-        self.begin()
+        self.resources = Resources(prices, num_local_steps=num_local_steps, replies_of=self._replies)
+        self.best = BestModel()
 
     @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.books.population.num_clients
+    def state(self) -> DPPASGDState:
+        """All that these rules need to go on."""
+        return DPPASGDState(books=self.books.state, best=self.best)
 
-    @property
-    def delta(self) -> float:
-        """The delta of every budget."""
-        return self.books.delta
+    @state.setter
+    def state(self, state: DPPASGDState) -> None:
+        self.books.state, self.best = state.books, state.best
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self.books.begin()
-        self.resources.open(())
-        self.best: BestModel | None = None
+    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
+        """Make private evaluation a second release of this method's rounds.
+
+        Raises:
+            ValueError: if the data sizes are not known.
+        """
+        if not self._sizes_known:
+            raise ValueError(
+                "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
+            )
+        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
 
     def plan(self, num_rounds: int) -> None:
-        """Do nothing: the noise is calibrated for `num_steps`, for any number of rounds."""
+        """Remember the number of rounds; the noise is calibrated for `num_steps`, for any number of them."""
+        self.books.plan(num_rounds)
 
     def open(self, names: tuple[str, ...]) -> None:
-        """Open both ledgers for every client, on the terms of its own budget and batch size."""
+        """Open a ledger for every client, on the terms of its own budget and batch size."""
+        self.books.open(names)
+
+    def _terms_of(self, names: Sequence[str]) -> TermsOf:
         budgets, sizes = per_client("epsilon", self._epsilon, names), per_client("batch_size", self._batch_size, names)
-        self.books.open(
-            names, None, lambda name, num_records, _: self._agreed(self.delta, budgets[name], sizes[name], num_records)
-        )
-        self.resources.open(names)
+        return lambda name, num_records, _: self._agreed(self.delta, budgets[name], sizes[name], num_records)
+
+    def _replies(self) -> dict[str, int]:
+        """Return how many rounds every device was asked in: a round costs it resources whether or not its reply arrives."""
+        return dict(zip(self.books.terms, self.training.state.replies.tolist(), strict=True))
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return which budget is spent; None if none is."""
         privacy = self.books.why_stop() and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
         return " and ".join(reason for reason in (privacy, self.resources.why_stop()) if reason) or None
 
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the drawn clients whose budget covers one more reply: all, until the run ends."""
-        return self.books.with_budget(chosen, names)
+    def _longest(self, asked: OwnReplies, now: Round) -> Callable[[str], float]:
+        """Return how long a device's honest update is at most."""
+        start = float(l2_norms(now.vector.astype(np.float64)))
 
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge the steps of one reply, and their resources, to each client."""
-        self.books.charge(names)
-        self.resources.charge(names)
+        def longest(name: str) -> float:
+            release, batch = asked.terms[name].release, asked.terms[name].release.expected_cohort
+            # Under Poisson sampling a batch may hold all records.
+            most = self.books.num_records[name] if self.batch_sampling == "poisson" else batch
+            noise = release.noise_scale / batch * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+            return self.steps.longest(now.server_round, start=start, gradient=most / batch * self.clip_norm, noise=noise)
 
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return equal weights, and terms."""
-        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=lambda _: 1.0)
+        return longest
 
-    def limits(self, now: Round) -> Limits:
-        """Return a bound on the norm of an honest sum."""
-        start, dimension = float(l2_norms(now.vector.astype(np.float64))), now.layout.size
-
-        def honest_norm(names: Sequence[str]) -> float:
-            return sum(self._longest(name, now.server_round, start, dimension) for name in names)
-
-        return Limits(length=dimension, honest_norm=honest_norm)
-
-    def _longest(self, name: str, server_round: int, start: float, dimension: int) -> float:
-        release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort
-        # Under Poisson sampling a batch may hold all records.
-        most = self.books.num_records[name] if self.batch_sampling == "poisson" else batch
-        gradient = most / batch * self.clip_norm
-        noise = release.noise_scale / batch * (2 * np.sqrt(dimension) + NOISE_DEVIATIONS)
-        return self.steps.longest(server_round, start=start, gradient=gradient, noise=float(noise))
-
-    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the plain mean of the models of the devices that have answered; without any, the last model."""
         replied = len(collected.clients)
         return np.asarray(now.vector + collected.total / replied) if replied else now.vector
@@ -164,26 +194,14 @@ class DPPASGDRules:
         noise = math.sqrt(steps * sum(variances) * dimension) / len(variances)
         return rate * noise, rate * steps * self.clip_norm
 
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean size of a device's message; it reveals nothing, since messages are private."""
-        return collected.num_bytes / len(collected.clients) if collected.clients else 0.0
-
-    @property
-    def charges(self) -> object:
-        """The number of replies charged to each client, and which model is the best."""
-        best = None if self.best is None else (self.best.server_round, self.best.num_seen)
-        replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
-        return (self.books.num_rounds, self.books.num_unasked, best, *replies)
-
     @property
     def epsilon(self) -> float:
         """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
-    @property
-    def cost_per_device(self) -> float | None:
-        """The largest resource cost of a device; None if no costs were given."""
-        return self.resources.largest if self.resources.budget.has_costs else None
+    def numbers(self) -> dict[str, float]:
+        """Return the largest resource cost of a device so far, if costs were given."""
+        return {"cost-per-device": self.resources.largest} if self.resources.budget.has_costs else {}
 
     def _agreed(self, delta: float, epsilon: float, batch_size: int, num_records: int) -> Terms:
         return step_terms(
@@ -198,27 +216,9 @@ class DPPASGDRules:
             calibration=self.calibration,
         )
 
-    def _message_std(self) -> float:
-        """The least std of the noise on a number that a device sends: on the change of a weight in all steps of a round."""
-        stds = [terms.release.noise_std / terms.release.expected_cohort for terms in self.books.terms.values()]
-        least = min(stds, default=0.0)
-        return min(self.steps.noise_std(1 + done, noise=least) for done in range(max(1, self.books.num_rounds)))
-
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        return state_dp_pasgd(
-            DPPASGDFacts(
-                local=local_facts(self.title, self.books, self.sampling, facts),
-                clip_norm=self.clip_norm,
-                num_clients=self.num_clients,
-                num_steps=self.num_steps,
-                num_local_steps=self.steps.num_local_steps,
-                message_std=self._message_std(),
-                batch_sampling=self.batch_sampling,
-                resources=self.resources.line() if self.resources.budget.has_costs and self.books.num_rounds else None,
-                chosen=self.best.in_words() if self.best is not None else None,
-            )
-        )
+        return statement_of(self, facts)
 
 
 class DPPASGD(DPStrategy):
@@ -344,13 +344,19 @@ class DPPASGD(DPStrategy):
             TimeoutError: as there.
             RuntimeError: as there.
         """
-        best = BestModel(evaluate_fn, self.rules.best_by) if evaluate_fn else None
+        compared = None if evaluate_fn is None else self._compared(evaluate_fn)
+        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, compared)
+        if (best := self.rules.best.arrays) is not None:
+            result.arrays = ArrayRecord({name: Array(array) for name, array in best.items()})
+        return result
+
+    def _compared(self, evaluate_fn: Evaluate) -> Evaluate:
+        """Return an `evaluate_fn` that keeps the best model that it has evaluated, the initial one included."""
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            self.rules.best = best  # reset before the run's first model is evaluated
-            return best(server_round, arrays) if best else None
+            metrics = evaluate_fn(server_round, arrays)
+            if metrics is not None:
+                self.rules.best = self.rules.best.after(server_round, arrays, metrics, best_by=self.rules.best_by)
+            return metrics
 
-        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate)
-        if best is not None and best.arrays is not None:
-            result.arrays = best.arrays
-        return result
+        return evaluate

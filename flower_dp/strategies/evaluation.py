@@ -1,115 +1,102 @@
-"""Private evaluation: clients' own metrics of the global model, as a noised mean that is charged to the method's ledger."""
+"""Private evaluation: clients' own metrics of the global model, as a noised mean that is charged to the method's ledgers."""
 
-import logging
 import math
-from collections.abc import Iterable
-
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from dataclasses import dataclass
+from typing import Protocol
 
 from flower_dp import wire
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
-from flower_dp.core.vectors import Layout
-from flower_dp.strategies.client_level import ClientLevelRules
-from flower_dp.strategies.population.roster import Roster
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes
-from flower_dp.strategies.rules import Round
+from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.round import Round, RoundRelease
+from flower_dp.strategies.releases.shared_noise import SharedNoise
 
-log = logging.getLogger("flwr")
 
+class Evaluation(Protocol):
+    """Private evaluation as the second release of a round.
 
-class Evaluator:
-    """One run's private evaluations."""
-
-    def __init__(self, plan: PrivateEvaluation, method: ClientLevelRules) -> None:
-        self.plan, self.method = plan, method
-        self.bounds = MetricBounds(bounds=plan.metrics)
-        self.rules = method.evaluating(plan.noise_multiplier, plan.sampling, plan.every, self.bounds)
-        names = [*plan.metrics, "the count of clients"]
-        self._model = wire.Model(
-            names=tuple(names),
-            layout=Layout(names=tuple(names), shapes=((),) * len(names), dtypes=("float64",) * len(names)),
-            vector=np.zeros(len(names), np.float32),
-            frozen={},
-        )
-        self._now: Round | None = None
-        self._sent: list[Message] = []
+    Attributes:
+        release: what is asked of clients, and charged.
+        bounds: the metrics, with their bounds.
+        length: of a client's row.
+    """
 
     @property
-    def num_charged(self) -> int:
-        """How many evaluations were charged."""
-        return self.rules.num_rounds
+    def release(self) -> RoundRelease: ...  # noqa: D102
+    @property
+    def bounds(self) -> MetricBounds: ...  # noqa: D102
+    @property
+    def length(self) -> int: ...  # noqa: D102
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self._now, self._sent = None, []
+    def due(self, server_round: int) -> bool:
+        """Return whether there is an evaluation in this round."""
 
-    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that take part in the next evaluation.
+    def result(self, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+        """Return value and standard error of every metric.
 
-        Whose turn it is follows from the number of evaluations, as their charge does, and not from the number of the round.
+        Raises:
+            RoundLeftOut: if nothing may be released, or nothing of use would be.
         """
-        return self.plan.sampling.choose(self.num_charged + 1, len(names), rng)
 
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge an evaluation to the method's ledgers."""
-        self.rules.charge(server_round, names)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumEvaluation:
+    """Evaluations of a method with one noised sum: the noised sum of clients' metrics, and of a 1 that counts each client.
+
+    Attributes:
+        plan: what is evaluated, by whom and with how much noise.
+        training: the method's own release; its plan counts an evaluation after every `plan.every`-th round.
+        release: the sum of clients' vectors, with the placement of the method's.
+    """
+
+    plan: PrivateEvaluation
+    training: NoisedSum
+    release: NoisedSum
+
+    @classmethod
+    def of(cls, plan: PrivateEvaluation, training: NoisedSum) -> "SumEvaluation":
+        """Return the evaluations of a method with this release of training."""
+        own, shared = training.release, training.shared
+        check_relation(own.relation, plan.sampling, own.num_clients)
+        release = Release(
+            what=own.what,
+            seen_by=own.seen_by,
+            unit="client",
+            relation=own.relation,
+            clip_norm=1.0,
+            mechanism=Gaussian(noise_multiplier=plan.noise_multiplier),
+            sampler=plan.sampling,
+            num_clients=own.num_clients,
+        )
+        noise = SharedNoise(
+            release=release,
+            placement=shared.placement,
+            trusted_server=shared.trusted_server,
+            min_reply_ratio=shared.min_reply_ratio,
+        )
+        metrics = MetricBounds(bounds=plan.metrics)
+        return cls(plan=plan, training=training, release=NoisedSum(name=wire.EVALUATION, shared=noise, metrics=metrics))
+
+    @property
+    def bounds(self) -> MetricBounds:
+        """The metrics, with their bounds."""
+        return MetricBounds(bounds=self.plan.metrics)
+
+    @property
+    def length(self) -> int:
+        """The number of entries of a client's vector."""
+        return self.bounds.num_counted
 
     def due(self, server_round: int) -> bool:
         """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""
-        return self.plan.due(server_round) and self.rules.num_rounds < self.method.num_rounds // self.plan.every
+        return self.plan.due(server_round) and self.release.num_charged < self.training.num_charged // self.plan.every
 
-    def asked(self, server_round: int) -> bool:
-        """Return whether clients were asked in this round, and their replies were not used yet."""
-        return self._now is not None and self._now.server_round == server_round
-
-    def messages(
-        self, server_round: int, roster: Roster, arrays: ArrayRecord, config: ConfigRecord, asked: dict[int, tuple[str, ...]]
-    ) -> list[Message]:
-        """Return one message a node; the evaluation is charged already."""
-        ask = self.rules.ask(self.bounds.num_counted, tuple(name for names in asked.values() for name in names))
-        self._now = Round(
-            server_round=server_round,
-            ask=ask,
-            model=self._model,
-            asked=asked,
-            bytes_down=0,
-            started=0.0,
-            stock=not roster.hosting,
-        )
-        self._sent = [
-            wire.evaluate_message(
-                node,
-                roster.record_names,
-                arrays,
-                config,
-                wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=names, ask=ask),
-            )
-            for node, names in asked.items()
-        ]
-        return self._sent
-
-    def collect(self, replies: Iterable[Message], *, seeded: bool = False) -> Collected:
-        """Add up the vectors of a round's replies; an invalid reply is left out, as if its clients had sent zeros."""
-        now = self._now
-        if now is None:
-            raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(self.bounds.num_counted), seeded=seeded)
-        limits = self.rules.limits(now)
-        for node, names, reply in answering_nodes(collected, replies, now.asked, self._sent):
-            try:
-                clients, vector = self._read(collected, reply, names, stock=now.stock)
-                if clients:
-                    collected.total += limits.accepted(vector, clients)
-                    collected.clients.extend(clients)
-            except Exception as error:  # whatever a forged reply may raise, it must not end the run
-                collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
-        return collected
-
-    def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric, from the noised sum alone.
 
         The standard error covers the noise and the choice of the cohort. It is an upper bound: the variance of the clients'
@@ -118,14 +105,12 @@ class Evaluator:
         Raises:
             RoundLeftOut: if the method releases nothing, or the noised count of clients is too small to divide by.
         """
-        now = self._now
-        self._now, self._sent = None, []
-        if now is None:
-            raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        mean = self.rules.combine(now, collected, rng)
-        scale = math.sqrt(self.bounds.num_counted) * self.rules.release.expected_cohort
+        replied = len(collected.clients)
+        mean = self.release.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
+        release = self.release.release
+        scale = math.sqrt(self.length) * release.expected_cohort
         *sums, count = (mean * scale).tolist()
-        std = math.sqrt(self.bounds.num_counted) * self.rules.release.noise_scale
+        std = math.sqrt(self.length) * release.noise_scale
         if count < max(1.0, 3 * std):
             raise RoundLeftOut(f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number")
         told: dict[str, float] = {}
@@ -135,17 +120,3 @@ class Evaluator:
             error = math.sqrt(std**2 * (1 + value**2) + count * value * (1 - value)) / count
             told |= {name: value * bound, f"{name}-standard-error": error * bound}
         return told
-
-    def _read(
-        self, collected: Collected, reply: Message, names: tuple[str, ...], *, stock: bool
-    ) -> tuple[tuple[str, ...], np.ndarray]:
-        """Return the clients that a reply stands for, and the sum of their vectors."""
-        if stock:
-            wire.check_content(reply.content, most_entries=1000, most_bytes=4096 + 6 * wire.most_answer_characters(1))
-            if len(names) != 1:
-                raise ValueError("a stock client's reply can stand for one client only")
-            return names, self.bounds.counted(wire.reported_metrics(reply.content))
-        answer = wire.evaluation_answer_of(reply.content, names, self.bounds.num_counted)
-        collected.check_seed(answer.seeded_noise)
-        collected.add_refused(answer.refused)
-        return tuple(name for name in names if name not in answer.refused), answer.total

@@ -1,4 +1,4 @@
-"""Fed-SMP with rand_k (Hu et al. 2024): updates under one random mask a round, clip and noise on the kept coordinates alone."""
+"""Fed-SMP (Hu et al. 2024): updates under one mask a round, clip and noise on the kept coordinates alone."""
 
 from typing import Unpack
 
@@ -6,17 +6,25 @@ from flower_dp.core import checks
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.events import Relation
 from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.releases.masks import LargestMasks, Masks, RandomMasks
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
+# Part of a top_k mask that is random.
+_RANDOM_RATIO = 0.5
+
 
 class FedSMP(DPStrategy):
-    """Fed-SMP with rand_k, for the clients of `flower_dp.clients.DPClient`.
+    """Fed-SMP with rand_k or top_k, for the clients of `flower_dp.clients.DPClient`.
 
-    In each round the server draws one random mask of `keep_ratio` of the coordinates and sends its seed. Every client masks its
-    update, clips what is kept to L2 norm `clip_norm`, and adds its share of the noise there; the other coordinates are 0 and
-    carry no noise. The mask does not depend on data, so it costs no privacy: epsilon is that of the noised sum. A masked update
-    is shorter, so it is clipped less, and less noise reaches the model. The update is not scaled by d / k.
+    Every round has one mask of `keep_ratio` of the coordinates. Every client masks its update, clips what is kept to L2 norm
+    `clip_norm`, and adds its share of the noise there; the other coordinates are 0 and carry no noise. A masked update is
+    shorter, so it is clipped less, and less noise reaches the model. The update is not scaled by d / k.
+
+    A `rand-k` mask is random; the server sends its seed. A `top-k` mask has the largest coordinates of the noised mean that was
+    released last, and for a `random_ratio` of it others, drawn at random; the server sends a bit a coordinate. The first one is
+    all random. No mask depends on data but through what was released and paid for, so masks cost no privacy: epsilon is that of
+    the noised sum. The paper's top_k takes its mask from public data.
 
     Args:
         clip_norm: L2 bound of one client's update.
@@ -27,6 +35,8 @@ class FedSMP(DPStrategy):
         target_epsilon: the run ends before the round that would pass it; None for no target.
         relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         keep_ratio: part of the coordinates of a round's mask (paper: p = k / d).
+        mask: `rand-k` or `top-k`.
+        random_ratio: with `top-k`, part of the mask's coordinates that is random, in (0, 1]; 0.5 by default.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
         trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
             are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
@@ -41,7 +51,7 @@ class FedSMP(DPStrategy):
         >>> from flower_dp.strategies import FedSMP
         >>> words = {"clip_norm": 0.5, "noise_multiplier": 0.9, "num_clients": 1000, "delta": 5e-4}
         >>> strategy = FedSMP(**words, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.4)
-        >>> strategy.rules.sum.num_kept(10)
+        >>> strategy.rules.training.num_kept(10)
         4
     """
 
@@ -58,14 +68,21 @@ class FedSMP(DPStrategy):
         target_epsilon: float | None = None,
         relation: Relation | None = None,
         keep_ratio: float = 0.4,
+        mask: str = "rand-k",
+        random_ratio: float | None = None,
         placement: str = "distributed",
         trusted_server: bool = True,
         min_reply_ratio: float | None = None,
         **options: Unpack[Options],
     ) -> None:
+        masks: Masks = RandomMasks(keep_ratio=keep_ratio)
+        if checks.one_of("mask", mask, ("rand-k", "top-k")) == "top-k":
+            masks = LargestMasks(keep_ratio=keep_ratio, random_ratio=_RANDOM_RATIO if random_ratio is None else random_ratio)
+        elif random_ratio is not None:
+            raise ValueError(f"random_ratio={random_ratio}: is read with mask='top-k' only; a rand-k mask is all random")
         rules = ClientLevelRules(
             name="fed-smp",
-            title="Fed-SMP-rand_k",
+            title=f"Fed-SMP-{mask.replace('-', '_')}",
             clip_norm=clip_norm,
             noise_multiplier=noise_multiplier,
             sampling=sampling,
@@ -73,7 +90,7 @@ class FedSMP(DPStrategy):
             delta=delta,
             target_epsilon=target_epsilon,
             relation=relation,
-            mask_keep_ratio=checks.number("keep_ratio", keep_ratio, above=0, at_most=1),
+            masks=masks,
             placement=placement,
             trusted_server=trusted_server,
             min_reply_ratio=min_reply_ratio,

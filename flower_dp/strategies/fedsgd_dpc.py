@@ -11,20 +11,17 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gaussian_noise_variance, gradient_terms
-from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population, check_count
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.local_evaluation import OwnEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts
-from flower_dp.strategies.statements.local import local_facts, state
+from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.rules import Options
+from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.statements.fedsgd_dpc import statement_of
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import Ask
-
-_FORMULAS = {
-    "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
-    "gaussian": "c2 C sqrt(R log(1/delta)) / (n std), Zhou et al. Theorem 2, eq. 5",
-}
 
 
 class FedSGDDPCRules:
@@ -32,8 +29,6 @@ class FedSGDDPCRules:
 
     name = "fedsgd-dpc"
     stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
-    secret_cohort = False
-    open_population = False
 
     def __init__(
         self,
@@ -66,65 +61,54 @@ class FedSGDDPCRules:
         self._learning_rate_decay = checks.number("learning_rate_decay", learning_rate_decay, at_least=0, below=1)
         self._strong_convexity, self._smoothness = strong_convexity, smoothness
         self._epsilon = epsilon
-        self._budgets: dict[str, float] = {}
         check_count("epsilon", epsilon, num_clients)
-        self.sampling = RoundRobinSampling(cohort_size=cohort_size)
         population = Population(
             num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation=aggregation
         )
-        self.books = ClientBooks(population, relation=relation, delta=delta)
-        self.sampling.expected_cohort(num_clients)
-        self.begin()
+        self.books = ClientBooks(
+            population,
+            name=self.name,
+            sampling=RoundRobinSampling(cohort_size=cohort_size),
+            clip_norm=self.clip_norm,
+            relation=relation,
+            delta=delta,
+            terms_of=self._terms_of,
+            most_replies=lambda rounds: -(-rounds * cohort_size // num_clients),
+            weight_of=self.weight,
+        )
+        self.num_clients, self.delta = num_clients, self.books.delta
+        self.training = self.books.training
+        self.evaluation: OwnEvaluation | None = None
+        self.training.sampling.expected_cohort(num_clients)
         for budget in values_in(epsilon):
             self._agreed(budget, 1, 1)
 
     @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.books.population.num_clients
+    def state(self) -> BooksState:
+        """All that these rules need to go on."""
+        return self.books.state
 
-    @property
-    def delta(self) -> float:
-        """The delta of every budget."""
-        return self.books.delta
+    @state.setter
+    def state(self, state: BooksState) -> None:
+        self.books.state = state
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self.books.begin()
-        self._planned_rounds: int | None = None
+    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
+        """Make private evaluation a second release of this method's rounds."""
+        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
 
     def plan(self, num_rounds: int) -> None:
         """Remember the number of rounds, which determines how often a client replies."""
-        self._planned_rounds = num_rounds
+        self.books.plan(num_rounds)
 
     def open(self, names: tuple[str, ...]) -> None:
         """Open a ledger for every client, on the terms of its own budget."""
-        self._budgets = per_client("epsilon", self._epsilon, names)
-        rounds = self._planned_rounds
-        most = None if rounds is None else -(-rounds * self.cohort_size // self.num_clients)
-        self.books.open(names, most, lambda name, size, replies: self._agreed(self._budgets[name], size, replies))
+        self.books.open(names)
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
 
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the drawn clients whose budget covers one more reply."""
-        return self.books.with_budget(chosen, names)
-
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge one reply to each client."""
-        self.books.charge(names)
-
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return weights and terms."""
-        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=self._weight)
-
-    def limits(self, now: Round) -> Limits:
-        """Return a bound on the norm of an honest sum."""
-        return self.books.limits(now)
-
-    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
         return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
 
@@ -133,24 +117,19 @@ class FedSGDDPCRules:
         # Every client is in this part of the rounds.
         part = self.cohort_size / self.num_clients
         stds = [
-            self._weight(name) * terms.release.noise_std / terms.release.expected_cohort
+            self.weight(name) * terms.release.noise_std / terms.release.expected_cohort
             for name, terms in self.books.terms.items()
         ]
         noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
         return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
 
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
-        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
+    def numbers(self) -> dict[str, float]:
+        """Return further public numbers of the last round: none."""
+        return {}
 
-    def _weight(self, name: str) -> float:
+    def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
         return self.books.share(name) * self.num_clients / self.cohort_size
-
-    @property
-    def charges(self) -> object:
-        """How many replies were charged to each client."""
-        return (self.books.num_rounds, self.books.num_unasked, *(ledger.num_charges for ledger in self.books.ledgers.values()))
 
     @property
     def epsilon(self) -> float:
@@ -163,6 +142,10 @@ class FedSGDDPCRules:
             return self._learning_rate * float((1 - self._learning_rate_decay) ** (server_round - 1))
         mu, smoothness = float(self._strong_convexity or 0), float(self._smoothness or 0)
         return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
+
+    def _terms_of(self, names: Sequence[str]) -> TermsOf:
+        budgets = per_client("epsilon", self._epsilon, names)
+        return lambda name, size, replies: self._agreed(budgets[name], size, replies)
 
     def _agreed(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
         return gradient_terms(
@@ -190,81 +173,9 @@ class FedSGDDPCRules:
         mu = checks.number("strong_convexity", strong_convexity, above=0)
         checks.number("smoothness", smoothness, at_least=mu)
 
-    # Statement
-
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
-        replies = sorted({terms.num_replies for terms in self.books.terms.values()}) or [0]
-        most = f"{replies[-1]}" if len(replies) == 1 else f"{replies[0]} to {replies[-1]}"
-        local = local_facts(self.title, self.books, self.sampling, facts)
-        secret = ("which records are in a batch is known to the client alone",) if local.counts_sampling else ()
-        return state(
-            local,
-            message_std=self._message_std(),
-            noise=self._noise_numbers(),
-            paper=self._paper(facts),
-            sampling=f"{self.sampling}: at most {most} replies a client; {batch} in each",
-            assumptions=secret,
-        )
-
-    def _message_std(self) -> float:
-        """The least std of the noise on a number that a client sends: on its weighted mean gradient."""
-        releases = {name: terms.release for name, terms in self.books.terms.items()}
-        stds = [self._weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
-        return min(stds, default=0.0)
-
-    def _noise_numbers(self) -> dict[str, float]:
-        numbers = {"clip_norm": self.clip_norm}
-        releases = [terms.release for terms in self.books.terms.values()]
-        for word, pick in (("least", min), ("largest", max)) if releases else ():
-            numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
-            scales = [release.noise_scale / release.expected_cohort for release in releases]
-            numbers[f"{word}_noise_scale_of_a_mean_gradient"] = pick(scales)
-        return numbers
-
-    def _paper(self, facts: RunFacts) -> PaperEpsilon | None:
-        """The paper's epsilon, for the noise and the replies of the run, of the client whom it costs most."""
-        values = {}
-        for name, ledger in self.books.ledgers.items():
-            release, replies = self.books.terms[name].release, ledger.num_charges
-            scale = release.noise_scale / release.expected_cohort
-            if not scale:
-                return None
-            if not replies:
-                continue
-            if self.mechanism == "laplace":
-                values[name] = 2 * self.clip_norm * replies / (self.books.num_records[name] * scale)
-            elif self.noise_constant is not None:
-                variance = gaussian_noise_variance(
-                    self.clip_norm,
-                    self.books.num_records[name],
-                    1.0,
-                    replies,
-                    delta=self.delta,
-                    noise_constant=self.noise_constant,
-                )
-                values[name] = math.sqrt(variance) / scale
-        if not values:
-            return None
-        largest = max(values.values())
-        if facts.seeded_noise:
-            return PaperEpsilon(
-                epsilon=largest, formula=_FORMULAS[self.mechanism], valid=False, reason="noise came from a fixed seed"
-            )
-        if self.mechanism == "laplace":
-            return PaperEpsilon(
-                epsilon=largest,
-                formula=_FORMULAS["laplace"],
-                valid=True,
-                reason="for replace-one, and with the true number of replies instead of the expected one",
-            )
-        return PaperEpsilon(
-            epsilon=largest,
-            formula=_FORMULAS["gaussian"],
-            valid=False,
-            reason=f"c2 = {self.noise_constant:g} was given by the user; the constant of the proof has no published value",
-        )
+        return statement_of(self, facts)
 
 
 class FedSGDDPC(DPStrategy):

@@ -1,115 +1,76 @@
 """Private evaluation for methods whose single messages are private: the weighted mean of clients' noised metrics."""
 
 import math
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from flower_dp import wire
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
-from flower_dp.strategies.population.roster import Roster
-from flower_dp.strategies.private_evaluation import LocalEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks
-from flower_dp.strategies.releases.evaluation_books import EvaluationBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Collected, Missing, answering_nodes
+from flower_dp.strategies.releases.own_replies import OwnReplies
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.round import Round
 
 
-class LocalEvaluator:
-    """One run's private evaluations, each charged to the ledger of every client that is asked."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnEvaluation:
+    """Evaluations by noised metrics of single clients, each charged to the ledger of every client that is asked.
 
-    def __init__(self, plan: LocalEvaluation, books: ClientBooks) -> None:
-        self.plan, self.books = plan, books
-        self.evaluations = EvaluationBooks(plan.budget, relation=books.relation, delta=books.delta)
-        books.evaluations = self.evaluations
-        self.bounds = MetricBounds(bounds=plan.metrics)
-        self._last = 0
-        self._now: tuple[int, dict[int, tuple[str, ...]]] | None = None
-        self._sent: list[Message] = []
+    Attributes:
+        plan: what is evaluated, by whom, for which budget.
+        books: the method's ledgers; its evaluations are charged beside its training.
+        release: the clients' noised means.
+    """
+
+    plan: LocalEvaluation
+    books: ClientBooks
+    release: OwnReplies
+
+    @classmethod
+    def of(cls, plan: PrivateEvaluation | LocalEvaluation, books: ClientBooks, title: str) -> "OwnEvaluation":
+        """Return the evaluations of the method of this title, which has these ledgers.
+
+        Raises:
+            ValueError: if the plan is for methods with one ledger for all clients.
+        """
+        if not isinstance(plan, LocalEvaluation):
+            raise ValueError(
+                f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client"
+            )
+        bounds = MetricBounds(bounds=plan.metrics)
+
+        release = OwnReplies(
+            name=wire.EVALUATION,
+            clip_norm=1.0,
+            sampling=plan.sampling,
+            relation=books.relation,
+            weight_of=books.share,
+            longest=_longest,
+            metrics=bounds,
+            owner=", evaluation",
+        )
+        books.evaluate(release, plan.budget.terms)
+        return cls(plan=plan, books=books, release=release)
 
     @property
-    def num_charged(self) -> int:
-        """How many evaluations were charged."""
-        return self.evaluations.num_charged
+    def bounds(self) -> MetricBounds:
+        """The metrics, with their bounds."""
+        return MetricBounds(bounds=self.plan.metrics)
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self._last, self._now, self._sent = 0, None, []
+    @property
+    def length(self) -> int:
+        """The number of entries of a client's row."""
+        return len(self.plan.metrics)
 
     def due(self, server_round: int) -> bool:
         """Return whether there is an evaluation in this round that was not asked for yet, and a client that can pay."""
-        one_can_pay = any(self.evaluations.can_pay(name) for name in self.evaluations.ledgers)
-        return self.plan.due(server_round) and server_round > self._last and one_can_pay
+        owed = self.release.num_charged < server_round // self.plan.every
+        return self.plan.due(server_round) and owed and any(map(self.release.can_pay, self.release.terms))
 
-    def asked(self, server_round: int) -> bool:
-        """Return whether clients were asked in this round, and their replies were not used yet."""
-        return self._now is not None and self._now[0] == server_round
-
-    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that take part in the next evaluation: those drawn who can pay.
-
-        Whose turn it is follows from the number of evaluations: by that of the round some clients might never have one.
-        """
-        chosen = self.plan.sampling.choose(self.num_charged + 1, len(names), rng)
-        return np.asarray([index for index in chosen if self.evaluations.can_pay(names[index])], dtype=chosen.dtype)
-
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge one evaluation to each client."""
-        self._last = server_round
-        self.evaluations.charge(names)
-
-    def messages(
-        self, server_round: int, roster: Roster, arrays: ArrayRecord, config: ConfigRecord, asked: dict[int, tuple[str, ...]]
-    ) -> list[Message]:
-        """Return one message a node; the evaluation is charged already."""
-        self._now = (server_round, asked)
-        everyone = [name for names in asked.values() for name in names]
-        ask = self.evaluations.ask(everyone, self.bounds, weight_of=self.books.share)
-        self._sent = [
-            wire.evaluate_message(
-                node,
-                roster.record_names,
-                arrays,
-                config,
-                wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=names, ask=ask),
-            )
-            for node, names in asked.items()
-        ]
-        return self._sent
-
-    def collect(self, replies: Iterable[Message], *, seeded: bool = False) -> Collected:
-        """Add up the rows of a round's replies; an invalid reply is left out."""
-        if self._now is None:
-            raise RuntimeError("aggregate_evaluate needs configure_evaluate of the same round first")
-        collected = Collected(total=np.zeros(len(self.bounds.bounds)), seeded=seeded)
-        limits = Limits(length=len(self.bounds.bounds), honest_norm=self._longest)
-        for node, names, reply in answering_nodes(collected, replies, self._now[1], self._sent):
-            try:
-                answer = wire.evaluation_answer_of(reply.content, names, len(self.bounds.bounds))
-                collected.check_seed(answer.seeded_noise)
-                clients = tuple(name for name in names if name not in answer.refused)
-                if clients:
-                    collected.total += limits.accepted(answer.total, clients)
-                    collected.clients.extend(clients)
-                collected.add_refused(answer.refused)
-            except Exception as error:  # whatever a forged reply may raise, it must not end the run
-                collected.leave_out(node, names, str(error), Missing(rejected=len(names)))
-        return collected
-
-    def _longest(self, names: Sequence[str]) -> float:
-        """Return an L2 norm that the sum of these clients' honest rows all but never exceeds."""
-        spread = 2 * math.sqrt(len(self.bounds.bounds)) + NOISE_DEVIATIONS
-        return sum(self.books.share(name) * (1 + self._scale(name) * spread) for name in names)
-
-    def _scale(self, name: str) -> float:
-        """Return the Laplace scale on the mean of a client's contributions."""
-        release = self.evaluations.terms[name].release
-        return release.noise_scale / release.expected_cohort
-
-    def result(self, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric: the mean of the received rows, by their public weights.
 
         The standard error covers the noise and, if not all clients have answered, the choice of clients. It is an upper bound:
@@ -118,7 +79,6 @@ class LocalEvaluator:
         Raises:
             RoundLeftOut: if no client has answered.
         """
-        self._now, self._sent = None, []
         if not collected.clients:
             raise RoundLeftOut("no client has answered")
         shares = {name: self.books.share(name) for name in collected.clients}
@@ -126,13 +86,22 @@ class LocalEvaluator:
         parts = {name: share / whole for name, share in shares.items()}
         fractions = self.bounds.fractions(collected.total / whole)
         # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
-        variance = sum(
-            (part * math.sqrt(2) * self._scale(name) * len(self.bounds.bounds) / 2) ** 2 for name, part in parts.items()
-        )
-        chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.books.ledgers) else 0.0
+        variance = sum((part * math.sqrt(2) * _scale(self.release, name) * self.length / 2) ** 2 for name, part in parts.items())
+        chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.books.terms) else 0.0
         told: dict[str, float] = {}
         for (name, bound), fraction in zip(self.plan.metrics.items(), fractions.tolist(), strict=True):
             value = min(max(fraction, 0.0), 1.0)
             error = math.sqrt(variance + chosen * value * (1 - value))
             told |= {name: value * bound, f"{name}-standard-error": error * bound}
         return told
+
+
+def _longest(release: OwnReplies, now: Round) -> Callable[[str], float]:
+    """Return how long a client's honest row is at most."""
+    return lambda name: 1 + _scale(release, name) * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+
+
+def _scale(release: OwnReplies, name: str) -> float:
+    """Return the Laplace scale on the mean of a client's contributions."""
+    own = release.terms[name].release
+    return own.noise_scale / own.expected_cohort

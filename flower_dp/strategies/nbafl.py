@@ -1,7 +1,8 @@
 """NbAFL (Wei et al. 2020): clipped weights with noise from every client, and noise on the server's broadcasts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
@@ -10,21 +11,57 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, Sampler
+from flower_dp.core.stored import stored
 from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.local_evaluation import OwnEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Options, Round, RunFacts
-from flower_dp.strategies.statements.local import local_facts
-from flower_dp.strategies.statements.nbafl import NbAFLFacts, state_nbafl
+from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.rules import Options
+from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.statements.nbafl import statement_of
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import Ask
 
 # The server's noise is drawn on a lattice that is finer than the broadcast's by this factor.
 _FINER = 2.0**10
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Broadcast:
+    """A noised average that every client received.
+
+    Attributes:
+        clients: places, among all clients, of those whose weights are in it.
+        parts: of each in the average; they add up to 1.
+        added_std: of the noise that the server added.
+        std: of all noise on it.
+        participant_stds: of the noise that is left for every one of these clients if another one subtracts its own.
+    """
+
+    clients: np.ndarray
+    parts: np.ndarray
+    added_std: float
+    std: float
+    participant_stds: np.ndarray
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NbAFLState:
+    """What a run of NbAFL has released.
+
+    Attributes:
+        books: replies of every client.
+        broadcasts: of every round that had one.
+    """
+
+    books: BooksState
+    broadcasts: tuple[Broadcast, ...] = ()
 
 
 class NbAFLRules:
@@ -33,8 +70,6 @@ class NbAFLRules:
     name = "nbafl"
     title = "NbAFL"
     stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
-    secret_cohort = False
-    open_population = False
 
     def __init__(
         self,
@@ -55,37 +90,63 @@ class NbAFLRules:
         checks.number("delta", delta, above=0, below=1)
         self.uplink_exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
         self.cohort_size = num_clients if cohort_size is None else checks.integer("cohort_size", cohort_size, at_least=1)
-        self.sampling: Sampler = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
+        sampling: Sampler = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
         population = Population(
             num_clients=num_clients,
             num_records=num_records,
             num_replies=uplink_exposures if num_replies is None else num_replies,
             aggregation=aggregation,
         )
-        self.sampling.expected_cohort(num_clients)
-        self.books = ClientBooks(population, relation="replace-one", delta=delta)
+        sampling.expected_cohort(num_clients)
+        self.num_clients, self.delta = num_clients, delta
+        self.books = ClientBooks(
+            population,
+            name=self.name,
+            sampling=sampling,
+            clip_norm=self.clip_norm,
+            relation="replace-one",
+            delta=delta,
+            terms_of=lambda names: lambda name, size, replies: self._terms(replies),
+        )
+        self.training = self.books.training
+        self.evaluation: OwnEvaluation | None = None
+        self.broadcasts: tuple[Broadcast, ...] = ()
         least = min(values_in(num_records))
         self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
         self.uplink_noise_std = self._terms(1).release.noise_scale
-        self.begin()
 
-    def begin(self) -> None:
-        """Forget the last run."""
-        self.books.begin()
-        self.downlink_noise_std = 0.0
-        self.planned_rounds = 0
-        self.added_noise_stds: list[float] = []
-        self.least_broadcast_std = math.inf
-        self.least_participant_std = math.inf
-        self.broadcast_ledgers: dict[str, Ledger] = {}
-        self.participant_ledgers: dict[str, Ledger] = {}
+    @property
+    def state(self) -> NbAFLState:
+        """All that these rules need to go on."""
+        return NbAFLState(books=self.books.state, broadcasts=self.broadcasts)
+
+    @state.setter
+    def state(self, state: NbAFLState) -> None:
+        self.books.state, self.broadcasts = state.books, state.broadcasts
+
+    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
+        """Make private evaluation a second release of this method's rounds."""
+        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
 
     def plan(self, num_rounds: int) -> None:
-        """Compute the paper's downlink noise for `num_rounds` rounds."""
-        self.planned_rounds = num_rounds
+        """Remember the number of rounds, for which the downlink noise is made."""
+        self.books.plan(num_rounds)
+
+    def open(self, names: tuple[str, ...]) -> None:
+        """Open the ledgers of every client."""
+        self.books.open(names)
+        if not self.books.planned_rounds and not math.isinf(self.paper_epsilon):
+            raise RuntimeError(
+                "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
+            )
+
+    @property
+    def downlink_noise_std(self) -> float:
+        """The std of the paper's downlink noise, for the planned number of rounds."""
+        num_rounds = self.books.planned_rounds
         if math.isinf(self.paper_epsilon) or not num_rounds:
-            return
-        self.downlink_noise_std = downlink_noise_std(
+            return 0.0
+        return downlink_noise_std(
             num_clients=self.num_clients,
             cohort_size=self.cohort_size,
             num_rounds=num_rounds,
@@ -95,18 +156,6 @@ class NbAFLRules:
             clip_norm=self.clip_norm,
             min_records=self.min_records,
         )
-
-    def open(self, names: tuple[str, ...]) -> None:
-        """Open the ledgers of every client: messages, broadcasts, and broadcasts against participants."""
-        self.books.open(names, self.uplink_exposures, lambda name, size, replies: self._terms(replies))
-        if not self.planned_rounds and not math.isinf(self.paper_epsilon):
-            raise RuntimeError(
-                "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
-            )
-        self.broadcast_ledgers = {name: Ledger(owner=f"{name}, broadcasts", relation=self.books.relation) for name in names}
-        self.participant_ledgers = {
-            name: Ledger(owner=f"{name}, broadcasts, against participants", relation=self.books.relation) for name in names
-        }
 
     def _terms(self, num_replies: int) -> Terms:
         return weights_terms(
@@ -118,57 +167,25 @@ class NbAFLRules:
             num_replies=num_replies,
         )
 
-    @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.books.population.num_clients
-
-    @property
-    def delta(self) -> float:
-        """The paper's delta, and the delta of the statement."""
-        return self.books.delta
-
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
-
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the drawn clients whose budget covers one more reply."""
-        return self.books.with_budget(chosen, names)
-
-    def charge(self, server_round: int, names: tuple[str, ...]) -> None:
-        """Charge one reply to each client."""
-        self.books.charge(names)
-
-    def ask(self, length: int, names: tuple[str, ...]) -> Ask:
-        """Return weights and terms."""
-        return self.books.ask(names, clip_norm=self.clip_norm, weight_of=self.books.share)
-
-    def limits(self, now: Round) -> Limits:
-        """Return a bound on the norm of an honest sum."""
-        return self.books.limits(now)
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
 
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
-        return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
-
-    @property
-    def charges(self) -> object:
-        """How many replies were charged to each client."""
-        replies = [ledger.num_charges for ledger in self.books.ledgers.values()]
-        return (len(self.added_noise_stds), self.books.num_rounds, self.books.num_unasked, *replies)
+    def numbers(self) -> dict[str, float]:
+        """Return further public numbers of the last round: none."""
+        return {}
 
     @property
     def epsilon(self) -> float:
         """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
-    def combine(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the next broadcast, the noised average of the replies, and charge it."""
         shares = {name: self.books.share(name) for name in collected.clients}
         all_shares = sum(shares.values())
@@ -177,7 +194,7 @@ class NbAFLRules:
             return now.vector
         parts = {name: share / all_shares for name, share in shares.items()}
         std = self.added_noise_std(list(parts.values()))
-        self._charge_broadcast(parts, std)
+        self._charge_broadcast(collected.clients, list(parts.values()), std)
         mean = collected.total / all_shares
         # An average of lattice values with any weights lies on no lattice. The broadcast is rounded to one that is much coarser
         # than the clients' and much finer than the noise, so that it is a rounded value plus Gaussian noise.
@@ -209,46 +226,51 @@ class NbAFLRules:
         # For a full round of equal clients the missing noise is sigma_D, up to rounding.
         return math.sqrt(missing) if missing > 1e-12 * there else 0.0
 
-    def _charge_broadcast(self, parts: Mapping[str, float], std: float) -> None:
-        total = self._broadcast_std(parts.values(), std)
-        self.added_noise_stds.append(std)
-        self.least_broadcast_std = min(self.least_broadcast_std, total)
-        two_largest = sorted(parts.values(), reverse=True)[:2]
-        for name, part in parts.items():
+    def _charge_broadcast(self, names: Sequence[str], parts: Sequence[float], std: float) -> None:
+        """Charge a broadcast to every client in it."""
+        places = {name: place for place, name in enumerate(self.books.terms)}
+        total = self._broadcast_std(parts, std)
+        two_largest = sorted(parts, reverse=True)[:2]
+        left = []
+        for part in parts:
             # Another client in the average can subtract its own noise; the one with the largest part knows most of the noise.
             others = two_largest[1:] if part == two_largest[0] else two_largest[:1]
             known = self.uplink_noise_std**2 * max(others, default=0.0) ** 2
-            left = math.sqrt(max(0.0, total**2 - known))
-            self.least_participant_std = min(self.least_participant_std, left)
-            self.broadcast_ledgers[name].charge(self._broadcast_event(part, total))
-            self.participant_ledgers[name].charge(self._broadcast_event(part, left))
+            left.append(math.sqrt(max(0.0, total**2 - known)))
+        broadcast = Broadcast(
+            clients=np.array([places[name] for name in names], np.int64),
+            parts=np.array(parts, np.float64),
+            added_std=std,
+            std=total,
+            participant_stds=np.array(left, np.float64),
+        )
+        self.broadcasts = (*self.broadcasts, broadcast)
+
+    @property
+    def broadcast_ledgers(self) -> dict[str, Ledger]:
+        """What the broadcasts have cost every client, against those who see no message of a client."""
+        return self._charged("broadcasts", lambda broadcast: [broadcast.std] * len(broadcast.clients))
+
+    @property
+    def participant_ledgers(self) -> dict[str, Ledger]:
+        """What the broadcasts have cost every client, against another client, who knows its own noise."""
+        return self._charged("broadcasts, against participants", lambda broadcast: broadcast.participant_stds.tolist())
+
+    def _charged(self, what: str, stds_of: Callable[["Broadcast"], Sequence[float]]) -> dict[str, Ledger]:
+        names = list(self.books.terms)
+        ledgers = {name: Ledger(owner=f"{name}, {what}", relation=self.books.relation) for name in names}
+        for broadcast in self.broadcasts:
+            stds = stds_of(broadcast)
+            for place, part, std in zip(broadcast.clients.tolist(), broadcast.parts.tolist(), stds, strict=True):
+                ledgers[names[place]].charge(self._broadcast_event(part, std))
+        return ledgers
 
     def _broadcast_event(self, part: float, std: float) -> DpEvent:
         return GaussianDpEvent(std / (part * self.clip_norm)) if std else NonPrivateDpEvent()
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement of all three ledgers of every client."""
-        books = self.books
-        return state_nbafl(
-            NbAFLFacts(
-                local=local_facts(self.title, books, self.sampling, facts),
-                broadcast_ledgers=self.broadcast_ledgers,
-                outside={name: books.total(name, ledger) for name, ledger in self.broadcast_ledgers.items()},
-                inside={name: books.total(name, ledger) for name, ledger in self.participant_ledgers.items()},
-                clip_norm=self.clip_norm,
-                paper_epsilon=self.paper_epsilon,
-                uplink_exposures=self.uplink_exposures,
-                planned_rounds=self.planned_rounds,
-                min_records=self.min_records,
-                cohort_size=self.cohort_size,
-                uplink_noise_std=self.uplink_noise_std,
-                message_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
-                downlink_noise_std=self.downlink_noise_std,
-                added_noise_stds=tuple(self.added_noise_stds),
-                least_broadcast_std=self.least_broadcast_std,
-                least_participant_std=self.least_participant_std,
-            )
-        )
+        return statement_of(self, facts)
 
 
 class NbAFL(DPStrategy):

@@ -1,6 +1,6 @@
-"""The resource ledger: the cost of rounds to a device in communication and computation."""
+"""Resources: the cost of rounds to a device in communication and computation."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flower_dp.core import checks
@@ -50,48 +50,44 @@ class ResourceBudget:
         return self.max_cost is None or self.cost(num_rounds=num_rounds, num_steps=num_steps) <= self.max_cost
 
 
-class ResourceLedger:
-    """The number of rounds in which every device was asked, and their cost.
+class Resources:
+    """The resources that a run's devices have spent.
 
     A device is charged when it is asked, whether or not its reply arrives.
 
     Args:
         budget: costs and limit.
         num_local_steps: steps of a round.
+        replies_of: returns in how many rounds every device was asked.
 
     Raises:
         ValueError: if the budget is too small for one round.
     """
 
-    def __init__(self, budget: ResourceBudget, *, num_local_steps: int) -> None:
+    def __init__(self, budget: ResourceBudget, *, num_local_steps: int, replies_of: Callable[[], Mapping[str, int]]) -> None:
         self.budget = budget
         self.num_local_steps = num_local_steps
         if not budget.allows(num_rounds=1, num_steps=num_local_steps):
             raise ValueError(f"max_cost={budget.max_cost}: must pay for one round, which costs a device {self._of(1):g}")
-        self.num_rounds: dict[str, int] = {}
-
-    def open(self, names: Iterable[str]) -> None:
-        """Begin a run of these devices."""
-        self.num_rounds = dict.fromkeys(names, 0)
-
-    def charge(self, names: Iterable[str]) -> None:
-        """Charge one round to each of these devices."""
-        for name in names:
-            self.num_rounds[name] += 1
+        self._replies_of = replies_of
 
     @property
     def costs(self) -> dict[str, float]:
         """The resources that every device has spent."""
-        return {name: self._of(rounds) for name, rounds in self.num_rounds.items()}
+        return {name: self._of(rounds) for name, rounds in self._replies_of().items()}
 
     @property
     def largest(self) -> float:
         """The largest resource cost of a device."""
-        return max(self.costs.values(), default=0.0)
+        return self._of(self._most)
+
+    @property
+    def _most(self) -> int:
+        return max(self._replies_of().values(), default=0)
 
     def why_stop(self) -> str | None:
         """Return that one more round would exceed the budget of a device, if so; else None."""
-        most = max(self.num_rounds.values(), default=0)
+        most = self._most
         if self.budget.allows(num_rounds=most + 1, num_steps=(most + 1) * self.num_local_steps):
             return None
         return (
@@ -101,7 +97,7 @@ class ResourceLedger:
 
     def line(self) -> str:
         """Return what was spent, in words."""
-        most = max(self.num_rounds.values(), default=0)
+        most = self._most
         return (
             f"resources: a device spent at most {self.largest:g}{self._limit}, for {most} aggregations at "
             f"{self.budget.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.budget.cost_per_step:g}"

@@ -11,7 +11,7 @@ from flower_dp.core import compression
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies.control import Honest
+from flower_dp.strategies.control import ControlState, Honest
 from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
 from flower_dp.strategies.releases.books import PerClient
 from flower_dp.strategies.releases.replies import Collected
@@ -40,13 +40,7 @@ class ControlVariate:
 
     def __init__(self, quantization_levels: int | None) -> None:
         self._levels = quantization_levels
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the last run."""
-        self._vector = np.zeros(0, np.float64)
-        self._replied: set[str] = set()
-        self._restarts: dict[str, int] = {}
+        self.state = ControlState()
 
     def vector(self, size: int) -> np.ndarray:
         """Return c [size], float32.
@@ -61,53 +55,59 @@ class ControlVariate:
                 "there "
                 f"unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
             )
-        if self._vector.size != size:
-            self._vector = np.zeros(size, np.float64)
-        return self._vector.astype(np.float32)
+        return self._vector(size).astype(np.float32)
+
+    def _vector(self, size: int) -> np.ndarray:
+        """Return c [size], float64: zeros before the first round."""
+        return self.state.vector if self.state.vector.size == size else np.zeros(size, np.float64)
 
     def learn(self, collected: Collected, *, divisor: float, num_clients: int, honest: Honest) -> None:
         """Update c by the messages of a round; an update is `divisor` = E eta times a mean gradient.
 
         With `honest` clients alone c is not changed further, but with few levels or clients that lost their c_i it may be.
         """
-        sent = self._vector.astype(np.float32).astype(np.float64)  # the c that clients have received
-        self._vector += (-len(collected.clients) * sent - collected.total / divisor) / num_clients
-        norm, most = float(l2_norms(self._vector)), self._radius(honest)
+        size = collected.total.size
+        vector = self._vector(size)
+        sent = vector.astype(np.float32).astype(np.float64)  # the c that clients have received
+        vector = vector + (-len(collected.clients) * sent - collected.total / divisor) / num_clients
+        norm, most = float(l2_norms(vector)), self._radius(size, honest)
         if norm > most:
-            self._vector *= most / norm
-        lost = [name for name in collected.restarted if name in self._replied]
+            vector *= most / norm
+        known, restarts = set(self.state.replied), dict(self.state.restarts)
+        lost = [name for name in collected.fresh if name in known]
         for name in lost:
-            self._restarts[name] = self._restarts.get(name, 0) + 1
+            restarts[name] = restarts.get(name, 0) + 1
         if lost:
             log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
-        self._replied.update(collected.clients)
+        new = [name for name in collected.clients if name not in known]
+        self.state = ControlState(vector=vector, replied=(*self.state.replied, *new), restarts=restarts)
 
-    def longest(self, sum_norm: float, *, honest: Honest) -> float:
+    def longest(self, sum_norm: float, size: int, *, honest: Honest) -> float:
         """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round."""
         if self._levels is None:
-            return 2 * sum_norm + float(l2_norms(self._vector))
+            return 2 * sum_norm + float(l2_norms(self._vector(size)))
         # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
-        return (2 * sum_norm + self._radius(honest)) / (1 - self._error)
+        return (2 * sum_norm + self._radius(size, honest)) / (1 - self._error(size))
 
-    def _radius(self, honest: Honest) -> float:
+    def _radius(self, size: int, honest: Honest) -> float:
         """Return the largest norm of c: of the mean of honest gradients, and of the errors of their messages."""
         if self._levels is None:
             return honest.mean
-        return (honest.mean + 2 * self._error * honest.single) / (1 - self._error)
+        error = self._error(size)
+        return (honest.mean + 2 * error * honest.single) / (1 - error)
 
-    @property
-    def _error(self) -> float:
+    def _error(self, size: int) -> float:
         """The norm of a message's error, as a part of the message's."""
-        return 0.0 if self._levels is None else math.sqrt(compression.qsgd_variance(self._vector.size, self._levels))
+        return 0.0 if self._levels is None else math.sqrt(compression.qsgd_variance(size, self._levels))
 
     @property
     def incidents(self) -> tuple[str, ...]:
         """How many clients came back without their control variate, in words."""
-        if not self._restarts:
+        if not self.state.restarts:
             return ()
-        names = list(self._restarts)
+        names = list(self.state.restarts)
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        times = sum(self._restarts.values())
+        times = sum(self.state.restarts.values())
         return (
             f"{times} times a client came back without its control variate and started at zero "
             f"({', '.join(names[:_LISTED])}{more})",
@@ -150,7 +150,7 @@ class Scaffold(DPStrategy):
         >>> strategy = Scaffold(
         ...     steps=steps, sampling=sampling, num_clients=100, num_records=600, epsilon=math.inf, delta=1e-5, num_replies=50
         ... )
-        >>> strategy.rules.name
+        >>> strategy.rules.training.name
         'scaffold'
     """
 

@@ -1,7 +1,7 @@
 """A server optimiser: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies.releases.left_out import RoundLeftOut
+
+_NOT_KEPT = object()
+_RECORD = "ArrayRecord"
 
 
 class ServerOptimizer:
@@ -47,16 +50,25 @@ class ServerOptimizer:
         for name, value in {"fraction_train": 1.0, "min_train_nodes": 1, "min_available_nodes": 1}.items():
             if hasattr(self._fresh, name):
                 setattr(self._fresh, name, value)
-        self.begin()
+        self._strategy: Any = copy.deepcopy(self._fresh)
 
     @property
     def name(self) -> str:
         """The strategy's name."""
         return type(self._fresh).__name__
 
-    def begin(self) -> None:
-        """Forget the last run."""
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the strategy keeps from round to round: its attributes that are numbers, arrays, or lists or tables of arrays."""
+        kept = {name: _kept(value) for name, value in vars(self._strategy).items()}
+        return {name: value for name, value in kept.items() if value is not _NOT_KEPT}
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
         self._strategy = copy.deepcopy(self._fresh)
+        for name, value in state.items():
+            is_record = isinstance(value, Mapping) and set(value) == {_RECORD}
+            setattr(self._strategy, name, _array_record(value[_RECORD]) if is_record else copy.deepcopy(value))
 
     def step(self, server_round: int, layout: Layout, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Return the next global model [d].
@@ -112,4 +124,19 @@ class _OneNode(Grid):
 
 
 def _record(layout: Layout, vector: np.ndarray) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in layout.unflatten(vector).items()})
+    return _array_record(layout.unflatten(vector))
+
+
+def _array_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
+
+
+def _kept(value: Any) -> Any:
+    """Return an attribute as it is stored, or `_NOT_KEPT` for one that is no state, such as a function."""
+    if isinstance(value, ArrayRecord):
+        return {_RECORD: {name: array.numpy() for name, array in value.items()}}
+    if isinstance(value, dict):
+        return dict(value) if all(isinstance(array, np.ndarray) for array in value.values()) else _NOT_KEPT
+    if isinstance(value, list):
+        return list(value) if all(isinstance(array, np.ndarray) for array in value) else _NOT_KEPT
+    return value if value is None or isinstance(value, np.ndarray) or type(value) in (bool, int, float, str) else _NOT_KEPT

@@ -1,54 +1,42 @@
 """The one Flower strategy: it asks nodes for their clients, draws cohorts, charges the ledger, sends messages and checks replies.
 
-A method gives it rules (`flower_dp.strategies.rules`): what it releases and charges, its order to the clients, the computation
-of the next model from the replies, and its statement. Rules never handle messages or the loop over rounds.
+A method gives it rules (`flower_dp.strategies.rules`): its releases, the computation of the next model from what they released,
+and its statement. Rules never handle messages or the loop over rounds.
 """
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Unpack
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp import wire
 from flower_dp.core import checks
-from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.client_level import ClientLevelRules
-from flower_dp.strategies.evaluation import Evaluator
+from flower_dp.strategies import diagnostics
+from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.legacy import LegacyAppError
-from flower_dp.strategies.local_evaluation import LocalEvaluator
+from flower_dp.strategies.loop import EvaluateFn, Rounds
+from flower_dp.strategies.population.fit import check_overrides, why_none_fits, why_unfit
 from flower_dp.strategies.population.roster import Register, Roster
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.replies import Collected, Missing, collect
-from flower_dp.strategies.rules import (
-    ComparesNoise,
-    CountsResources,
-    Options,
-    Round,
-    RoundReport,
-    Rules,
-    RunFacts,
-    SendsBeside,
-)
+from flower_dp.strategies.releases.replies import Missing
+from flower_dp.strategies.rules import Options, Rules
+from flower_dp.strategies.run import Run
+from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
 # A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
 _PULL_SECONDS = 0.002
-# Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
-_LOG_SECONDS = 1.0
-_SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
-_FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
+# What a subclass overrides together, if its clients evaluate in its own way.
+_EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
 
 class DPStrategy(Strategy):
@@ -56,10 +44,6 @@ class DPStrategy(Strategy):
 
     Attributes:
         rules: the method's rules, with its ledgers.
-        rounds: the numbers of every round. Don't publish them as they are: see `RoundReport.public`.
-        incidents: what happened, in words.
-        missing: the number of requested updates that did not count, by reason.
-        evaluations: value and standard error of every metric of private evaluations, by round.
 
     Args:
         rules: the method's rules.
@@ -94,39 +78,41 @@ class DPStrategy(Strategy):
         self.rules = rules
         self.report_client_metrics = checks.flag("report_client_metrics", options.get("report_client_metrics", False))
         self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
-        self.noise_seed = options.get("noise_seed")
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
         self.most_clients_per_node = _optional("most_clients_per_node", options.get("most_clients_per_node"), at_least=1)
         self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
-        plan = options.get("evaluation")
-        self._evaluator = None if plan is None else self._make_evaluator(plan)
+        if (plan := options.get("evaluation")) is not None:
+            rules.evaluate(plan)
+        self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
         self._begin()
-
-    def _generator(self, *purpose: object) -> Generator:
-        """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
-        return noise_generator(self.noise_seed, "server", *purpose)
 
     def _begin(self) -> None:
         """Forget the last run."""
-        self.rounds: list[RoundReport] = []
-        self.incidents: list[str] = []
-        self.missing = Missing()
-        self.evaluations: dict[int, dict[str, float]] = {}
-        self.seeded_noise = self.noise_seed is not None
-        self._refusal = "no reply"
+        self._run.begin()
+        # Who is connected, and a statement that was made already, belong to one process.
         self._register: Register | None = None
-        self._round: Round | None = None
-        self._sent: list[Message] = []
-        self._constants_checked = False
-        self._unpaid: set[int] = set()
         self._stated: tuple[Any, PrivacyStatement] | None = None
-        if self._optimizer is not None:
-            self._optimizer.begin()
-        if self._evaluator is not None:
-            self._evaluator.begin()
-        self.rules.begin()
+
+    @property
+    def state(self) -> RunState:
+        """All that this run needs to go on, as one value. Setting an earlier one continues from there."""
+        return self._run.state
+
+    @state.setter
+    def state(self, state: RunState) -> None:
+        self._run.state = state
+
+    @property
+    def noise_seed(self) -> int | None:
+        """For tests only: of fixed noise and sampling, which make the run not private."""
+        return self._run.noise_seed
+
+    @property
+    def seeded_noise(self) -> bool:
+        """Whether noise or sampling comes from a fixed seed; the run is not private then."""
+        return self.noise_seed is not None
 
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
@@ -154,10 +140,34 @@ class DPStrategy(Strategy):
         return math.inf if self.seeded_noise else self.rules.epsilon
 
     @property
+    def rounds(self) -> tuple[RoundReport, ...]:
+        """The numbers of every round. Don't publish them as they are: see `RoundReport.public`."""
+        return self._run.record.rounds
+
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """What happened, in words."""
+        return self._run.record.incidents
+
+    @property
+    def missing(self) -> Missing:
+        """The number of requested updates that did not count, by reason."""
+        return self._run.record.missing
+
+    @property
+    def client_metrics(self) -> Mapping[int, Mapping[str, float]]:
+        """Means of the training metrics that clients were asked for, by round; they are not private."""
+        return self._run.record.client_metrics
+
+    @property
+    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
+        """Value and standard error of every metric of private evaluations, by round."""
+        return self._run.record.evaluations
+
+    @property
     def secret_cohort(self) -> bool:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        evaluating = self._evaluator.rules if isinstance(self._evaluator, Evaluator) else self.rules
-        return self.rules.secret_cohort or evaluating.secret_cohort
+        return any(release.secret_cohort for release in self._run.releases)
 
     @property
     def facts(self) -> RunFacts:
@@ -165,7 +175,7 @@ class DPStrategy(Strategy):
         return RunFacts(
             seeded_noise=self.seeded_noise,
             missing=self.missing,
-            incidents=tuple(self.incidents),
+            incidents=self.incidents,
             report_client_metrics=self.report_client_metrics,
             own_evaluation=self._evaluates_itself,
         )
@@ -181,7 +191,7 @@ class DPStrategy(Strategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        key = (self.rules.charges, self._evaluator and self._evaluator.num_charged, self.facts)
+        key = (self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
             self._stated = (key, self.rules.explain(self.facts))
         return self._stated[1]
@@ -196,7 +206,7 @@ class DPStrategy(Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run up to `num_rounds` rounds, fewer where the target epsilon ends the run first; arguments as Flower's.
 
@@ -209,7 +219,7 @@ class DPStrategy(Strategy):
             RuntimeError: if no client sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        if evaluate_config and not (self._evaluates_itself or self._evaluator):
+        if evaluate_config and not (self._evaluates_itself or self.rules.evaluation):
             raise ValueError(
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
                 "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
@@ -218,132 +228,71 @@ class DPStrategy(Strategy):
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
         if type(grid).__name__ == "InMemoryGrid":
             setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
-        result = Result(arrays=initial_arrays)
         self.rules.plan(num_rounds)
         roster = self._call_roll(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
-        self._log_noise_and_signal(layout.size)
-        self._evaluate(evaluate_fn, 0, result)
+        diagnostics.log_noise_and_signal(self.rules, layout.size)
+        rounds = Rounds(
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            clients_evaluate=self._evaluates_itself or self.rules.evaluation is not None,
+        )
         try:
-            configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-            self._run(grid, num_rounds, timeout, configs, evaluate_fn, result)
-            self._check_usable_updates(ended=True)
+            result = rounds.run(self, self._run, grid, initial_arrays)
+            diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
                 log.info("%s", line)
         return result
-
-    def _run(
-        self,
-        grid: Grid,
-        num_rounds: int,
-        timeout: float,
-        configs: tuple[ConfigRecord, ConfigRecord],
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
-        result: Result,
-    ) -> None:
-        """Run the rounds, and add their metrics and models to the result."""
-        due = 0.0
-        for server_round in range(1, num_rounds + 1):
-            if time.monotonic() >= due or server_round == num_rounds:
-                log.info("[ROUND %s/%s]", server_round, num_rounds)
-                due = time.monotonic() + _LOG_SECONDS
-            messages = self.configure_train(server_round, result.arrays, configs[0], grid)
-            if server_round in self._unpaid:
-                break
-            replies = grid.send_and_receive(messages, timeout=timeout)
-            arrays, metrics = self.aggregate_train(server_round, replies)
-            if arrays is not None:
-                result.arrays = arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            if self._evaluates_itself or self._evaluator:
-                messages = self.configure_evaluate(server_round, result.arrays, configs[1], grid)
-                metrics = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
-                if metrics is not None:
-                    log.info("round %s: clients: %s", server_round, dict(metrics))
-                    result.evaluate_metrics_clientapp[server_round] = metrics
-            self._evaluate(evaluate_fn, server_round, result)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Draw the cohort, charge the round's release to the ledger, and return one message per node.
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
-        roster = self._call_roll(grid)
+        run, roster = self._run, self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
-        if reason := "the run has ended" if self._unpaid else self.rules.why_stop(server_round, None):
-            return self._stop(server_round, reason)
-        started = time.monotonic()
-        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
-        beside = self.rules.beside(model.layout.size) if isinstance(self.rules, SendsBeside) else None
-        sent = arrays if beside is None else wire.with_beside(arrays, beside)
-        asked = roster.by_node(self._cohort(server_round, roster))
-        cohort = tuple(name for names in asked.values() for name in names)
-        if reason := self.rules.why_stop(server_round, len(cohort)):
-            return self._stop(server_round, reason)
-        self.rules.charge(server_round, cohort)
-        ask = self.rules.ask(model.layout.size, cohort)
-        messages = [
-            wire.train_message(
-                node,
-                roster.record_names,
-                sent,
-                config,
-                wire.Instruction(
-                    server_round=server_round,
-                    method=self.rules.name,
-                    clients=names,
-                    ask=ask,
-                    report_metrics=self.report_client_metrics,
-                    frozen=model.frozen_positions,
-                ),
-            )
-            for node, names in asked.items()
-        ]
-        self._round = Round(
-            server_round=server_round,
-            ask=ask,
+        if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
+            return run.stop(server_round, reason)
+        model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
+        asked = run.drawn(release, roster, "cohort", server_round)
+        if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
+            return run.stop(server_round, reason)
+        return run.ask(
+            release,
+            server_round,
+            length=model.layout.size,
             model=model,
             asked=asked,
-            bytes_down=sum(wire.content_bytes(message.content) for message in messages),
-            started=started,
-            stock=not roster.hosting,
+            roster=roster,
+            arrays=arrays,
+            config=config,
+            report_metrics=self.report_client_metrics,
+            frozen=model.frozen_positions,
         )
-        self._sent = messages
-        return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
 
         None and None for a round that the budget did not cover.
         """
-        now = self._round
-        if now is None and server_round in self._unpaid:
-            return None, None
-        if now is None or now.server_round != server_round:
+        run, release = self._run, self.rules.training
+        if not run.waits(release, server_round):
+            if run.record.ended_before and release.name not in run.asked:
+                return None, None
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
-        sent, self._round, self._sent = self._sent, None, []
-        collected = collect(
-            replies,
-            asked=now.asked,
-            sent=sent,
-            model=now.model,
-            limits=self.rules.limits(now),
-            stock=now.stock,
-            seeded=self.seeded_noise,
-        )
-        self._note_seeds(collected)
-        self._warn_of_constants(now, collected)
-        vector = self._next_vector(now, collected)
-        report = self._report(now, collected)
-        self._refusal = next(iter(collected.refused.values()), self._refusal)
-        self._check_usable_updates()
-        metrics = MetricRecord({**report.public()})
+        now, collected = run.total(release, replies)
+        vector = run.learn(now, collected)
+        metrics = MetricRecord({**run.report(now, collected, vector, epsilon=self.epsilon).public()})
         if self.report_client_metrics and collected.clients:
-            metrics.update({f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()})
+            means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
+            run.note(client_metrics={**run.record.client_metrics, server_round: means})
+            metrics.update(means)
         return now.model.record(vector), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -352,43 +301,55 @@ class DPStrategy(Strategy):
         A subclass may override this and `aggregate_evaluate`, both or neither; the statement then says that such metrics are not
         covered.
         """
-        evaluator = self._evaluator
-        if evaluator is None or server_round in self._unpaid or not evaluator.due(server_round):
+        run, evaluation = self._run, self.rules.evaluation
+        if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
-        roster = self._call_roll(grid)
-        rng = self._generator("evaluating cohort", server_round)
-        asked = roster.by_node(evaluator.cohort(roster.names, rng))
-        evaluator.charge(server_round, tuple(name for names in asked.values() for name in names))
+        roster, release = self._call_roll(grid), evaluation.release
+        messages = run.ask(
+            release,
+            server_round,
+            length=evaluation.length,
+            model=wire.Model.of(arrays, frozen=self.frozen_arrays),
+            asked=run.drawn(release, roster, "evaluating cohort", server_round),
+            roster=roster,
+            arrays=arrays,
+            config=config,
+        )
         if self.rounds:
-            self.rounds[-1] = replace(self.rounds[-1], epsilon=self.epsilon)
-        return evaluator.messages(server_round, roster, arrays, config, asked)
+            run.note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return value and standard error of every metric of a private evaluation; None where there is none."""
-        evaluator = self._evaluator
-        if evaluator is None or not evaluator.asked(server_round):
+        run, evaluation = self._run, self.rules.evaluation
+        if evaluation is None or not run.waits(evaluation.release, server_round):
             return None
-        collected = evaluator.collect(replies, seeded=self.seeded_noise)
-        self._note_seeds(collected)
+        now, collected = run.total(evaluation.release, replies)
         try:
-            told = evaluator.result(collected, self._generator("evaluation", server_round))
+            told = evaluation.result(now, collected, run.generator("evaluation", server_round))
         except RoundLeftOut as why:
             refusal = next(iter(collected.refused.values()), None)
             log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
             return None
-        self.evaluations[server_round] = told
+        run.note(evaluations={**self.evaluations, server_round: told})
         return MetricRecord({**told})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's public numbers: those of its report, and the metrics of its private evaluation as `private-...`."""
+        """Return a round's numbers for people to see.
+
+        They are those of its report, the metrics of its private evaluation as `private-...`, and, where clients were asked for
+        training metrics, which are not private, their means as `client-...`.
+        """
         line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
+        line |= self.client_metrics.get(server_round, {})
         return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})
 
     def summary(self) -> None:
         """Log what the run will do."""
         rules = self.rules
-        expected = rules.sampling.expected_cohort(rules.num_clients)
-        log.info("%s: %s, %g of %s clients expected a round", rules.title, rules.sampling, expected, rules.num_clients)
+        sampling = rules.training.sampling
+        expected = sampling.expected_cohort(rules.num_clients)
+        log.info("%s: %s, %g of %s clients expected a round", rules.title, sampling, expected, rules.num_clients)
         if self._optimizer is not None:
             log.info("server optimiser %s: it works on the noised mean and costs no epsilon", self._optimizer.name)
 
@@ -398,176 +359,27 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
-    def _log_noise_and_signal(self, dimension: int) -> None:
-        """Log before the first round how the noise compares with the updates."""
-        if not isinstance(self.rules, ComparesNoise):
-            return
-        noise, signal = self.rules.noise_and_signal(dimension)
-        log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
-        if noise > signal:
-            log.warning(
-                "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
-                "round, less noise or a smaller model help, and so do more rounds within the budget",
-                noise / signal,
-            )
-
-    def _make_evaluator(self, plan: PrivateEvaluation | LocalEvaluation) -> Evaluator | LocalEvaluator:
-        """Return the evaluator that runs private evaluations.
-
-        Raises:
-            ValueError: if the plan is not of the method's kind: one ledger for all clients, or one each.
-        """
-        books = getattr(self.rules, "books", None)
-        if isinstance(plan, LocalEvaluation) and isinstance(books, ClientBooks):
-            return LocalEvaluator(plan, books)
-        if isinstance(plan, PrivateEvaluation) and isinstance(self.rules, ClientLevelRules):
-            return Evaluator(plan, self.rules)
-        fit = "LocalEvaluation, with a budget of every client" if isinstance(books, ClientBooks) else "PrivateEvaluation"
-        raise ValueError(f"evaluation: is a {type(plan).__name__}; {self.rules.title} takes a {fit}")
-
     def _call_roll(self, grid: Grid) -> Roster:
         """Return the current roster: nodes may have joined, left or rejoined since the last round."""
         first = self._register is None
         if self._register is None:
-            self._check_evaluation_is_whole()
+            check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
             rules = self.rules
             self._register = Register(
                 rules.num_clients,
                 timeout=self.registration_timeout,
-                newcomers=rules.open_population,
-                unfit=self._unfit,
+                newcomers=all(release.open_population for release in self._run.releases),
+                unfit=partial(why_unfit, self.rules),
                 most_clients_per_node=self.most_clients_per_node,
                 most_newcomers=self.most_newcomers,
             )
         roster = self._register.roster(grid)
         if first:
-            if reason := self._fits(roster):
+            if reason := why_none_fits(self.rules, roster):
                 self._register = None
                 raise ValueError(reason)
             self.rules.open(roster.names)
         return roster
-
-    def _check_evaluation_is_whole(self) -> None:
-        """Refuse a strategy that asks clients to evaluate and does not read what they reply, or the other way round."""
-        names = ("configure_evaluate", "aggregate_evaluate")
-        own = [name for name in names if self._overrides(name)]
-        if len(own) == 1:
-            (other,) = set(names) - set(own)
-            raise ValueError(
-                f"{type(self).__name__} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
-                "asked and what their replies are read for go together"
-            )
-
-    def _report(self, now: Round, collected: Collected) -> RoundReport:
-        self.missing += collected.missing
-        report = RoundReport(
-            server_round=now.server_round,
-            cohort_size=now.cohort_size,
-            replies=len(collected.clients),
-            bytes_down=now.bytes_down,
-            bytes_up=collected.num_bytes,
-            bytes_per_client=self.rules.bytes_per_client(now, collected),
-            seconds=time.monotonic() - now.started,
-            epsilon=self.epsilon,
-            secret_cohort=self.rules.secret_cohort,
-            cost_per_device=self.rules.cost_per_device if isinstance(self.rules, CountsResources) else None,
-        )
-        self.rounds.append(report)
-        return report
-
-    def _note_seeds(self, collected: Collected) -> None:
-        """Record, once, that replies with noise from a fixed seed were refused; not where that tells who was in a cohort."""
-        if collected.seeded_clients and _SEEDED not in self.incidents and not self.secret_cohort:
-            self.incidents.append(_SEEDED)
-
-    def _stop(self, server_round: int, reason: str) -> list[Message]:
-        """Record, once, that this round and all later ones are not run; return no messages.
-
-        Raises:
-            ValueError: if no round was run before: the model would be the initial one.
-        """
-        self._round = None
-        if not self._unpaid:
-            self.incidents.append(f"ended before round {server_round}: {reason}")
-            log.info("%s", self.incidents[-1])
-        self._unpaid.add(server_round)
-        if not self.rounds:
-            raise ValueError(f"no round was run: {self.incidents[-1]}")
-        return []
-
-    def _warn_of_constants(self, now: Round, collected: Collected) -> None:
-        """Warn, once, of arrays that no reply of the first round changes: they get noise nevertheless.
-
-        It reads sums without noise, which only a trusted server has, and writes only to the server's log.
-        """
-        if self._constants_checked or not collected.clients or now.ask.placement != "central":
-            return
-        self._constants_checked = True
-        same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
-        if same and len(same) < len(now.layout.names):
-            log.warning(
-                "round %s: no reply changes %s, which noise is added to; name constant arrays in frozen_arrays",
-                now.server_round,
-                ", ".join(map(repr, same)),
-            )
-
-    def _next_vector(self, now: Round, collected: Collected) -> np.ndarray:
-        """Return the next global model [d], float32; the last one if the round is left out, although it was charged."""
-        try:
-            vector = self.rules.combine(now, collected, self._generator("noise", now.server_round))
-            if self._optimizer is not None:
-                vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
-            if names := now.layout.overflows(vector):
-                raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
-        except RoundLeftOut as why:
-            self.incidents.append(f"round {now.server_round} was left out: {why}")
-            log.warning("%s", self.incidents[-1])
-            return now.vector
-        return vector.astype(np.float32)
-
-    def _fits(self, roster: Roster) -> str | None:
-        """Return why these clients can't run this method, None if they can."""
-        rules = self.rules
-        if not roster.hosting:
-            return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
-        return self._unfit(roster.methods)
-
-    def _unfit(self, methods: frozenset[str]) -> str | None:
-        """Return why clients that run these methods can't take part, None if they can."""
-        if self.rules.name not in methods:
-            runs = ", ".join(sorted(methods)) or "no common method"
-            return f"{self.rules.title}: clients must run {self.rules.name!r}; these run {runs}"
-        if self._evaluator is not None and wire.EVALUATION not in methods:
-            return (
-                f"evaluation: these clients do not run {wire.EVALUATION!r}; use flower_dp.clients.DPClient, or "
-                "LocalDPClient(evaluation=...)"
-            )
-        return None
-
-    def _cohort(self, server_round: int, roster: Roster) -> np.ndarray:
-        """Return the indices of the clients that are asked in a round."""
-        rng = self._generator("cohort", server_round)
-        return self.rules.with_budget(self.rules.sampling.choose(server_round, len(roster.names), rng), roster.names)
-
-    def _check_usable_updates(self, *, ended: bool = False) -> None:
-        """Fail a run in which no client ever sends a usable update: it would only spend budget."""
-        if any(report.replies for report in self.rounds):
-            return
-        asked = [report for report in self.rounds if report.cohort_size]
-        tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * self.num_clients)
-        enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
-        if asked and (enough or ended):
-            rounds = f"the first {len(asked)} rounds" if enough else "any round"
-            raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {self._refusal}")
-
-    @staticmethod
-    def _evaluate(
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None, server_round: int, result: Result
-    ) -> None:
-        metrics = evaluate_fn(server_round, result.arrays) if evaluate_fn else None
-        if metrics is not None:
-            log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
-            result.evaluate_metrics_serverapp[server_round] = metrics
 
 
 def _optional(name: str, value: int | None, *, at_least: int) -> int | None:

@@ -7,15 +7,11 @@ memory is taken, and every refusal is a ValueError that says why.
 """
 
 from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
-from flower_dp.wire.arrays import BESIDE, Model, numpy_arrays, payload_of, with_beside
-from flower_dp.wire.ask import Ask, OwnAsk, Promise, RoundMask
-from flower_dp.wire.evaluation import (
-    EvaluationAnswer,
-    evaluation_answer_of,
-    reported_metrics,
-)
+from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
+from flower_dp.wire.ask import Ask, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
 from flower_dp.wire.instruction import EVALUATION, Instruction
+from flower_dp.wire.mask import Mask, RoundMask, SentMask
 from flower_dp.wire.messages import (
     MESSAGE_API,
     NUMPY_CLIENT,
@@ -27,13 +23,13 @@ from flower_dp.wire.messages import (
     evaluate_message,
     instruction_of,
     is_roll_call,
+    reported_metrics,
     roll_call,
     train_message,
 )
 from flower_dp.wire.text import KEY, PROTOCOL
 
 __all__ = [
-    "BESIDE",
     "DECLINED",
     "EVALUATION",
     "FAILED",
@@ -45,20 +41,20 @@ __all__ = [
     "PROTOCOL",
     "Answer",
     "Ask",
-    "EvaluationAnswer",
     "Hosted",
     "Instruction",
+    "Mask",
     "Model",
     "OwnAsk",
     "Promise",
     "RecordNames",
     "RoundMask",
+    "SentMask",
     "answer_of",
     "arrays_of",
     "check_content",
     "content_bytes",
     "evaluate_message",
-    "evaluation_answer_of",
     "hosted_of",
     "instruction_of",
     "is_roll_call",
@@ -68,5 +64,4 @@ __all__ = [
     "reported_metrics",
     "roll_call",
     "train_message",
-    "with_beside",
 ]

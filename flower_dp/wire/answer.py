@@ -25,7 +25,7 @@ class Answer:
         seeded_noise: whether the noise came from a fixed seed, as in a test; the run is not private then.
         metrics: training metrics, summed over the clients in the sum, if they were asked for.
         payload_bytes: bytes of arrays that the clients in the sum would have sent had each sent its own row, summed over them.
-        restarted: clients that had kept nothing from an earlier round, in methods in which clients keep something (SCAFFOLD).
+        fresh: clients in the sum that had kept nothing from an earlier round, in methods whose clients keep a vector.
 
     Example:
         >>> from flower_dp.wire import Answer
@@ -40,7 +40,7 @@ class Answer:
     seeded_noise: bool
     metrics: Mapping[str, float]
     payload_bytes: int = 0
-    restarted: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
 
     def to_json(self, asked: Sequence[str]) -> str:
         """Return the answer to an instruction for these clients as one string."""
@@ -51,8 +51,8 @@ class Answer:
             "metrics": dict(self.metrics),
         }
         words["payload_bytes"] = self.payload_bytes
-        restarted = set(self.restarted)
-        words["restarted"] = [position for position, name in enumerate(asked) if name in restarted]
+        fresh = set(self.fresh)
+        words["fresh"] = [position for position, name in enumerate(asked) if name in fresh]
         return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=scalar)
 
     @classmethod
@@ -63,7 +63,7 @@ class Answer:
             ValueError: if it is not one of this protocol, or longer than an honest one can be.
         """
         data = load(text, most_answer_characters(len(asked)))
-        check_keys("answer", data, ("refused", "payload", "seeded_noise", "metrics", "payload_bytes", "restarted"))
+        check_keys("answer", data, ("refused", "payload", "seeded_noise", "metrics", "payload_bytes", "fresh"))
         payload, metrics = data["payload"], data["metrics"]
         if not all(isinstance(table, dict) for table in (payload, metrics)):
             raise ValueError("answer: payload and metrics must be tables")
@@ -80,23 +80,23 @@ class Answer:
             payload=payload,
             seeded_noise=checks.flag("seeded_noise", data["seeded_noise"]),
             metrics=metrics,
-            restarted=_names_at(data["restarted"], asked),
+            fresh=tuple(_names_at("fresh", data["fresh"], asked)),
             payload_bytes=checks.integer("payload_bytes", data["payload_bytes"], at_least=0, at_most=most),
         )
 
 
-def _names_at(positions: object, asked: Sequence[str]) -> tuple[str, ...]:
+def _names_at(what: str, positions: object, asked: Sequence[str]) -> list[str]:
     """Return the names at some positions.
 
     Raises:
         ValueError: if these are not a list of positions, each at most once.
     """
-    if not isinstance(positions, list) or len(positions) > len(asked):
-        raise ValueError(f"answer: restarted must be a list of at most {len(asked)} positions")
+    if not isinstance(positions, list):
+        raise ValueError(f"answer: {what} must have a list of positions")
     names = [asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)] for position in positions]
     if len(set(names)) != len(names):
-        raise ValueError("answer: a client has restarted twice")
-    return tuple(names)
+        raise ValueError(f"answer: {what} has a client twice")
+    return names
 
 
 def positions_of(refused: Mapping[str, str], asked: Sequence[str]) -> dict[str, list[int]]:
@@ -127,10 +127,7 @@ def refused_at(reasons: object, asked: Sequence[str]) -> dict[str, str]:
         raise ValueError(f"answer: has {len(reasons)} reasons: too many")
     refused: dict[str, str] = {}
     for reason, positions in reasons.items():
-        if not isinstance(positions, list):
-            raise ValueError("answer: a reason must have a list of positions")
-        for position in positions:
-            name = asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)]
+        for name in _names_at("a reason", positions, asked):
             if name in refused:
                 raise ValueError(f"answer: client {name!r} is refused twice")
             refused[name] = reason[:MOST_REASON]

@@ -11,9 +11,8 @@ from flwr.app import ArrayRecord
 
 from flower_dp.core.compression import Header, Payload
 from flower_dp.core.vectors import Layout
+from flower_dp.wire.text import KEY
 
-# The name of a vector that is sent beside the model, behind its arrays.
-BESIDE = "flower-dp.beside"
 _NPY_HEADER_BYTES = 1024
 # Of the server's own model.
 _LARGEST_ARRAY = 2**40
@@ -39,9 +38,10 @@ def payload_of(record: ArrayRecord, header: Header, length: int) -> Payload:
     return Payload(arrays=tuple(numpy_arrays(record, limit=8 * length).values()), header=header)
 
 
-def with_beside(arrays: ArrayRecord, vector: np.ndarray) -> ArrayRecord:
-    """Return a model's record with another vector behind its arrays."""
-    return ArrayRecord({**arrays, BESIDE: FlowerArray(np.ascontiguousarray(vector))})
+def with_vectors(arrays: ArrayRecord, vectors: Mapping[str, np.ndarray]) -> ArrayRecord:
+    """Return a model's record with the vectors of an ask behind its arrays: a `NumPyClient` is given no other record."""
+    named = {f"{KEY}.{name}": FlowerArray(np.ascontiguousarray(vector)) for name, vector in vectors.items()}
+    return ArrayRecord({**arrays, **named}) if named else arrays
 
 
 def numpy_arrays(record: ArrayRecord, *, limit: int) -> dict[str, np.ndarray]:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 
 from flower_dp.core import checks
-from flower_dp.core.compression import MOST_LEVELS, random_mask
+from flower_dp.core.compression import MOST_LEVELS
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.wire.mask import Mask, mask_keys, mask_of
 from flower_dp.wire.text import check_keys
 
 PLACEMENTS = ("central", "distributed", "local")
@@ -44,42 +44,6 @@ class Promise:
     def noise_scale(self) -> float:
         """Scale of the noise on the released sum."""
         return self.noise_multiplier * self.clip_norm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundMask:
-    """The coordinates that all clients of a round keep before the clip. They follow from public numbers alone.
-
-    Attributes:
-        seed: public, drawn by the server for the round.
-        keep_ratio: part of the coordinates that is kept.
-
-    Raises:
-        ValueError: for a value out of range, naming it.
-
-    Example:
-        >>> from flower_dp.wire import RoundMask
-        >>> len(RoundMask(seed=7, keep_ratio=0.05).indices(1000))
-        50
-    """
-
-    seed: int
-    keep_ratio: float
-
-    def __post_init__(self) -> None:
-        checks.integer("mask seed", self.seed, at_least=0, at_most=2**63 - 1)
-        checks.number("mask keep_ratio", self.keep_ratio, above=0, at_most=1)
-
-    def indices(self, length: int) -> np.ndarray:
-        """Return the kept coordinates [k] of a vector [length], increasing."""
-        return _indices(self.seed, self.keep_ratio, length)
-
-
-@lru_cache(maxsize=4)  # a round asks several times
-def _indices(seed: int, keep_ratio: float, length: int) -> np.ndarray:
-    indices = random_mask(length, keep_ratio, np.random.default_rng(seed))
-    indices.flags.writeable = False
-    return indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +94,8 @@ class Ask:
         quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantisation.
         metrics: of an evaluation: the metrics that are asked for, with their bounds; None in training.
         own: under `local`: what is asked of each client, by its name.
+        vectors: vectors [d] that the method's clients work with besides the model, finite float32, by name. They are sent as
+            arrays behind the model's; the text has their names alone.
 
     Raises:
         ValueError: for values that make no sense, or do not go together, naming them.
@@ -145,11 +111,12 @@ class Ask:
     placement: str
     step: float = 0.0
     noise_std: float = 0.0
-    mask: RoundMask | None = None
+    mask: Mask | None = None
     keep_ratio: float = 1.0
     quantization_levels: int = 0
     metrics: MetricBounds | None = None
     own: Mapping[str, OwnAsk] = field(default_factory=dict)
+    vectors: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         checks.one_of("placement", self.placement, PLACEMENTS)
@@ -179,8 +146,27 @@ class Ask:
             )
         if self.metrics is not None and (less or self.mask is not None):
             raise ValueError("metrics: do not go with a mask, keep_ratio or quantization_levels; they are sent whole")
+        if self.metrics is not None and self.vectors:
+            raise ValueError(f"metrics: do not go with vectors={list(self.vectors)}; an evaluation is of the model alone")
         if self.own and self.placement != "local":
             raise ValueError(f"own: must not be there for placement={self.placement!r}, where clients have no terms of their own")
+        for name, vector in self.vectors.items():
+            if vector.ndim != 1 or vector.dtype != np.float32 or not np.isfinite(vector).all():
+                raise ValueError(
+                    f"vector {name!r} is {vector.dtype} of shape {vector.shape}: must be finite float32 of shape (d,)"
+                )
+
+    def check_vectors(self, names: Sequence[str], length: int) -> None:
+        """Check that these vectors came with the model, and no others, each as long as the model.
+
+        Raises:
+            ValueError: if not.
+        """
+        if set(self.vectors) != set(names):
+            raise ValueError(f"vectors={sorted(self.vectors)} came with the model: this method works with {sorted(names)}")
+        for name, vector in self.vectors.items():
+            if vector.size != length:
+                raise ValueError(f"vector {name!r} is of shape {vector.shape}: must be finite float32 of shape ({length},)")
 
     def to_table(self, clients: Sequence[str]) -> dict[str, Any]:
         """Return what is sent to a node of these clients, of values that JSON can hold."""
@@ -190,7 +176,7 @@ class Ask:
             if (value := getattr(self, name)) != _DEFAULTS[name]:
                 table[name] = value
         if self.mask is not None:
-            table |= {"mask_seed": self.mask.seed, "mask_keep_ratio": self.mask.keep_ratio}
+            table |= self.mask.to_table()
         if self.metrics is not None:
             table["metrics"] = dict(self.metrics.bounds)
         if self.placement == "local":
@@ -198,34 +184,38 @@ class Ask:
             table["weights"] = [one.weight for one in own]
             table["terms"] = [one.terms for one in own]
             table["noise_multipliers"] = [one.noise_multiplier for one in own]
+        if self.vectors:
+            table["vectors"] = list(self.vectors)
         return table
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any], clients: Sequence[str]) -> Self:
-        """Read what was sent to a node of these clients.
+    def from_table(cls, table: Mapping[str, Any], clients: Sequence[str], arrays: Sequence[np.ndarray] = ()) -> Self:
+        """Read what was sent to a node of these clients; the ask's vectors are the last of the message's `arrays`.
 
         Raises:
             ValueError: if a key is unknown or missing, or a value makes no sense.
         """
         local = table.get("placement") == "local"
-        groups = [("clip_norm", "noise_multiplier", "placement"), _MASK if _MASK[0] in table else (), _OWN if local else ()]
+        groups = [("clip_norm", "noise_multiplier", "placement"), mask_keys(table), _OWN if local else ()]
         needed = [name for group in groups for name in group]
-        given = [name for name in (*_PLAIN, "metrics") if name in table]
+        given = [name for name in (*_PLAIN, "metrics", "vectors") if name in table]
         check_keys("ask", table, [*needed, *given])
         words = {name: table[name] for name in _PLAIN if name in table}
         return cls(
             promise=Promise(clip_norm=table["clip_norm"], noise_multiplier=table["noise_multiplier"]),
             placement=table["placement"],
-            mask=RoundMask(seed=table["mask_seed"], keep_ratio=table["mask_keep_ratio"]) if "mask_seed" in table else None,
+            mask=mask_of(table),
             metrics=MetricBounds(bounds=table["metrics"]) if "metrics" in table else None,
             own=_own(table, clients) if local else {},
+            vectors=_vectors(table["vectors"], arrays) if "vectors" in table else {},
             **words,
         )
 
 
 _PLAIN = ("step", "noise_std", "keep_ratio", "quantization_levels")
-_MASK = ("mask_seed", "mask_keep_ratio")
 _OWN = ("weights", "terms", "noise_multipliers")
+# Characters of a forged value that an error shows.
+_SHOWN = 80
 _DEFAULTS = {one.name: one.default for one in fields(Ask)}
 
 
@@ -238,3 +228,14 @@ def _own(table: Mapping[str, Any], clients: Sequence[str]) -> dict[str, OwnAsk]:
         name: OwnAsk(weight=weight, terms=terms, noise_multiplier=multiplier)
         for name, (weight, terms, multiplier) in zip(clients, entries, strict=True)
     }
+
+
+def _vectors(names: object, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the vectors of these names: the last arrays of a message."""
+    if not isinstance(names, list) or not 0 < len(names) <= len(arrays):
+        shown = checks.one_line(str(names), most=_SHOWN)
+        raise ValueError(f"vectors={shown}: must be names of vectors that came with the model, and that this client works with")
+    listed = [checks.line("vectors: name", name) for name in names]
+    if len(set(listed)) != len(listed):
+        raise ValueError("vectors: a name stands twice")
+    return dict(zip(listed, arrays[len(arrays) - len(listed) :], strict=True))

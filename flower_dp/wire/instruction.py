@@ -1,7 +1,10 @@
 """What a server asks of the clients of a node."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.core.metric_bounds import MetricBounds
@@ -71,8 +74,8 @@ class Instruction:
         return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=scalar)
 
     @classmethod
-    def from_json(cls, text: str) -> "Instruction":
-        """Read an instruction.
+    def from_json(cls, text: str, arrays: Sequence[np.ndarray] = ()) -> "Instruction":
+        """Read an instruction; the vectors of its ask are the last of the message's `arrays`.
 
         Raises:
             ValueError: if it is not one of this protocol, has a key that is unknown, or a value that makes no sense.
@@ -84,7 +87,7 @@ class Instruction:
                 raise ValueError(f"instruction: {name} must be a {'table' if kind is dict else 'list'}")
         clients = tuple(words["clients"])
         _check_names(clients)
-        ask = Ask.from_table(words["ask"], clients)
+        ask = Ask.from_table(words["ask"], clients, arrays)
         return cls(**{**words, "clients": clients, "frozen": tuple(words["frozen"]), "ask": ask})
 
 

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from flower_dp.wire.answer import Answer
+from flower_dp.wire.arrays import with_vectors
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.text import KEY, PROTOCOL
 
@@ -76,12 +78,15 @@ def _message(
     kind: str, node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
     words = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
-    content = RecordDict({record_names.arrays: arrays, record_names.config: words})
+    sent = with_vectors(arrays, instruction.ask.vectors)
+    content = RecordDict({record_names.arrays: sent, record_names.config: words})
     return Message(content, node_id, kind, group_id=str(instruction.server_round))
 
 
-def instruction_of(config: Mapping[str, Any]) -> Instruction:
-    """Return the instruction inside a config record or a NumPyClient's config.
+def instruction_of(config: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Instruction:
+    """Return the instruction inside a config record or a NumPyClient's config, with the vectors of its ask.
+
+    They are the last of the message's `arrays`; without these, as for a client that works with no vectors, they are refused.
 
     Raises:
         ValueError: if there is none; a client of this package answers no other server, since nothing would tell it the clip.
@@ -89,7 +94,7 @@ def instruction_of(config: Mapping[str, Any]) -> Instruction:
     text = config.get(KEY)
     if not isinstance(text, str):
         raise ValueError(f"config has no {KEY!r}: this client works under a flower_dp strategy only")
-    return Instruction.from_json(text)
+    return Instruction.from_json(text, arrays)
 
 
 def arrays_of(content: RecordDict) -> ArrayRecord:
@@ -130,6 +135,15 @@ def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ValueError("reply has more than one answer, or one that is not text")
     return Answer.from_json(texts[0], asked)
+
+
+def reported_metrics(content: RecordDict) -> dict[str, float]:
+    """Return all numbers of a stock client's reply to an evaluation, by name: those of its metric and config records."""
+    told: dict[str, float] = {}
+    records: list[Any] = [*content.metric_records.values(), *content.config_records.values()]
+    for record in records:
+        told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    return told
 
 
 def content_bytes(content: RecordDict) -> int:

@@ -1,5 +1,6 @@
 """A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -33,7 +34,7 @@ from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
-from tests.asks import GONE, ask, config_of, forged, masked, own_ask
+from tests.asks import GONE, ask, config_of, evaluated, forged, masked, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -493,7 +494,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     asked = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=MetricBounds(bounds={"loss": 1.0})))
     context = context_of()
     reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context)
-    answer = wire.EvaluationAnswer.from_json(str(reply.content[wire.KEY][wire.KEY]), ("c0",), 1)
+    answer = evaluated(str(reply.content[wire.KEY][wire.KEY]), asked)
     assert "an app's metrics are means over records" in answer.refused["c0"]
     assert seen == []
     assert KEY not in context.state.config_records
@@ -568,8 +569,38 @@ def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
 def test_an_evaluation_has_nothing_beside_the_model() -> None:
     parameters = list(model().values())
     device(None).evaluate(parameters, config_of(evaluation()))
-    with pytest.raises(Declined, match="a vector came beside the model"):
-        device(None).evaluate([*parameters, np.zeros(18, np.float32)], config_of(evaluation()))
+    more = [*parameters, np.zeros(18, np.float32)]
+    with pytest.raises(Declined, match="the server's model has 2 arrays, this client's 1"):
+        device(None).evaluate(more, config_of(evaluation()))
+    with pytest.raises(Declined, match=r"metrics: do not go with vectors=\['control'\]"):
+        device(None).evaluate(more, config_of(forged(evaluation(), vectors=["control"])))
+
+
+def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
+    """Of any kind of client; and its account pays for none of them."""
+    vector = np.zeros(18, np.float32)
+    for made, asked in (
+        (device(None), training()),
+        (
+            LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context_of()),
+            local(),
+        ),
+    ):
+        told = forged(asked, vectors=["control"])
+        with pytest.raises(Declined, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
+            made.answer(model() | {"flower-dp.control": vector}, config_of(told))
+        with pytest.raises(Declined, match="must be finite float32"):
+            made.answer(model() | {"flower-dp.control": vector + np.nan}, config_of(told))
+        assert made.context is None or KEY not in made.context.state
+        assert made.answer(model(), config_of(asked))
+    app = ClientApp(mods=[privacy_mod(name="c0")])
+    app.train()(lambda message, context: pytest.fail("the app was called"))
+    honest = training()
+    sent = Instruction(
+        server_round=1, method=honest.method, clients=("c0",), ask=replace(honest.ask, vectors={"control": vector})
+    )
+    with pytest.raises(Declined, match=r"vectors=\['control'\]: must be names of vectors that .* this client works with"):
+        app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, sent), context_of())
 
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:

@@ -34,7 +34,8 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
             record = next(iter(reply.content.array_records.values()))
             (name,) = record
             row = np.zeros(SIZE, np.float32)
-            row[0] = -1.99 * strategy.rules.limits(strategy._round).honest_norm(["c9"])
+            (asked,) = strategy._run.asked.values()
+            row[0] = -1.99 * asked.limits.honest_norm(["c9"])
             record[name] = Array(row)
         return [reply]
 
@@ -89,4 +90,4 @@ def test_the_control_variate_is_shortened_to_what_honest_clients_make(levels, ra
     control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
     assert control.vector(16)[3] == pytest.approx(radius)
     most = 2 * 3.0 + 2.0 if levels is None else (2 * 3.0 + radius) / 0.6
-    assert control.longest(3.0, honest=honest) == pytest.approx(most)
+    assert control.longest(3.0, 16, honest=honest) == pytest.approx(most)

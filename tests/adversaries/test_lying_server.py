@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
 from flower_dp.clients.dp_fedpaq import steps_pipeline
-from flower_dp.clients.local.control import KEY as KEPT
+from flower_dp.clients.kept import KEY as KEPT
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.clients.training.convex import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
@@ -242,13 +242,14 @@ DATA = {"a": TensorRecords(inputs=torch.ones(8, 3), targets=torch.zeros(8, 1))}
 WORDS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "num_replies": 3, "loss": BINARY}
 
 
-def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, beside: np.ndarray | None = None) -> str:
+def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, control: np.ndarray | None = None) -> str:
     """Why a client refuses a server whose terms are right; empty if it replies."""
     terms = client.recipe.terms("a", DATA["a"])
-    asked_of = own_ask({"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}, clip_norm=terms.release.clip_norm)
+    vectors = {} if control is None else {"control": control}
+    own = {"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
+    asked_of = own_ask(own, clip_norm=terms.release.clip_norm, vectors=vectors)
     instruction = Instruction(server_round=server_round, method=client.recipe.method, clients=("a",), ask=asked_of)
-    arrays = [weights] if beside is None else [weights, beside]
-    _, _, answer = client.fit(arrays, {KEY: instruction.to_json()})
+    _, _, answer = client.fit([weights, *vectors.values()], {KEY: instruction.to_json()})
     return " ".join(json.loads(answer[KEY])["refused"])
 
 
@@ -286,16 +287,16 @@ def test_other_sensitivities_hold_whatever_the_server_sends(steps):
 
 def test_a_scaffold_client_counts_the_servers_vector_and_its_own():
     client = client_of(ScaffoldRecipe(steps=steps_of("convex-glm"), **WORDS))
-    told = asked(client, short(1.0), beside=np.full(3, 1e30, np.float32))
+    told = asked(client, short(1.0), control=np.full(3, 1e30, np.float32))
     assert "rounding ends the proof" in told
     assert not accounts(client)
-    assert not asked(client, short(1.0), beside=np.zeros(3, np.float32))
+    assert not asked(client, short(1.0), control=np.zeros(3, np.float32))
     assert client.context is not None
     client.context.state[KEPT] = ArrayRecord({"a": Array(np.full(3, -1e30, np.float32))})
-    assert "rounding ends the proof" in asked(client, short(1.0), beside=np.zeros(3, np.float32))
+    assert "rounding ends the proof" in asked(client, short(1.0), control=np.zeros(3, np.float32))
     # Both are long, what is added to a step is not.
     client.context.state[KEPT] = ArrayRecord({"a": Array(np.full(3, 1e30, np.float32))})
-    assert not asked(client, short(1.0), beside=np.full(3, 1e30, np.float32))
+    assert not asked(client, short(1.0), control=np.full(3, 1e30, np.float32))
 
 
 # What a record counts depends on the record alone

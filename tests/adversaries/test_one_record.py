@@ -25,7 +25,6 @@ from flower_dp.clients import (
     RecordMetrics,
     TensorRecords,
 )
-from flower_dp.clients.local.evaluation import evaluated_row
 from flower_dp.clients.reasons import UNFIT
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.pipeline import Job, Reply
@@ -34,6 +33,7 @@ from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from tests.local_grids import evaluated_row
 
 SIZE, FEATURES, CLASSES = 12, 6, 3
 # So fine that rounding hides no difference of float32 rows, and so coarse that sums are exact in any order.

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from flower_dp.strategies import DPFedAvg, PrivateEvaluation
 from flower_dp.strategies.population.roll_call import RollCall
 from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Collected, Missing, collect
+from flower_dp.strategies.releases.replies import Collected, Missing, StockReply, collect
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
 
@@ -237,7 +238,7 @@ def test_a_name_that_many_nodes_claim_is_drawn_at_its_rate():
     strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
     counts = dict.fromkeys(roster.names, 0)
     for server_round in range(2000):
-        for index in strategy._cohort(server_round, roster):
+        for index in strategy.rules.training.cohort(roster.names, strategy._run.generator("cohort", server_round)):
             counts[roster.names[index]] += 1
     assert all(abs(count / 2000 - 0.3) < 0.05 for count in counts.values())
 
@@ -349,7 +350,8 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
     for names, counted in ((("a",), 1), (("a", "b"), 0)):
         message = Message(RecordDict(), 7, "train")
         reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32))}), reply_to=message)
-        told = collect([reply], asked={7: names}, sent=[message], model=model, limits=limits, stock=True)
+        stock = StockReply(read=lambda content: model.read(wire.arrays_of(content)), num_arrays=1)
+        told = collect([reply], asked={7: names}, sent=[message], limits=limits, stock=stock)
         assert len(told.clients) == counted
         assert np.linalg.norm(told.total) == pytest.approx(0.5 * counted)
 
@@ -379,7 +381,7 @@ def test_a_statement_does_not_count_missing_updates_where_cohorts_are_secret():
     for sampling, told in ((PoissonSampling(sampling_rate=0.5), False), (FullSampling(), True)):
         strategy = DPFedAvg(**WORDS | {"sampling": sampling})
         strategy.plan(3)
-        strategy.missing += Missing(failed=2)
+        strategy.state = replace(strategy.state, missing=Missing(failed=2))
         assert any("did not count" in line for line in strategy.statement.incidents) is told
 
 
@@ -417,7 +419,7 @@ def test_a_metric_of_a_client_has_a_name_of_one_line():
         "payload": {"codec": "dense", "length": 3},
         "seeded_noise": False,
         "payload_bytes": 0,
-        "restarted": [],
+        "fresh": [],
         "refused": {},
     }
     for name in ("loss\n", "l" * 201, ""):

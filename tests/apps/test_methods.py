@@ -11,16 +11,28 @@ from flwr.app import Context, RecordDict
 from apps.client_app import app as client_app
 from apps.evaluation import Evaluation
 from apps.methods import METHODS, Run, module_of
+from apps.parts import training_of
 from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
 from apps.tasks import TASKS
 from apps.tasks import module_of as task_module
-from flower_dp.clients import DPClient, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, TensorRecords
+from flower_dp.clients import (
+    BLUR,
+    LUS,
+    DPClient,
+    DPPASGDRecipe,
+    FedSGDDPCRecipe,
+    LocalDPClient,
+    NbAFLRecipe,
+    ProximalTerm,
+    TensorRecords,
+)
 from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.training.losses import hinge
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
+from flower_dp.strategies.releases.masks import LargestMasks, RandomMasks
 from tests.asks import ask
 from tests.grids import LocalGrid
 
@@ -114,7 +126,48 @@ def test_nbafl_words_reach_strategy_and_recipe():
     assert (strategy.rules.cohort_size, strategy.rules.uplink_exposures) == (20, 25)
     recipe = client(run).recipe
     assert isinstance(recipe, NbAFLRecipe)
-    assert (recipe.training.proximal, recipe.min_records, recipe.num_replies) == (0.1, RECORDS, 25)
+    assert (recipe.training.regularizers[0].strength, recipe.min_records, recipe.num_replies) == (0.1, RECORDS, 25)
+
+
+def test_regularisers_and_sparsifier_reach_the_recipe_of_every_method_that_reads_them():
+    for name in ("mnist-blur", "mnist-blurs"):
+        training = client(run_of(PRESETS[name])).training
+        assert training.regularizers == (BLUR(strength=3.0, bound=0.5),)
+        assert training.sparsifier == (LUS(keep_ratio=0.4) if name == "mnist-blurs" else None)
+    words = {"proximal": 0.25, "blur-strength": 1.0, "blur-bound": 2.0}
+    both = (ProximalTerm(strength=0.25), BLUR(strength=1.0, bound=2.0))
+    for method in ("dp-fedavg", "dp-fedsam", "fed-smp"):
+        training = client(run_of({"method": method, "update-keep-ratio": 0.5, **words})).training
+        assert (training.regularizers, training.sparsifier) == (both, LUS(keep_ratio=0.5))
+    assert client(run_of({**NBAFL, **words})).recipe.training.regularizers == both
+    plain = client(run_of({})).training
+    assert (plain.regularizers, plain.sparsifier) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"blur-bound": 0.5}, r"blur-bound=0\.5: is read with blur-strength above 0 only"),
+        ({"blur-strength": 1.0}, "blur-bound=0"),
+        ({"blur-strength": -1.0}, "blur-strength=-1"),
+        ({"proximal": -1.0}, "proximal=-1"),
+        ({"update-keep-ratio": 0.0}, "update-keep-ratio=0"),
+        ({"update-keep-ratio": 1.5}, r"update-keep-ratio=1\.5"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused_naming_the_key(words, match):
+    """By the check before a run as well, and by the server."""
+    with pytest.raises(ValueError, match=match):
+        training_of(run_of(words).settings)
+
+
+def test_masks_of_fed_smp_are_as_the_preset_says():
+    run = run_of({**PRESETS["mnist-fed-smp-topk"], "random-ratio": 0.25})
+    assert strategy_of(run, sizes_of(run)).rules.training.masks == LargestMasks(keep_ratio=0.4, random_ratio=0.25)
+    run = run_of(PRESETS["mnist-fed-smp-topk"])
+    assert strategy_of(run, sizes_of(run)).rules.training.masks == LargestMasks(keep_ratio=0.4, random_ratio=0.5)
+    run = run_of(PRESETS["mnist-fed-smp"])
+    assert strategy_of(run, sizes_of(run)).rules.training.masks == RandomMasks(keep_ratio=0.4)
 
 
 def test_dp_pasgd_words_reach_strategy_and_recipe():
@@ -193,6 +246,13 @@ def test_an_infinite_epsilon_is_no_noise():
         ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
         ({"min-reply-ratio": 0.5}, "min_reply_ratio=0.5: is read with"),
         ({**NBAFL, "delta": 0.0}, "delta=0.0"),
+        (
+            {**NBAFL, "update-keep-ratio": 0.5},
+            r"update-keep-ratio=0\.5: is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$",
+        ),
+        ({**LAPLACE, "blur-strength": 1.0}, r"blur-strength=1\.0: is not read by method='fedsgd-dpc'"),
+        ({"method": "fed-smp", "random-ratio": 0.5}, r"random_ratio=0\.5: is read with mask='top-k' only"),
+        ({"method": "fed-smp", "mask": "largest"}, "mask='largest': must be one of rand-k, top-k"),
         ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist'; settings of that are under mnist"),
         ({"task": "adult", "adult.features": "some"}, "adult.features='some': must be one of categorical, all"),
         ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult', which has logistic, mlp"),
@@ -237,7 +297,7 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
         {"num-clients": 7, "sampling": "full", "delta": 1e-3, "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
     )
     strategy, node = strategy_of(run, sizes_of(run)), client(run)
-    asked = strategy.rules.ask(node.model.layout.size, tuple(node.clients))
+    asked = strategy.rules.training.ask(node.model.layout.size, tuple(node.clients))
     assert asked.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
     node.policy.check(asked)
     with pytest.raises(ValueError, match="noise_std="):
@@ -288,10 +348,10 @@ def test_private_evaluations_are_settings_of_the_app(method, tmp_path):
 
 def test_private_evaluations_have_a_cohort_of_their_own_where_they_are_given_one():
     run = run_of({"evaluation.every": 1, "evaluation.sampling-rate": 0.25, "evaluation.metrics": "loss=4"})
-    plan = strategy_of(run, sizes_of(run))._evaluator.plan
+    plan = strategy_of(run, sizes_of(run)).rules.evaluation.plan
     assert (plan.sampling, plan.metrics) == (PoissonSampling(sampling_rate=0.25), {"loss": 4.0})
     run = run_of({"evaluation.every": 1})
-    assert strategy_of(run, sizes_of(run))._evaluator.plan.sampling == PoissonSampling(sampling_rate=0.1)
+    assert strategy_of(run, sizes_of(run)).rules.evaluation.plan.sampling == PoissonSampling(sampling_rate=0.1)
 
 
 def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
@@ -350,7 +410,7 @@ def test_settings_of_an_evaluation_that_nobody_reads_are_refused(words, match):
 def test_both_sides_of_a_method_with_client_budgets_have_the_same_budget_of_evaluations():
     run = run_of({**LAPLACE, "num-rounds": 40, "evaluation.every": 15, "evaluation.epsilon": 0.5})
     budget = EvaluationBudget(epsilon=0.5, num_evaluations=2)
-    assert strategy_of(run, sizes_of(run))._evaluator.plan == LocalEvaluation(budget=budget, every=15)
+    assert strategy_of(run, sizes_of(run)).rules.evaluation.plan == LocalEvaluation(budget=budget, every=15)
     assert client(run).evaluation_budget == budget
     assert client(run_of(LAPLACE)).evaluation_budget is None
 

@@ -21,7 +21,7 @@ from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction, RoundMask
 from tests.asks import GONE, ask, config_of, forged
 
 SIZE = 20_000
@@ -341,7 +341,7 @@ def test_metrics_leave_only_if_both_sides_agree() -> None:
         client = _client(data, policy=ClientPolicy(allow_metrics=allowed))
         assert _fit(client, ("a",), report_metrics=asked)[1].metrics == {}
     client = _client(data, policy=ClientPolicy(allow_metrics=True))
-    assert set(_fit(client, ("a",), report_metrics=True)[1].metrics) == {"loss"}
+    assert set(_fit(client, ("a",), report_metrics=True)[1].metrics) == {"loss", "update-norm", "update-norm-squared"}
 
 
 def test_losses_that_explode_do_not_take_the_node_out_of_the_sum() -> None:
@@ -361,7 +361,28 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     client = DPClient(model=Direct(2), clients=data, training=training, device="cpu", policy=policy)
     _, answer = _fit(client, tuple(data), report_metrics=True)
     assert list(answer.refused) == ["bad"]
-    assert answer.metrics == {"loss": 5.0}
+    assert answer.metrics["loss"] == 5.0
+    # The norms of "good" and "fine" are 0.5e30 and 0.25e30.
+    assert answer.metrics["update-norm"] == pytest.approx(0.75e30)
+    assert answer.metrics["update-norm-squared"] == pytest.approx(0.3125e60)
+
+
+@pytest.mark.parametrize("words", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
+def test_norms_of_updates_are_those_before_clip_and_noise(words: dict[str, float]) -> None:
+    data = {"long": _records([30.0, 40.0]), "short": _records([0.3, -0.4]), "none": _records([0.0, 0.0])}
+    client = _client(data, policy=ClientPolicy(allow_metrics=True))
+    _, answer = _fit(client, tuple(data), report_metrics=True, **words)
+    assert answer.metrics["update-norm"] == pytest.approx(50.5, rel=1e-6)
+    assert answer.metrics["update-norm-squared"] == pytest.approx(2500.25, rel=1e-6)
+
+
+def test_norms_of_masked_updates_are_those_that_the_clip_sees() -> None:
+    client = _client({"a": _records(np.full(100, 3.0))}, policy=ClientPolicy(allow_metrics=True))
+    mask = RoundMask(seed=1, keep_ratio=0.25)
+    instruction = _instruction(("a",), size=100, method="fed-smp", mask=mask, report_metrics=True)
+    _, _, answer = client.fit([np.zeros(100, np.float32)], config_of(instruction))
+    metrics = Answer.from_json(answer[wire.KEY], ("a",)).metrics
+    assert metrics["update-norm"] == pytest.approx(15.0)  # of 25 coordinates of 3
 
 
 # Policy and instruction

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apps.tasks.models import make
-from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, local_updates
+from flower_dp.clients import FlatModel, LocalTraining, ProximalTerm, TensorRecords, local_updates
 from flower_dp.clients.training.draws import OwnDraws, batch_seed, draws_seed
 from flower_dp.clients.training.engines import ENGINES, batched
 from flower_dp.clients.training.engines.program import Program, _sliced_product
@@ -101,7 +101,7 @@ PLAIN = LocalTraining(learning_rate=0.1, batch_size=4, num_local_epochs=2)
 RECIPE = LocalTraining(
     learning_rate=0.1, batch_size=3, num_local_epochs=2, momentum=0.5, sam_radius=0.05, weight_decay=0.01, learning_rate_decay=0.1
 )
-EVERYTHING = replace(RECIPE, proximal=0.5)
+EVERYTHING = replace(RECIPE, regularizers=(ProximalTerm(strength=0.5),))
 # Steps that magnify a rounding error to some part of the update.
 CHAOTIC = LocalTraining(learning_rate=0.7, batch_size=8, num_local_steps=150)
 

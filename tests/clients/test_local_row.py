@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from flower_dp.clients.local.row import private_row
+from flower_dp.clients.local.row import ExactMean
 from flower_dp.core import noise
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from tests.local_grids import private_row
 
 
 def release_of(epsilon=1.0, num_records=4):
@@ -33,3 +34,13 @@ def test_what_leaves_lies_on_the_lattice_of_the_noise():
 def test_rounding_is_no_bias_that_anybody_could_see():
     row = private_row(np.full((4, 3), 0.333), release_of(1e9), np.random.default_rng(0))
     assert row == pytest.approx(np.full(3, 0.333), abs=1e-6)
+
+
+def test_a_sum_that_is_not_exact_does_not_leave():
+    """2^54 steps have no float64 each; nothing says what the rounded last bits tell."""
+    step = release_of().lattice_step(1) / 2**12
+    mean = ExactMean(num_contributions=4.0, step=step)
+    assert mean(np.array([2.0**52 * step])).tolist() == [2.0**50 * step]
+    for total in (2.0**54 * step, -(2.0**53) * step, np.nan):
+        with pytest.raises(ValueError, match="too large to be exact"):
+            mean(np.array([total]))

@@ -420,7 +420,7 @@ def test_drift_is_added_to_every_step_and_to_the_update():
 
     release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=6).release
     pipeline = steps_pipeline(steps, release, loss, None, model=model, server_round=1, drift=drift)
-    made = pipeline.reply(start, Job(name="", records=data, seed=0, secret=np.random.default_rng))
+    (made,) = pipeline.replies(start, [Job(name="", records=data, seed=0, secret=np.random.default_rng)])
     assert visited
     torch.testing.assert_close(made.row, -3 * 0.2 * drift)
     torch.testing.assert_close(model.vector, start - 2 * 0.2 * drift)  # where the last gradient was taken

@@ -39,7 +39,7 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
 from tests.asks import GONE, forged, masked, own_ask, saying
 from tests.asks import ask as made
 from tests.grids import LocalGrid
@@ -397,12 +397,14 @@ class Direct(nn.Module):
 
 TRAINING = LocalTraining(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
 SMP = masked(placement="distributed", noise_std=0.25, keep_ratio=0.3, seed=11, size=500)
+SENT = SentMask.of(SMP.mask.indices(500), length=500)
 INSTRUCTIONS = {
     "central": CENTRAL,
     "distributed": instruction_of(),
     "top-k": instruction_of(keep_ratio=0.1),
     "no noise": NO_NOISE,
     "fed-smp": instruction_of(method="fed-smp", asked=SMP),
+    "fed-smp, a mask that is sent": instruction_of(method="fed-smp", asked=replace(SMP, mask=SENT)),
     "local": local_instruction(weight=0.3),
 }
 
@@ -858,11 +860,11 @@ def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
 def test_asks_of_these_tests_are_what_servers_send() -> None:
     """The second source: the asks of the strategies' rules."""
     words = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
-    assert DPFedSAM(**words, noise_multiplier=1.0, placement="central").rules.ask(SIZE, ("a",)) == CENTRAL.ask
-    assert DPFedSAM(**words, noise_multiplier=0.5, placement="distributed").rules.ask(SIZE, ("a",)) == replace(
+    assert DPFedSAM(**words, noise_multiplier=1.0, placement="central").rules.training.ask(SIZE, ("a",)) == CENTRAL.ask
+    assert DPFedSAM(**words, noise_multiplier=0.5, placement="distributed").rules.training.ask(SIZE, ("a",)) == replace(
         instruction_of().ask, promise=Promise(clip_norm=1.0, noise_multiplier=0.5)
     )
-    sent = FedSMP(**words, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.ask(500, ("a",))
+    sent = FedSMP(**words, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.training.ask(500, ("a",))
     assert sent.mask is not None
     assert replace(sent, promise=SMP.promise, mask=SMP.mask) == SMP
     assert sent.mask.keep_ratio == 0.3

@@ -16,8 +16,8 @@ from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, PrivateEvaluation
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, EvaluationAnswer, Instruction
-from tests.asks import GONE, forged, saying
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction
+from tests.asks import ANSWERED, GONE, Evaluated, evaluated, forged, saying
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays
@@ -68,14 +68,14 @@ def message_of(instruction: Instruction | str, record_names: Any = MESSAGE_API) 
     return wire.evaluate_message(1, record_names, arrays(w=np.zeros(3, np.float32)), {"lr": 0.5}, instruction)
 
 
-def ask(app: ClientApp, instruction: Instruction, record_names: Any = MESSAGE_API, **config: Any) -> EvaluationAnswer:
+def ask(app: ClientApp, instruction: Instruction, record_names: Any = MESSAGE_API, **config: Any) -> Evaluated:
     reply = app(message_of(instruction, record_names), context_of(**config))
     # Nothing but the answer: no metric, no example count, no record of the app's.
     assert set(reply.content) == {wire.KEY}
     assert set(reply.content[wire.KEY]) == {wire.KEY}
     text = reply.content[wire.KEY][wire.KEY]
-    assert set(json.loads(text)) == {"protocol", "refused", "total", "seeded_noise"}
-    return EvaluationAnswer.from_json(text, instruction.clients, len(BOUNDS) + 1)
+    assert set(json.loads(text)) == ANSWERED
+    return evaluated(text, instruction)
 
 
 @pytest.mark.parametrize(("make", "record_names"), [(app_of, MESSAGE_API), (numpy_app, NUMPY_CLIENT)])

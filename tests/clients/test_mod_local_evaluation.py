@@ -15,9 +15,9 @@ from flower_dp.clients.account import KEY, LEDGER_PATH
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import LocalEvaluation, NbAFL
-from flower_dp.wire import MESSAGE_API, EvaluationAnswer, Instruction
+from flower_dp.wire import MESSAGE_API, Instruction
+from tests.asks import ANSWERED, Evaluated, evaluated, own_ask
 from tests.asks import ask as made
-from tests.asks import own_ask
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -50,13 +50,13 @@ def context_of(state: Any = None, **config: Any) -> Context:
     return Context(run_id=1, node_id=1, node_config=config, state=RecordDict() if state is None else state, run_config={})
 
 
-def ask(app: ClientApp, instruction: Instruction, context: Context | None = None) -> EvaluationAnswer:
+def ask(app: ClientApp, instruction: Instruction, context: Context | None = None) -> Evaluated:
     message = wire.evaluate_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, instruction)
     reply = app(message, context or context_of())
     assert set(reply.content) == {wire.KEY}
     text = reply.content[wire.KEY][wire.KEY]
-    assert set(json.loads(text)) == {"protocol", "refused", "total", "seeded_noise"}
-    return EvaluationAnswer.from_json(text, instruction.clients, 1)
+    assert set(json.loads(text)) == ANSWERED
+    return evaluated(text, instruction)
 
 
 def mod(budget: EvaluationBudget | None = BUDGET, **words: Any) -> Any:

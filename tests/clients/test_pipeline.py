@@ -3,7 +3,7 @@
 import math
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -21,14 +21,15 @@ from flower_dp.clients.reply.parts import (
     ServerNoise,
 )
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
-from flower_dp.clients.reply.sending import QSGD, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
+from flower_dp.clients.reply.sending import QSGD, Dense, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core import compression
 from flower_dp.core.noise import noise_generator
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from tests.local_grids import linear, records
+from flower_dp.wire import RoundMask
+from tests.local_grids import linear, records, reply_of
 
 SIZE = 1000
 STEP = 2.0**-16
@@ -59,7 +60,7 @@ def job(name: str = "a", seed: int = 0) -> Job:
     return Job(name=name, records=[], seed=0, secret=lambda: noise_generator(seed))
 
 
-MASK = Mask(seed=3, length=SIZE, keep_ratio=0.1)
+MASK = Mask(of=RoundMask(seed=3, keep_ratio=0.1), length=SIZE)
 RELEASE = Release(
     what="a test",
     seen_by="everyone",
@@ -90,13 +91,26 @@ class ChosenByData:
         return row[:10]
 
 
+@dataclass(frozen=True)
+class Both:
+    """What is kept: the row that leaves, and what was kept before."""
+
+    slot: ClassVar[Literal["keep"]] = "keep"
+
+    def __call__(self, row: Any, kept: Any) -> Any:
+        return torch.cat([row, kept if kept is not None else row[:0]])
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"before_clip": TopK(keep_ratio=0.5)}, "before_clip: TopK may not stand here"),
         ({"before_clip": ChosenByData()}, "before_clip: ChosenByData may not stand here"),
         ({"before_clip": lambda row: row}, "before_clip: function may not stand here"),
-        ({"before_clip": overridden(Mask)(seed=3, length=SIZE, keep_ratio=0.1)}, "before_clip: Own may not stand here"),
+        (
+            {"before_clip": overridden(Mask)(of=RoundMask(seed=3, keep_ratio=0.1), length=SIZE)},
+            "before_clip: Own may not stand here",
+        ),
         ({"clip": lambda row: row}, "clip: function may not stand here"),
         ({"clip": None}, "clip: NoneType may not stand here"),
         ({"clip": overridden(RowClip)(clip_norm=1.0, step=STEP)}, "clip: Own may not stand here"),
@@ -108,17 +122,33 @@ class ChosenByData:
         ({"after_noise": lambda row: row}, "after_noise: function may not stand here"),
         ({"noise": ServerNoise(), "after_noise": TopK(keep_ratio=0.5)}, "after_noise: TopK would see rows without noise"),
         ({"noise": ServerNoise(), "encode": SinglePrecision()}, "encode: SinglePrecision would change rows without noise"),
+        ({"noise": ServerNoise()}, "encode: Lossless would change rows without noise, or tell their zeros"),
         ({"encode": TopK(keep_ratio=0.5)}, "encode: TopK may not stand here"),
         ({"encode": None}, "encode: NoneType may not stand here"),
+        ({"keep": lambda row, kept: row}, "keep: function may not stand here"),
+        ({"keep": TopK(keep_ratio=0.5)}, "keep: TopK may not stand here"),
         ({"before_clip": MASK}, "encode: Lossless does not send the coordinates of the mask"),
         ({"encode": RandK(mask=MASK)}, "encode: RandK does not send the coordinates of the mask"),
-        ({"before_clip": MASK, "encode": RandK(mask=replace(MASK, seed=4))}, "encode: RandK does not send"),
+        (
+            {"before_clip": MASK, "encode": RandK(mask=replace(MASK, of=RoundMask(seed=4, keep_ratio=0.1)))},
+            "encode: RandK does not send",
+        ),
         ({"clip": RecordClip(clip_norm=1.0, step=STEP)}, "clip: Rows does not clip its records by"),
     ],
 )
 def test_parts_in_a_slot_where_they_may_not_stand_are_refused(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pipeline(**parts)
+
+
+def test_a_sum_of_records_without_its_noise_is_not_kept() -> None:
+    """Later sums would depend on it, and one record would change what all others contribute. A client's own update may be kept."""
+    made = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=2.0, num_replies=2)
+    good = made.pipeline(made.terms("c0", records("c0")).release, model=FlatModel(linear()), server_round=1)
+    replace(good, keep=Both())
+    with pytest.raises(ValueError, match="keep: Both would keep a sum of records without noise"):
+        replace(good, keep=Both(), noise=ServerNoise(), after_noise=None, encode=Dense())
+    pipeline(noise=ServerNoise(), encode=Dense(), keep=Both())
 
 
 def test_training_must_clip_its_records_by_the_clip_that_the_pipeline_names() -> None:
@@ -144,22 +174,23 @@ SNIPPET = """
 from flower_dp.clients.reply.parts import GaussianShare, Mask, RowClip, ServerNoise
 from flower_dp.clients.reply.pipeline import Pipeline, Train
 from flower_dp.clients.reply.sending import QSGD, Lossless, RandK, TopK
+from flower_dp.wire import RoundMask
 
 def good(train: Train) -> None:
     clip, noise = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0)
-    mask = Mask(seed=1, length=9, keep_ratio=0.5)
+    mask = Mask(of=RoundMask(seed=1, keep_ratio=0.5), length=9)
     Pipeline(train=train, clip=clip, noise=noise, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
     Pipeline(train=train, before_clip=mask, clip=clip, noise=noise, encode=RandK(mask=mask))
 
 def bad(train: Train) -> None:
     clip, noise, top = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0), TopK(keep_ratio=0.5)
-    Pipeline(train=train, before_clip=top, clip=clip, noise=noise, encode=Lossless())  # 14
-    Pipeline(train=train, clip=top, noise=noise, encode=Lossless())  # 15
-    Pipeline(train=train, clip=clip, noise=top, encode=Lossless())  # 16
-    Pipeline(train=train, clip=clip, noise=noise, after_noise=Lossless(), encode=Lossless())  # 17
-    Pipeline(train=train, clip=clip, noise=noise, encode=top)  # 18
+    Pipeline(train=train, before_clip=top, clip=clip, noise=noise, encode=Lossless())  # 15
+    Pipeline(train=train, clip=top, noise=noise, encode=Lossless())  # 16
+    Pipeline(train=train, clip=clip, noise=top, encode=Lossless())  # 17
+    Pipeline(train=train, clip=clip, noise=noise, after_noise=Lossless(), encode=Lossless())  # 18
+    Pipeline(train=train, clip=clip, noise=noise, encode=top)  # 19
 
-class Own(Mask):  # 20
+class Own(Mask):  # 21
     pass
 """
 
@@ -172,7 +203,7 @@ def test_mypy_refuses_them_too(tmp_path: Any) -> None:
     # The project's own configuration, so that the cache of `make check` is that of this test, too.
     out, _, _ = api.run(["--config-file", str(Path(__file__).parents[2] / "pyproject.toml"), str(path)])
     lines = {int(line.split(":")[1]) for line in out.splitlines() if ": error:" in line}
-    assert lines == {14, 15, 16, 17, 18, 20}, out
+    assert lines == {15, 16, 17, 18, 19, 21}, out
 
 
 # In what order parts run
@@ -201,8 +232,12 @@ def test_errors_of_one_client_do_not_touch_the_others() -> None:
     assert [type(reply) for reply in replies] == [Reply, Refusal, Refusal, Reply]
     assert replies[1] == Refusal(reason="training failed; the node's own log says why")
     assert "NaN" in replies[2].reason
-    with pytest.raises(RuntimeError):
-        pipeline(broken).reply(torch.zeros(4), job())
+
+
+def test_the_norm_of_a_row_is_taken_where_somebody_asks_for_it_and_before_the_clip() -> None:
+    made = pipeline(3 * torch.ones(4), noise=GaussianShare(noise_std=0.5))
+    assert reply_of(made, torch.zeros(4), job()).norm is None
+    assert float(reply_of(made, torch.zeros(4), replace(job(), measured=True)).norm) == 6.0
 
 
 def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:
@@ -232,7 +267,7 @@ WIDE = {"noise": GaussianShare(noise_std=2.0**10)}
 CASES = {
     "dense": Case({}, 4 * SIZE),
     "dense, noise with more bits than float32": Case(WIDE, 8 * SIZE),
-    "no noise": Case({"noise": ServerNoise()}, 4 * SIZE),
+    "no noise": Case({"noise": ServerNoise(), "encode": Dense()}, 4 * SIZE),
     "top-k": Case({"after_noise": TopK(keep_ratio=0.1), "encode": Lossless(keep_ratio=0.1)}, 4 * 100 + 125),
     "a few": Case({"after_noise": TopK(keep_ratio=0.01), "encode": Lossless(keep_ratio=0.01)}, 4 * 10 + 2 * 10),
     "rand-k": Case({"before_clip": MASK, "encode": RandK(mask=MASK)}, 4 * 100),
@@ -252,10 +287,9 @@ def test_bytes_of_a_row_are_those_of_its_payload(name: str) -> None:
 
 
 def test_bytes_of_a_row_do_not_tell_how_many_of_its_entries_are_zero() -> None:
-    for noise in (ServerNoise(), NotPrivate()):
-        rows = torch.zeros(SIZE), torch.ones(SIZE)
-        sizes = {reply.num_bytes for reply in pipeline(*rows, noise=noise).replies(torch.zeros(SIZE), [job(), job("b")])}
-        assert sizes == {4 * SIZE}
+    for noise, encode in ((ServerNoise(), Dense()), (NotPrivate(), Lossless())):
+        made = pipeline(torch.zeros(SIZE), torch.ones(SIZE), noise=noise, encode=encode)
+        assert {reply.num_bytes for reply in made.replies(torch.zeros(SIZE), [job(), job("b")])} == {4 * SIZE}
 
 
 def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fits() -> None:
@@ -303,7 +337,7 @@ def test_each_row_is_quantised_by_itself_before_rows_are_added_up():
 def test_a_weight_is_applied_before_quantisation_so_that_a_lone_message_has_it():
     clip = RowClip(clip_norm=1.0, step=0.0)
     made = Pipeline(train=Rows(torch.tensor([0.5, 0.0])), clip=clip, noise=NotPrivate(), encode=QSGD(levels=1))
-    reply = made.reply(torch.zeros(2), Job(name="a", records=[], seed=0, secret=np.random.default_rng, weight=0.25))
+    (reply,) = made.replies(torch.zeros(2), [Job(name="a", records=[], seed=0, secret=np.random.default_rng, weight=0.25)])
     assert reply.row.tolist() == compression.decode(reply.alone, 2).tolist() == [0.125, 0.0]
 
 
@@ -318,16 +352,19 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
     share = GaussianShare(noise_std=1.0)
     clip = RowClip(clip_norm=1.0, step=2.0**-14)
     pipeline = Pipeline(train=Rows(torch.zeros(50)), clip=clip, noise=share, encode=QSGD(levels=1))
-    pipeline.reply(torch.zeros(50), Job(name="a", records=[], seed=0, secret=secret))
+    list(pipeline.replies(torch.zeros(50), [Job(name="a", records=[], seed=0, secret=secret)]))
     assert len(made) == 1
 
 
 def test_what_a_client_keeps_is_the_row_that_leaves():
-    kept = []
     clip = RowClip(clip_norm=1.0, step=2.0**-14)
-    pipeline = Pipeline(train=Rows(torch.ones(50)), clip=clip, noise=GaussianShare(noise_std=1.0), encode=QSGD(levels=3))
-    job = Job(name="a", records=[], seed=0, secret=np.random.default_rng, left=kept.append)
-    reply = pipeline.reply(torch.zeros(50), job)
-    (row,) = kept
-    assert torch.equal(row, reply.row)
-    assert compression.decode(reply.alone, 50).tobytes() == row.numpy().tobytes()
+    words = {"clip": clip, "noise": GaussianShare(noise_std=1.0), "encode": QSGD(levels=3), "keep": Both()}
+    pipeline = Pipeline(train=Rows(torch.ones(50)), **words)
+    job = Job(name="a", records=[], seed=0, secret=np.random.default_rng)
+    reply = reply_of(pipeline, torch.zeros(50), job)
+    assert torch.equal(reply.kept, reply.row)
+    assert compression.decode(reply.alone, 50).tobytes() == reply.kept.numpy().tobytes()
+    again = reply_of(pipeline, torch.zeros(50), replace(job, kept=reply.kept))
+    assert torch.equal(again.kept, torch.cat([again.row, reply.row]))
+    plain = Pipeline(**words | {"train": Rows(torch.ones(50)), "keep": None})
+    assert reply_of(plain, torch.zeros(50), job).kept is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import FlatModel, LocalTraining, TensorRecords, as_records, local_updates, model_arrays
+from flower_dp.clients import FlatModel, LocalTraining, ProximalTerm, TensorRecords, as_records, local_updates, model_arrays
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
@@ -161,7 +161,9 @@ def test_weight_decay_where_the_loss_is_a_sum_of_weights(engine: str) -> None:
 
 def test_proximal_term_by_hand(engine: str) -> None:
     """Starting at x = 2 with gradient x: x1 = 1.8; the second gradient is 1.8 + 3 (1.8 - 2) = 1.2: x2 = 1.68."""
-    training = LocalTraining(learning_rate=0.1, proximal=3.0, num_local_steps=2, loss=quadratic([1.0]))
+    training = LocalTraining(
+        learning_rate=0.1, regularizers=(ProximalTerm(strength=3.0),), num_local_steps=2, loss=quadratic([1.0])
+    )
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.68 - 2], rtol=1e-6)
 
 
@@ -375,7 +377,13 @@ def test_two_adam_steps_by_hand(engine: str) -> None:
 
 def test_adam_takes_weight_decay_and_the_proximal_term(engine: str) -> None:
     """With gradient (3, 4), decay 1 and no distance to the start the step's gradient is (6, 5); Adam goes by signs."""
-    training = LocalTraining(learning_rate=0.1, weight_decay=1.0, proximal=2.0, optimizer="adam", loss=quadratic([1.0, -6.0]))
+    training = LocalTraining(
+        learning_rate=0.1,
+        weight_decay=1.0,
+        regularizers=(ProximalTerm(strength=2.0),),
+        optimizer="adam",
+        loss=quadratic([1.0, -6.0]),
+    )
     # Of the second coordinate: -6 x 1 + 1 x 1 = -5; without the sign of the decay it would be -7, with 7 of it +1.
     np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, training, engine=engine), [-0.1, 0.1], rtol=1e-5)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.core.clipping import clip_l1, clip_l2, clip_per_layer, l1_norms, l2_norms
+from flower_dp.core.clipping import clip_l1, clip_l2, l1_norms, l2_norms
 from flower_dp.core.vectors import Layout
 
 CLIPS = {"l2": clip_l2, "l1": clip_l1}
@@ -204,47 +204,6 @@ def test_hugely_long_vectors_are_shrunk_to_the_bound(size: float) -> None:
 def test_nonsense_bounds_are_refused_by_name(norm: str, clip_norm: Any) -> None:
     with pytest.raises(ValueError, match=r"clip_norm=.*finite number > 0"):
         CLIPS[norm](np.ones(2, np.float32), clip_norm)
-
-
-def _layout(*sizes: int) -> Layout:
-    return Layout.of({f"p{i}": np.zeros(size, np.float32) for i, size in enumerate(sizes)})
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    sizes=st.lists(st.integers(0, 8), min_size=1, max_size=5),
-    scale=st.floats(-10, 10),
-    clip_norm=st.floats(1e-3, 1e3),
-)
-def test_per_layer_keeps_each_array_and_the_whole_within_its_bound(
-    seed: int, sizes: list[int], scale: float, clip_norm: float
-) -> None:
-    layout = _layout(*sizes)
-    vector = (np.random.default_rng(seed).standard_normal(layout.size) * 10.0**scale).astype(np.float32)
-    clipped = clip_per_layer(vector, clip_norm, layout)
-    assert clipped.shape == vector.shape
-    assert _exact_l2_within(clipped, clip_norm)
-    for part in layout.unflatten(clipped).values():
-        assert np.linalg.norm(part.astype(np.float64)) <= clip_norm / len(sizes) ** 0.5
-
-
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-def test_per_layer_by_hand(library: Any) -> None:
-    rows = np.array([[30.0, 40.0, 0.1, 0.0], [0.3, 0.4, 0.0, -9.0]], np.float32)
-    clipped = np.asarray(clip_per_layer(library(rows), 2.0**0.5, _layout(2, 2)))
-    np.testing.assert_allclose(clipped, [[0.6, 0.8, 0.1, 0.0], [0.3, 0.4, 0.0, -1.0]], rtol=1e-6)
-    assert clipped[1, :2].tobytes() == rows[1, :2].tobytes()
-
-
-def test_per_layer_refuses_rows_of_another_length() -> None:
-    with pytest.raises(ValueError, match="length 3: the layout's is 4"):
-        clip_per_layer(np.zeros(3, np.float32), 1.0, _layout(2, 2))
-
-
-@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan")])
-def test_per_layer_refuses_nonsense_bounds(clip_norm: float) -> None:
-    with pytest.raises(ValueError, match="clip_norm"):
-        clip_per_layer(np.zeros(4, np.float32), clip_norm, _layout(2, 2))
 
 
 @pytest.mark.parametrize("norm", CLIPS)

@@ -1,4 +1,4 @@
-"""The ledger: charges, corrections, cost."""
+"""The ledger: charges and their cost."""
 
 import math
 from typing import Any
@@ -43,27 +43,6 @@ def test_charges_one_by_one_cost_what_they_cost_together(relation: Any) -> None:
     assert ledger.lines() == [f"3 x {STRONG}", f"1 x {WEAK}"]
 
 
-def test_a_correction_puts_one_event_in_the_place_of_another() -> None:
-    ledger = _ledger()
-    for _ in range(2):
-        ledger.charge(STRONG)
-    ledger.amend(STRONG, WEAK)
-    assert ledger.cost(1e-4) == accounting.epsilon(ComposedDpEvent([STRONG, WEAK]), delta=1e-4, relation="add-or-remove-one")
-    assert ledger.num_charges == 2
-    ledger.amend(STRONG, WEAK)
-    assert ledger.lines() == [f"2 x {WEAK}"]
-    ledger.amend(WEAK, WEAK)
-    assert (ledger.lines(), ledger.num_charges) == ([f"2 x {WEAK}"], 2)
-
-
-def test_what_was_not_charged_cant_be_corrected() -> None:
-    ledger = _ledger()
-    ledger.charge(STRONG)
-    with pytest.raises(ValueError, match="was not charged to every client"):
-        ledger.amend(WEAK, STRONG)
-    assert (ledger.lines(), ledger.num_charges) == ([f"1 x {STRONG}"], 1)
-
-
 REFUSED = [
     GaussianDpEvent(float("nan")),
     GaussianDpEvent(0.0),
@@ -81,8 +60,6 @@ def test_nothing_is_written_when_an_event_is_refused(event: Any) -> None:
     before = (ledger.lines(), ledger.num_charges, ledger.cost(1e-4))
     with pytest.raises(ValueError, match=r"event|noise_multiplier|sampling_probability"):
         ledger.charge(event)
-    with pytest.raises(ValueError, match=r"event|noise_multiplier|sampling_probability"):
-        ledger.amend(STRONG, event)
     assert (ledger.lines(), ledger.num_charges, ledger.cost(1e-4)) == before
 
 
@@ -92,13 +69,11 @@ def test_composed_events_are_charged_like_others() -> None:
     assert ledger.cost(1e-4) == accounting.epsilon(ComposedDpEvent([STRONG, WEAK]), delta=1e-4, relation="add-or-remove-one")
 
 
-def test_composed_events_are_amended_and_copied() -> None:
+def test_composed_events_are_copied() -> None:
     ledger, events = _ledger(), [STRONG, WEAK]
     ledger.charge(ComposedDpEvent(events))
     events.clear()
     assert ledger.cost(1e-4).epsilon > 0
-    ledger.amend(ComposedDpEvent([STRONG, WEAK]), STRONG)
-    assert ledger.cost(1e-4) == accounting.epsilon(STRONG, delta=1e-4, relation="add-or-remove-one")
 
 
 def test_what_can_not_be_a_ledgers_entry_is_refused_and_not_written() -> None:

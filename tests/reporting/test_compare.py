@@ -89,6 +89,18 @@ def test_keys_that_older_runs_do_not_know_are_in_a_label_where_it_needs_them(wri
     assert [curve.label for curve in curves(old, newest)] == ["clip-norm=0.5", "clip-norm=1"]
 
 
+def test_a_label_has_no_settings_of_another_method(write):
+    tables = {"dp-fedavg.clip-norm": 0.5, "dp-fedsam.clip-norm": 0.5}
+    first, second = write("a", [0.1], **tables), write("b", [0.1], **tables | {"dp-fedavg.clip-norm": 2.0})
+    sam = write("c", [0.1], method="dp-fedsam", **tables | {"dp-fedsam.clip-norm": 1.0})
+    assert [curve.label for curve in curves(first, sam)] == ["method=dp-fedavg", "method=dp-fedsam"]
+    assert [curve.label for curve in curves(first, second, sam)] == [
+        "method=dp-fedavg, dp-fedavg.clip-norm=0.5",
+        "method=dp-fedavg, dp-fedavg.clip-norm=2",
+        "method=dp-fedsam, dp-fedsam.clip-norm=1",
+    ]
+
+
 def test_the_loss(write):
     (curve,) = curves(write("a", [0.1, 0.5]), write("b", [0.3, 0.5], seed=1), metric="loss")
     assert curve.mean == pytest.approx([0.4, 1.0])

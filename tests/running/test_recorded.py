@@ -18,7 +18,7 @@ from tests.stock import arrays, shifted, stock_app
 LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
 # Columns that a run has in every line, in the lines of its rounds, in those of private evaluations, or keeps to itself.
 OWN = ("round", "num-rounds", "epsilon", "delta", "elapsed", "seconds", "cohort-size", "replies", "bytes-up", "bytes-down")
-OWN += ("bytes-per-client", "cost-per-device", "private-accuracy", "private-loss-standard-error")
+OWN += ("bytes-per-client", "cost-per-device", "private-accuracy", "private-loss-standard-error", "client-update-norm")
 
 
 def run(folder, evaluate_fn=None, **words):

@@ -254,7 +254,8 @@ def test_quantised_messages_have_the_noise_of_the_row_and_no_bias():
 
     def row(own: DPFedPAQRecipe, seed: int) -> torch.Tensor:
         job = Job(name="", records=small, seed=0, secret=lambda rng=np.random.default_rng(seed): rng)  # noqa: B008 (one generator a row)
-        return own.pipeline(release, model=model, server_round=1).reply(start_vector, job).row.to(torch.float64)
+        (reply,) = own.pipeline(release, model=model, server_round=1).replies(start_vector, [job])
+        return reply.row.to(torch.float64)
 
     gaps, norms = [], []
     for seed in range(400):

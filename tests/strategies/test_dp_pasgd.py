@@ -19,7 +19,7 @@ from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.strategies import DPPASGD
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FALSE_ALARM = 1e-6
 FOUR = {name: records(name) for name in NAMES[:4]}
@@ -46,8 +46,8 @@ def row_of(recipe, data, *, model=linear, server_round=1, seed=0, name="c0"):
     flat = FlatModel(model())
     release = recipe.terms(name, data).release
     rng = np.random.default_rng(seed)
-    row, _ = recipe.reply(flat.vector.clone(), data, release, model=flat, server_round=server_round, seed=0, rng=rng)
-    return row.to(torch.float64)
+    reply = one_reply(recipe, flat.vector.clone(), data, release, model=flat, server_round=server_round, rng=rng)
+    return reply.row.to(torch.float64)
 
 
 def mean_gradient(weight, data, clip_norm):
@@ -284,9 +284,7 @@ def test_the_noise_of_every_step_lies_on_the_lattice_of_its_sum():
 
     watched = replace(release, mechanism=Seen(noise_multiplier=release.mechanism.noise_multiplier))
     flat = FlatModel(linear())
-    row, _ = recipe.reply(
-        flat.vector.clone(), FOUR["c0"], watched, model=flat, server_round=1, seed=0, rng=np.random.default_rng(1)
-    )
+    row = one_reply(recipe, flat.vector.clone(), FOUR["c0"], watched, model=flat, rng=np.random.default_rng(1)).row
     assert len(seen) == 2
     assert not np.array_equal(seen[0][1], seen[1][1])
     for total, drawn, scale, lattice in seen:
@@ -621,7 +619,7 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
         assert ("resource" in ended[0]) == ("resource" in why)
     # What it has cost stands beside the epsilon: in the rounds, in the result and in the statement.
     spent = [13.0 * (index + 1) for index in range(rounds)]
-    assert [report.cost_per_device for report in strategy.rounds] == spent
+    assert [report.numbers["cost-per-device"] for report in strategy.rounds] == spent
     assert [report.public()["cost-per-device"] for report in strategy.rounds] == spent
     assert [record["cost-per-device"] for record in result.train_metrics_clientapp.values()] == spent
     assert strategy.rules.resources.costs == dict.fromkeys(FOUR, spent[-1])
@@ -639,7 +637,7 @@ def test_a_reply_that_is_lost_has_cost_its_device():
 def test_without_prices_there_is_no_cost():
     strategy, recipe = pair()
     start(strategy, grid_of(recipe, FOUR), 2)
-    assert strategy.rounds[-1].cost_per_device is None
+    assert not strategy.rounds[-1].numbers
     assert "cost-per-device" not in strategy.rounds[-1].public()
     assert "resources:" not in str(strategy.statement)
 
@@ -722,7 +720,7 @@ def test_the_planners_answer_can_be_run_as_it_is():
     start(strategy, grid_of(recipe, FOUR), answer.num_rounds)
     assert len(strategy.rounds) == answer.num_rounds > 1
     assert not any(line.startswith("ended") for line in strategy.incidents)
-    assert strategy.rounds[-1].cost_per_device == answer.cost
+    assert strategy.rounds[-1].numbers["cost-per-device"] == answer.cost
     statement = strategy.statement
     assert statement.noise["least_noise_std_of_a_mean_gradient"] == pytest.approx(answer.noise_std[0], rel=1e-12)
     assert statement.paper.epsilon == pytest.approx(answer.epsilon, rel=1e-9)

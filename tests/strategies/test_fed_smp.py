@@ -137,7 +137,7 @@ def test_one_client_a_node_and_many_give_the_same_sum() -> None:
 def test_the_order_and_the_client_draw_one_mask() -> None:
     table = order(keep_ratio=0.01)
     assert table.mask is not None
-    np.testing.assert_array_equal(coordinates(table, SIZE), Mask(seed=11, length=SIZE, keep_ratio=0.01).indices)
+    np.testing.assert_array_equal(coordinates(table, SIZE), Mask(of=RoundMask(seed=11, keep_ratio=0.01), length=SIZE).indices)
     # As NumPy draws it everywhere: its checksum travels with every payload.
     assert (
         RoundMask(keep_ratio=0.1, seed=0).indices(20).tolist()
@@ -209,12 +209,12 @@ def masks_of(grid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["central", "distributed"])
+@pytest.mark.parametrize("mask", ["rand-k", "top-k"])
 @pytest.mark.parametrize("drop", [0, 1])
-def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop):
+def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop, mask):
     sampling = FullSampling()
-    strategy = FedSMP(
-        clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=4, delta=1e-3, keep_ratio=0.25, placement=placement
-    )
+    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": sampling, "num_clients": 4, "delta": 1e-3}
+    strategy = FedSMP(**words, keep_ratio=0.25, placement=placement, mask=mask)
     grid = LocalGrid(still(4), 4, tamper=lambda node, reply: [] if strategy.rounds and node <= drop else [reply])
     models = []
 
@@ -227,12 +227,12 @@ def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop)
     strategy.start(grid, model_arrays(start), num_rounds=40, evaluate_fn=keep)
     steps = np.diff(np.stack(models), axis=0)
     values, masks = [], masks_of(grid)
-    for step, mask in zip(steps, masks, strict=True):
+    for step, kept in zip(steps, masks, strict=True):
         outside = np.ones(4000, bool)
-        outside[mask] = False
+        outside[kept] = False
         assert np.abs(step[outside]).max() < 1e-6  # what float32 makes of adding nothing
-        values.append(step[mask])
-    assert len({mask.tobytes() for mask in masks}) == 40
+        values.append(step[kept])
+    assert len({kept.tobytes() for kept in masks}) == 40
     ratio = np.sum(np.concatenate(values) ** 2) / (0.8 * 0.5 / 4) ** 2
     low, high = stats.chi2.interval(1 - 1e-6, 40_000)
     assert low < ratio < high

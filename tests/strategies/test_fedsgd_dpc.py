@@ -19,7 +19,7 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy import fedsgd_dpc as terms
 from flower_dp.privacy.fedsgd_dpc import laplace_scale
 from flower_dp.strategies import FedSGDDPC
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
@@ -38,8 +38,8 @@ def reply_and_loss(recipe, data, *, seed=0, model=None, name="c0"):
     release = recipe.terms(name, data).release
     vector = flat.vector.clone()
     rng = np.random.default_rng(seed)
-    row, loss = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=rng)
-    return row.to(torch.float64), loss
+    reply = one_reply(recipe, vector, data, release, model=flat, rng=rng)
+    return reply.row.to(torch.float64), reply.loss
 
 
 def sum_of(recipe, flat, data, positions, seed, step=0.0):
@@ -261,7 +261,7 @@ def test_dropout_depends_on_no_other_client_and_not_on_the_global_seed(make):
         state = torch.get_rng_state()
         for data, generator in ((records("c0", size), np.random.default_rng(0)), (records("c1"), rng)):
             release = recipe.terms("c1", data).release
-            row, _ = recipe.reply(vector, data, release, model=flat, server_round=1, seed=0, rng=generator)
+            row = one_reply(recipe, vector, data, release, model=flat, rng=generator).row
         assert torch.equal(torch.get_rng_state(), state)
         return row
 
@@ -342,9 +342,7 @@ def test_the_noised_sum_lies_on_the_lattice(words):
     # Called as the recipe calls it, with the real draw inside.
     watched = replace(release, mechanism=Seen(noise_multiplier=release.mechanism.noise_multiplier))
     flat = FlatModel(linear())
-    row, _ = recipe.reply(
-        flat.vector.clone(), records("c0"), watched, model=flat, server_round=1, seed=0, rng=np.random.default_rng(1)
-    )
+    row = one_reply(recipe, flat.vector.clone(), records("c0"), watched, model=flat, rng=np.random.default_rng(1)).row
     ((total, drawn, scale, lattice),) = seen
     assert (scale, lattice) == (release.noise_scale, step)
     for part in (total, drawn):
@@ -665,7 +663,7 @@ def test_a_small_budget_over_many_replies_is_stated_within_it():
     strategy, _ = pair(1, server={"num_replies": 1000}, **words)
     strategy.rules.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
-        strategy.rules.books.ledgers["c0"].charge(strategy.rules.books.terms["c0"].event)
+        strategy.rules.training.charge(("c0",))
     assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.books.ledgers["c0"]).epsilon <= 0.05
 
 
@@ -722,7 +720,7 @@ def test_a_model_without_gradients_of_single_records_fails_and_does_not_train_on
     for module in (Unfit(FEATURES, CLASSES), nn.Linear(FEATURES + 1, CLASSES)):
         flat = FlatModel(module)
         with pytest.raises(UnfitModelError, match="single record can't be computed: RuntimeError"):
-            recipe.reply(flat.vector.clone(), data, release, model=flat, server_round=1, seed=0, rng=np.random.default_rng(0))
+            one_reply(recipe, flat.vector.clone(), data, release, model=flat, rng=np.random.default_rng(0))
 
 
 def test_the_noise_and_signal_of_unequal_clients_is_that_of_an_average_round():

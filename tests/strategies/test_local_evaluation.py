@@ -1,5 +1,6 @@
 """Private evaluation where every message is private on its own: values, noise, budgets, accounts, statement. Numbers by hand."""
 
+import copy
 import json
 import math
 from collections import Counter
@@ -31,8 +32,7 @@ from flower_dp.clients import (
     client_app,
 )
 from flower_dp.clients.account import LEDGER_PATH
-from flower_dp.clients.local.evaluation import evaluated_row, record_loss_and_accuracy
-from flower_dp.clients.local.row import private_row
+from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
@@ -49,10 +49,10 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     Scaffold,
 )
-from tests.asks import GONE, config_of, forged, own_ask
+from tests.asks import ANSWERED, GONE, config_of, evaluated, forged, forged_total, own_ask
 from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
-from tests.local_grids import context_of
+from tests.local_grids import context_of, evaluated_row, private_row
 from tests.stock import arrays
 
 CLIENTS, SIZE = 4, 40
@@ -354,8 +354,8 @@ def tell(client, instruction):
 def ask(client, instruction):
     told = tell(client, instruction)
     assert set(told) == {wire.KEY}
-    assert set(json.loads(told[wire.KEY])) == {"protocol", "refused", "total", "seeded_noise"}
-    return wire.EvaluationAnswer.from_json(told[wire.KEY], instruction.clients, len(instruction.bounds.bounds))
+    assert set(json.loads(told[wire.KEY])) == ANSWERED
+    return evaluated(told[wire.KEY], instruction)
 
 
 def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
@@ -499,6 +499,17 @@ def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
 # The server
 
 
+@every_method
+def test_a_copy_of_a_strategy_evaluates_by_its_own_terms(method):
+    """And not by those of the object that it was copied from, which has never run."""
+    make, recipe = METHODS[method]
+    strategy = copy.deepcopy(make(evaluation=LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})))
+    grid = LocalGrid(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
+    strategy.start(grid, flat(), num_rounds=1)
+    assert set(strategy.evaluations) == {1}
+    assert [strategy.rules.evaluation.release.replies(name) for name in NAMES] == [1] * CLIENTS
+
+
 @pytest.mark.slow
 @every_method
 def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(method):
@@ -510,7 +521,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
         def send_and_receive(self, messages, *, timeout=None):
             out = list(messages)
             if out and out[0].metadata.message_type == "evaluate":
-                ledgers = strategy._evaluator.evaluations.ledgers
+                ledgers = strategy.rules.evaluation.release.ledgers
                 seen.append([ledgers[name].num_charges for name in NAMES])
             return super().send_and_receive(out, timeout=timeout)
 
@@ -581,10 +592,9 @@ def test_a_node_that_sends_too_much_is_refused():
     strategy = opened("dp-fedpaq", grid, PLENTY, metrics={"accuracy": 1.0})
     messages = strategy.configure_evaluate(1, flat(), {}, grid)
     replies = list(grid.send_and_receive(messages))
-    for node, total in ((2, "[1e9]"), (3, "[NaN]"), (4, "[0.1,0.1]")):
+    for node, total in ((2, [1e9]), (3, [math.nan]), (4, [0.1, 0.1])):
         reply = next(reply for reply in replies if reply.metadata.src_node_id == node)
-        text = f'{{"protocol":{wire.PROTOCOL},"refused":{{}},"total":{total},"seeded_noise":false}}'
-        reply.content.config_records[wire.KEY][wire.KEY] = text
+        reply.content.config_records[wire.KEY][wire.KEY] = forged_total(total, length=1)
     told = strategy.aggregate_evaluate(1, replies)
     assert told["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 
@@ -657,7 +667,7 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     grid = grid_of(METHODS["dp-fedpaq"][1])
     strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
-    charges = [ledger.num_charges for ledger in strategy._evaluator.evaluations.ledgers.values()]
+    charges = [ledger.num_charges for ledger in strategy.rules.evaluation.release.ledgers.values()]
     assert sum(charges) == asked
 
 

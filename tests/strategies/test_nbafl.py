@@ -7,14 +7,14 @@ import torch
 from scipy import optimize, stats
 from torch import nn
 
-from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, TensorRecords
+from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, ProximalTerm, TensorRecords
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, records, start, vector_of
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
-TRAINING = LocalTraining(learning_rate=0.1, batch_size=4, proximal=0.5)
+TRAINING = LocalTraining(learning_rate=0.1, batch_size=4, regularizers=(ProximalTerm(strength=0.5),))
 NOISE = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4}
 QUIET = NOISE | {"epsilon": math.inf}
 
@@ -30,7 +30,7 @@ def reply(recipe, data, *, seed=0, model=None, start_at=None):
     vector = flat.vector.clone() if start_at is None else start_at
     rng = torch.Generator().manual_seed(seed)
     release = recipe.terms("c0", data).release
-    return recipe.reply(vector, data, release, model=flat, server_round=1, seed=7, rng=rng)[0].to(torch.float64)
+    return one_reply(recipe, vector, data, release, model=flat, seed=7, rng=rng).row.to(torch.float64)
 
 
 def exact_epsilon(multiplier, delta):
@@ -54,7 +54,7 @@ def test_proximal_term_pulls_towards_the_global_model(wrapped):
     data = records("c0")
     flat = FlatModel(module)
     origin = flat.vector.clone()
-    training = LocalTraining(learning_rate=0.3, batch_size=8, num_local_steps=3, proximal=0.7)
+    training = LocalTraining(learning_rate=0.3, batch_size=8, num_local_steps=3, regularizers=(ProximalTerm(strength=0.7),))
     expected = origin.clone()
     parameters = list(module.parameters())
     for _ in range(3):
@@ -71,8 +71,8 @@ def test_proximal_term_pulls_towards_the_global_model(wrapped):
 
 
 def test_a_negative_proximal_coefficient_is_refused():
-    with pytest.raises(ValueError, match=r"proximal=-1\.0"):
-        LocalTraining(learning_rate=0.1, proximal=-1.0)
+    with pytest.raises(ValueError, match=r"strength=-1\.0"):
+        ProximalTerm(strength=-1.0)
 
 
 # The reply
@@ -158,15 +158,9 @@ def test_average_of_weights_by_public_size_renormalised_over_who_replied():
         recipe = NbAFLRecipe(training=TRAINING, min_records=8, **QUIET)
         flat = FlatModel(linear())
         release = recipe.terms(name, local).release
-        rows[name] = recipe.reply(
-            flat.vector.clone(),
-            local,
-            release,
-            model=flat,
-            server_round=1,
-            seed=batch_seed(0, 1, name),
-            rng=torch.Generator(),
-        )[0].double()
+        seed = batch_seed(0, 1, name)
+        made = one_reply(recipe, flat.vector.clone(), local, release, model=flat, seed=seed, rng=torch.Generator())
+        rows[name] = made.row.double()
     for lost in ((), (2,), (1, 2, 3)):
         strategy, recipe = pair(server={"num_records": sizes}, **QUIET)
         grid = grid_of(recipe, data, tamper=lambda node, message, lost=lost: [] if node in lost else [message])
@@ -302,7 +296,7 @@ def test_downlink_charges_what_was_there_when_clients_are_missing():
         grid = grid_of(recipe, FOUR, tamper=lambda node, message, lost=lost: [] if node in lost else [message])
         start(strategy, grid, 1)
         costs.append(strategy.statement.adversaries[2].epsilon)
-    assert strategy.rules.added_noise_stds[0] == pytest.approx(strategy.rules.uplink_noise_std * math.sqrt(4 - 1))
+    assert strategy.rules.broadcasts[0].added_std == pytest.approx(strategy.rules.uplink_noise_std * math.sqrt(4 - 1))
     assert costs[1] == pytest.approx(costs[0], rel=1e-6)
 
 

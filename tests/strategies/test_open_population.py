@@ -146,7 +146,7 @@ def test_every_known_client_is_drawn_with_the_same_rate():
     assert len(roster.names) == 6
     counts = np.zeros(6)
     for number in range(2000):
-        counts[strategy._cohort(number, roster)] += 1
+        counts[strategy.rules.training.cohort(roster.names, strategy._run.generator("cohort", number))] += 1
     assert (abs(counts / 2000 - 0.3) < 0.05).all()
 
 

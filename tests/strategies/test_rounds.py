@@ -502,6 +502,37 @@ def test_client_metrics_are_sent_only_when_server_and_client_agree_and_the_state
         result = start(strategy, LocalGrid(app, 2), model_arrays(make_model()))
         assert ("client-loss" in result.train_metrics_clientapp[1]) == (asks and allows)
         assert ("CLIENT METRICS" in str(strategy.statement)) == asks
+        assert ("CLIENT METRICS: the norms of clients' updates before the clip" in str(strategy.statement)) == asks
+        told = {name for name in strategy.line_of(1) if name.startswith("client-")}
+        assert told == ({"client-loss", "client-update-norm", "client-update-norm-squared"} if asks and allows else set())
+
+
+def test_client_metrics_are_means_over_the_clients_that_replied_and_a_new_run_forgets_them():
+    """Updates in proportion to 1, 2, 3, 4, on nodes of several clients; every one of them is clipped."""
+
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def forward(self, inputs):
+            return (self.weight * inputs).sum(-1)
+
+    rows = {f"c{i}": TensorRecords(inputs=torch.full((1, 4), i / 2), targets=torch.zeros(1)) for i in (1, 2, 3, 4)}
+
+    def client_fn(context):
+        part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
+        mine = dict(list(rows.items())[part::parts])
+        training = LocalTraining(learning_rate=1.0, loss=lambda outputs, targets: -outputs.mean())
+        return DPClient(model=Shifts(), clients=mine, training=training, policy=ClientPolicy(allow_metrics=True))
+
+    strategy = fedavg(4, clip_norm=0.1, report_client_metrics=True)
+    result = start(strategy, LocalGrid(client_app(client_fn), 2), model_arrays(Shifts()))
+    line = strategy.line_of(1)
+    assert line["client-update-norm"] == result.train_metrics_clientapp[1]["client-update-norm"] == pytest.approx(2.5)
+    assert line["client-update-norm-squared"] == pytest.approx((1 + 4 + 9 + 16) / 4)
+    start(strategy, LocalGrid(client_app(client_fn), 2), model_arrays(Shifts()), num_rounds=0)
+    assert strategy.client_metrics == {}
 
 
 def test_a_strategy_can_start_again():

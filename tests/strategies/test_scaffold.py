@@ -13,11 +13,10 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from torch import nn
 
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, TensorRecords, model_arrays
-from flower_dp.clients.local.control import KEY, ControlVariates
+from flower_dp.clients.kept import KEY, keep, kept_of
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
-from flower_dp.wire import BESIDE
 from flower_dp.wire import KEY as ANSWER
 from tests.local_grids import NAMES, context_of, grid_of, linear, records, start
 
@@ -50,8 +49,8 @@ def control_of(grid: Any, node: int, name: str) -> np.ndarray:
 def sent_control(grid: Any, server_round: int) -> np.ndarray:
     messages = [one for one in grid.sent if one.metadata.message_type == "train" and one.metadata.group_id == str(server_round)]
     (record,) = messages[0].content.array_records.values()
-    assert list(record)[-1] == BESIDE
-    return record[BESIDE].numpy()
+    assert list(record)[-1] == "flower-dp.control"
+    return record["flower-dp.control"].numpy()
 
 
 def test_both_sides_compute_the_same_from_the_messages_alone():
@@ -161,18 +160,16 @@ def test_first_replies_are_no_losses():
 )
 def test_a_damaged_vector_counts_as_none(kept):
     state = RecordDict({KEY: ArrayRecord({"a": Array(kept)})})
-    assert ControlVariates(state).read("a", 18) is None
-    assert ControlVariates(state).read("b", 18) is None
+    assert kept_of(state, "a", 18) is None
+    assert kept_of(state, "b", 18) is None
 
 
 def test_vectors_of_several_clients_are_kept_apart():
     state = RecordDict()
-    store = ControlVariates(state)
-    store.write("a", torch.ones(3))
-    store.write("b", torch.full((3,), 2.0))
-    store.write("a", torch.full((3,), 3.0))
-    assert store.read("a", 3).tolist() == [3.0] * 3
-    assert store.read("b", 3).tolist() == [2.0] * 3
+    keep(state, {"a": np.ones(3, np.float32), "b": np.full(3, 2.0, np.float32)})
+    keep(state, {"a": np.full(3, 3.0, np.float32)})
+    assert kept_of(state, "a", 3).tolist() == [3.0] * 3
+    assert kept_of(state, "b", 3).tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("nodes", [4, 2, 1])
@@ -208,7 +205,7 @@ def test_quantised_control_variates_are_those_of_the_quantised_message():
     np.testing.assert_allclose(strategy.rules.control.vector(18), means, rtol=1e-3, atol=1e-3)
 
 
-def test_a_client_of_another_method_refuses_what_comes_beside_the_model():
+def test_a_client_refuses_vectors_that_its_method_does_not_work_with():
     strategy, recipe = pair()
     grid = grid_of(recipe, FOUR)
     start(strategy, grid, 1)
@@ -216,14 +213,34 @@ def test_a_client_of_another_method_refuses_what_comes_beside_the_model():
     (config,) = [record for record in message.content.config_records.values() if ANSWER in record]
     client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), context=context_of())
     told = json.loads(config[ANSWER])
-    told |= {"method": "dp-fedpaq"}
+    assert told["ask"]["vectors"] == ["control"]
     weights = linear()[0].weight.detach().numpy()
-    with pytest.raises(ValueError, match="a vector came beside the model"):
-        client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(told)})
+    with pytest.raises(ValueError, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
+        client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(told | {"method": "dp-fedpaq"})})
     own = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe, context=context_of())
-    with pytest.raises(ValueError, match="no vector came beside the model"):
-        own.fit([weights], {ANSWER: config[ANSWER]})
-    for bad in (np.zeros(17, np.float32), np.zeros(18), np.full(18, np.nan, np.float32)):
+    for names, arrays, why in (
+        (None, 0, r"vectors=\[\] came with the model: this method works with \['control'\]"),
+        (["control"], 0, "vector 'control' is float32 of shape"),
+        (None, 1, "the server's model has 2 arrays"),
+        (["other"], 1, r"vectors=\['other'\] came with the model: this method works with \['control'\]"),
+        (["control", "other"], 2, r"vectors=\['control', 'other'\] came with the model"),
+        (["control", "control"], 2, "a name stands twice"),
+        (["control", "other"], 0, "must be names of vectors that came with the model"),
+        ([], 0, "must be names of vectors"),
+        ("control", 1, "must be names of vectors"),
+        ([["control"]], 1, "vectors: name="),
+    ):
+        ask = {name: value for name, value in told["ask"].items() if name != "vectors"}
+        forged = json.dumps(told | {"ask": ask | ({} if names is None else {"vectors": names})})
+        with pytest.raises(ValueError, match=why):
+            own.fit([weights, *[np.zeros(18, np.float32)] * arrays], {ANSWER: forged})
+    for bad in (
+        np.zeros(17, np.float32),
+        np.zeros(18),
+        np.full(18, np.nan, np.float32),
+        np.full(18, -np.inf, np.float32),
+        np.zeros((18, 1), np.float32),
+    ):
         with pytest.raises(ValueError, match="must be finite float32"):
             own.fit([weights, bad], {ANSWER: config[ANSWER]})
     assert not own.context.state  # nothing was charged

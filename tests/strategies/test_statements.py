@@ -13,7 +13,7 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
 from flower_dp.strategies.releases.replies import Missing
-from flower_dp.strategies.rules import RunFacts
+from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 
 NAMES = ("c0", "c1", "c2", "c3")
@@ -41,8 +41,8 @@ def stated(strategy, rounds=3):
     rules = strategy.rules
     if hasattr(rules, "open"):
         rules.open(NAMES)
-    for number in range(1, rounds + 1):
-        rules.charge(number, NAMES)
+    for _ in range(rounds):
+        rules.training.charge(NAMES)
     return strategy.statement
 
 
@@ -185,8 +185,8 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     strategy = DPFedAvg(**words, sampling=sampling, relation=relation)
     names = tuple(f"c{index}" for index in range(400))
     strategy.plan(20)
-    for number in range(1, 21):
-        strategy.rules.charge(number, names)
+    for _ in range(20):
+        strategy.rules.training.charge(names)
     assert bool(relies(strategy.statement, "the cohort of a round is known to nobody")) == relied
 
 
@@ -237,14 +237,16 @@ def test_a_local_statement_says_what_is_public_and_whom_nobody_can_check():
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_run_went_through_is_said(method):
     strategy = METHODS[method]()
-    strategy.missing = Missing(silent=2, rejected=1)
-    strategy.incidents.append("ended before round 4: no reason")
-    statement = stated(strategy)
+    stated(strategy)
+    incidents = ("ended before round 4: no reason",)
+    strategy.state = replace(strategy.state, missing=Missing(silent=2, rejected=1), incidents=incidents)
+    statement = strategy.statement
     assert "ended before round 4: no reason" in statement.incidents
     assert any(line.startswith("3 ") and "that were asked for did not count" in line for line in statement.incidents)
     local = method not in ("dp-fedavg", "dp-fedsam", "fed-smp")
     if local:
-        strategy.rules.books.num_unasked = 5
+        training = strategy.rules.training
+        training.state = replace(training.state, num_unasked=5)
         assert "5 times a client whose budget was spent was not asked" in strategy.statement.incidents
 
 
@@ -293,8 +295,8 @@ def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(words, fault):
     strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4, "noise_multiplier": 1.0}, **words)
     strategy.plan(2)
     names = tuple(f"c{index}" for index in range(400))
-    for number in (1, 2):
-        strategy.rules.charge(number, names)
+    for _ in range(2):
+        strategy.rules.training.charge(names)
     paper = strategy.statement.paper
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
@@ -320,7 +322,7 @@ def test_one_client_without_noise_makes_a_run_not_private():
     waiting = FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8)
     waiting.plan(3)
     waiting.rules.open(NAMES)
-    waiting.rules.charge(1, ("c0", "c2"))
+    waiting.rules.training.charge(("c0", "c2"))
     assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
     assert (pasgd.private, pasgd.paper) == (False, None)

@@ -297,7 +297,9 @@ def test_what_an_ask_does_not_use_is_not_sent() -> None:
     assert set(table_of(INSTRUCTION)) == {*promised, "step", "noise_std", "keep_ratio"}
     assert set(table_of(INSTRUCTIONS[3])) == {*promised, "step", "mask_seed", "mask_keep_ratio"}
     assert set(table_of(EVALUATION)) == {*promised, "step", "metrics"}
-    assert set(table_of(LOCAL_INSTRUCTION)) == {*promised, "weights", "terms", "noise_multipliers"}
+    own = {*promised, "weights", "terms", "noise_multipliers"}
+    assert set(table_of(LOCAL_INSTRUCTION)) == own
+    assert set(table_of(replace(LOCAL_INSTRUCTION, ask=replace(LOCAL, vectors=VECTORS)))) == {*own, "vectors"}
 
 
 def test_what_is_asked_of_one_client_is_sent_to_its_node_alone() -> None:
@@ -336,6 +338,85 @@ def test_under_local_placement_lattice_and_coordinates_are_the_clients_own(words
 def test_own_terms_go_with_local_placement_alone(placement: str) -> None:
     with pytest.raises(ValueError, match="own: must not be there"):
         ask(placement=placement, own=LOCAL.own)
+
+
+VECTORS = {"control": np.linspace(-1, 1, 5, dtype=np.float32), "ü 2": np.zeros(5, np.float32)}
+
+
+@pytest.mark.parametrize("record_names", [MESSAGE_API, NUMPY_CLIENT])
+def test_vectors_of_an_ask_travel_behind_the_model_and_their_names_in_its_text(record_names: RecordNames) -> None:
+    instruction = replace(LOCAL_INSTRUCTION, ask=replace(LOCAL, vectors=VECTORS))
+    sent = MODEL.record(np.arange(5, dtype=np.float32))
+    message = wire.train_message(12, record_names, sent, {}, instruction)
+    arrays = wire.numpy_arrays(wire.arrays_of(message.content), limit=100)
+    assert list(arrays) == ["w", "b", "flower-dp.control", "flower-dp.ü 2"]
+    config = dict(message.content.config_records[record_names.config])
+    text = str(config[wire.KEY])
+    assert json.loads(text)["ask"]["vectors"] == ["control", "ü 2"]
+    assert len(text) == len(LOCAL_INSTRUCTION.to_json()) + len(',"vectors":["control","\\u00fc 2"]')
+    read = wire.instruction_of(config, list(arrays.values())).ask.vectors
+    assert list(read) == ["control", "ü 2"]
+    for name, vector in VECTORS.items():
+        assert (read[name].dtype, read[name].tobytes()) == (np.dtype(np.float32), vector.tobytes())
+    assert list(sent) == ["w", "b"]  # the server's own record is as it was
+    # A client that works with no vectors does not look for them, and refuses.
+    with pytest.raises(ValueError, match=r"vectors=.*must be names of vectors that came with the model"):
+        wire.instruction_of(config)
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        np.array([0, 0, 0, 0, np.nan], np.float32),
+        np.array([0, 0, 0, 0, np.inf], np.float32),
+        np.zeros(5),
+        np.zeros(5, np.int32),
+        np.zeros((5, 1), np.float32),
+        np.zeros((), np.float32),
+    ],
+)
+def test_vectors_that_make_no_sense_are_refused(vector: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"vector 'control' is .*must be finite float32"):
+        replace(LOCAL, vectors={"control": vector})
+    sent = replace(LOCAL_INSTRUCTION, ask=replace(LOCAL, vectors={"control": np.zeros(5, np.float32)})).to_json()
+    with pytest.raises(ValueError, match=r"vector 'control' is .*must be finite float32"):
+        Instruction.from_json(sent, [np.zeros(5, np.float32), vector])
+
+
+@pytest.mark.parametrize("names", [None, [], {}, "control", ["control"] * 2, ["a", "b", "c"], [1], [["control"]], ["a\nb"], [""]])
+def test_names_of_vectors_that_make_no_sense_are_refused(names: Any) -> None:
+    arrays = [np.zeros(5, np.float32)] * 2
+    with pytest.raises(ValueError, match="vectors"):
+        Instruction.from_json(forged(LOCAL_INSTRUCTION, vectors=names), arrays)
+    with pytest.raises(ValueError, match="metrics: do not go with vectors"):
+        replace(METRICS, vectors=VECTORS)
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "why"),
+    [
+        (["control"], 5, "came with the model: this method works with"),
+        (["control", "ü 2", "c"], 5, "came with the model: this method works with"),
+        ([], 5, "came with the model: this method works with"),
+        (["ü 2", "control"], 4, r"vector 'control' is of shape \(5,\): must be finite float32 of shape \(4,\)"),
+    ],
+)
+def test_a_client_works_with_the_vectors_of_its_method_alone(names: list[str], length: int, why: str) -> None:
+    asked = replace(LOCAL, vectors=VECTORS)
+    asked.check_vectors(["ü 2", "control"], 5)
+    LOCAL.check_vectors([], 5)
+    with pytest.raises(ValueError, match=why):
+        asked.check_vectors(names, length)
+
+
+@pytest.mark.parametrize("fresh", [None, {}, "a", [2], [-1], [True], [0.0], [0, 0], ["a"], [[0]]])
+def test_who_had_kept_nothing_stands_by_position_once(fresh: Any) -> None:
+    answer = replace(ANSWER, refused={}, fresh=("ü 7",))
+    data = json.loads(answer.to_json(NAMES))
+    assert data["fresh"] == [1]
+    assert Answer.from_json(json.dumps(data), NAMES) == answer
+    with pytest.raises(ValueError, match=r"fresh|position"):
+        Answer.from_json(json.dumps(data | {"fresh": fresh}), NAMES)
 
 
 def test_all_clients_of_a_round_draw_the_mask_from_its_seed() -> None:

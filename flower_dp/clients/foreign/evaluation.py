@@ -9,12 +9,9 @@ from flwr.app import RecordDict
 
 from flower_dp import wire
 from flower_dp.clients.foreign.training import AppCall
-from flower_dp.clients.local.row import private_row
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
-from flower_dp.privacy.release import Release
 from flower_dp.wire import RecordNames
 
 log = logging.getLogger("flwr")
@@ -63,15 +60,25 @@ class AppMetrics:
             yield made
 
 
-def local_row_of_app(app: AppCall, *, bounds: MetricBounds, release: Release, rng: Generator) -> np.ndarray:
-    """Return a client's row [dimension] that is private on its own: the app's metrics, clipped, with the full noise of a release.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppContribution:
+    """The one contribution of a client whose message is private on its own: the app's metrics, clipped.
 
-    Where the app fails, or lacks a metric, the row is noise alone: no record decides whether the client replies.
+    Where the app fails, or lacks a metric, it is zero and the reply noise alone: no record decides whether the client replies.
+
+    Attributes:
+        app: the call of the app.
+        bounds: the metrics that are asked for.
     """
-    rows = np.zeros((1, len(bounds.bounds)))
-    try:
-        told = metrics_of(app)
-        rows = bounds.centred(np.asarray([[told[name] for name in bounds.bounds]]))
-    except Exception as error:
-        log.error("evaluation failed: the reply is noise alone", exc_info=error)
-    return private_row(rows, release, rng)
+
+    app: AppCall
+    bounds: MetricBounds
+
+    def __call__(self, vector: Array, job: Job) -> np.ndarray:
+        """Return the contribution [1, dimension], float64."""
+        try:
+            told = metrics_of(self.app)
+            return self.bounds.centred(np.asarray([[told[name] for name in self.bounds.bounds]]))
+        except Exception as error:
+            log.error("evaluation failed: the reply is noise alone", exc_info=error)
+            return np.zeros((1, len(self.bounds.bounds)))

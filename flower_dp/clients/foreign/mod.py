@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
@@ -19,13 +20,7 @@ from flower_dp.clients.reasons import SEE_LOG, Declined, in_own_words, reading
 from flower_dp.clients.reply.work import add_up
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.wire import (
-    Answer,
-    EvaluationAnswer,
-    Instruction,
-    Model,
-    RecordNames,
-)
+from flower_dp.wire import Instruction, Model, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -148,18 +143,7 @@ class _PrivacyMod:
         with reading():
             model = _model(wire.arrays_of(message.content), instruction)
         app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=TRAIN_STATUS)
-        train = AppTraining(app=app, model=model)
-        work = client.work(instruction, train, context)
-        made = add_up(model.vector, work)
-        allowed = instruction.report_metrics and self.policy.allow_metrics and bool(made.losses)
-        answer = Answer(
-            refused=made.refused,
-            payload=made.payload.header,
-            payload_bytes=made.payload_bytes,
-            seeded_noise=self.noise_seed is not None,
-            metrics=train.metrics if allowed else {},
-        )
-        return _config_reply(message, answer.to_json(instruction.clients), ArrayRecord(list(made.payload.arrays)))
+        return self._answered(message, client, instruction, app, AppTraining(app=app, model=model))
 
     def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, record_names: RecordNames) -> Message:
         client = self._client(context)
@@ -167,10 +151,18 @@ class _PrivacyMod:
             instruction = wire.instruction_of(message.content.config_records[record_names.config])
         client.check_evaluates(instruction)
         app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=EVALUATE_STATUS)
-        total, refused = client.evaluate(instruction, app)
-        refused |= {name: "not hosted here" for name in instruction.clients if name != client.name}
-        answer = EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
-        return _config_reply(message, answer.to_json(instruction.clients))
+        return self._answered(message, client, instruction, app, None)
+
+    def _answered(
+        self, message: Message, client: AppClient, instruction: Instruction, app: AppCall, train: AppTraining | None
+    ) -> Message:
+        """Return the reply to an instruction to train, or without `train` to evaluate; then the payload is inside the answer."""
+        work = client.work(instruction, app, train)
+        made = add_up(np.zeros(0) if train is None else train.model.vector, work, inline=train is None)
+        allowed = train is not None and instruction.report_metrics and self.policy.allow_metrics and made.losses
+        metrics = train.metrics if train is not None and allowed else {}
+        text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
+        return _config_reply(message, text, None if train is None else ArrayRecord(list(made.payload.arrays)))
 
 
 def _model(record: ArrayRecord, instruction: Instruction) -> Model:

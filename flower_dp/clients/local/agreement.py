@@ -1,9 +1,14 @@
 """Comparison of a client's own terms with the server's: if they differ, the server might state too small an epsilon."""
 
 import logging
+from collections.abc import Callable, Mapping
 
+from flower_dp.clients.account import Account
+from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import SEE_LOG, Declined
+from flower_dp.clients.reply.pipeline import Refusal, failure
 from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.ledger_file import evaluation_account, owner_of
 from flower_dp.wire import Instruction, OwnAsk, Promise
 
 log = logging.getLogger("flwr")
@@ -22,6 +27,39 @@ def own_ask(instruction: Instruction, name: str) -> OwnAsk | None:
     if ask.placement != "local":
         raise Declined(f"placement={ask.placement!r}: this client's messages are private on its own terms")
     return ask.own.get(name)
+
+
+def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Terms], policy: ClientPolicy) -> Terms | Refusal:
+    """Return one client's own terms if the server's are the same and its policy allows them, else why it does not reply.
+
+    Args:
+        instruction: the server's.
+        name: the client.
+        terms_of: makes the client's own terms.
+        policy: the client's.
+
+    Raises:
+        Declined: if the server asks for messages that are not private on their own.
+    """
+    if (asked := own_ask(instruction, name)) is None:
+        return Refusal(reason="not hosted here")
+    try:
+        terms = terms_of()
+        if instruction.ask.metrics is None:
+            policy.check_own(terms.release)
+        else:
+            policy.check_own_evaluation(terms.release)
+    except Exception as error:
+        return failure(name, error, "this client's terms can't be made")
+    reason = why_not(terms, instruction.ask.promise, asked)
+    return Refusal(reason=reason) if reason else terms
+
+
+def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, str]:
+    """Charge one reply, or one evaluation, to each client; return why some can't pay, by name. They must not reply."""
+    if instruction.ask.metrics is not None:
+        due = {evaluation_account(name): terms for name, terms in due.items()}
+    return {owner_of(name): reason for name, reason in account.charge(due).items()}
 
 
 def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:

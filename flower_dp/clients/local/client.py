@@ -1,10 +1,9 @@
 """The client of methods with local placement: every message is private on its own, by the client's own budget and account."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context
 from torch import Tensor, nn
@@ -12,22 +11,20 @@ from torch import Tensor, nn
 from flower_dp import wire
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
 from flower_dp.clients.client import NodeClient
-from flower_dp.clients.local.agreement import own_ask, why_not
-from flower_dp.clients.local.control import ControlVariates, KeepsControl
-from flower_dp.clients.local.evaluation import RecordMetrics, evaluated_row, record_loss_and_accuracy
-from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe
+from flower_dp.clients.kept import kept_of
+from flower_dp.clients.local.agreement import agreed_terms, charged
+from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
+from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, Stateful
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply.pipeline import Job, Pipeline, failure
+from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure
 from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import Records
-from flower_dp.core.noise import Generator
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import evaluation_account, owner_of
-from flower_dp.wire import EvaluationAnswer, Instruction
+from flower_dp.wire import Ask, Instruction
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
 
@@ -113,63 +110,33 @@ class LocalDPClient(NodeClient):
         evaluates = self.evaluation_budget is not None and self.policy.allow_evaluation
         return (self.recipe.method, wire.EVALUATION) if evaluates else (self.recipe.method,)
 
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the vectors that the recipe works with besides the model."""
+        return self.recipe.vectors if isinstance(self.recipe, Stateful) else ()
+
     def _check(self, instruction: Instruction) -> None:
+        if instruction.ask.metrics is not None:
+            return  # the policy is asked about every client's own noise
         self.policy.check_clip(instruction.ask)
-
-    def _evaluation(self, trained: Mapping[str, np.ndarray], instruction: Instruction) -> EvaluationAnswer:
-        """Return the answer to a private evaluation: the weighted sum of its clients' rows, each with its own full noise.
-
-        Each is charged to its client's account of evaluations before a record is touched.
-        """
-        metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
-        bounds = instruction.bounds
-        if unknown := sorted(set(bounds.bounds) - set(metrics.names)):
-            raise Declined(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
-        vector = self._vector(trained)
-        account = account_of(self.ledger, self.clients, self.context)
-        agreed, refused = self._agreed(instruction)
-        unpaid = account.charge({evaluation_account(name): terms for name, (terms, _) in agreed.items()})
-        refused |= {owner_of(name): reason for name, reason in unpaid.items()}
-        self.model.reset_buffers()
-        self.model.vector.copy_(vector)
-        total = np.zeros(len(bounds.bounds))
-        for name, (terms, records) in agreed.items():
-            if name in refused:
-                continue
-            rng = self.generator(instruction, f"evaluation of {name}")
-            try:
-                row = evaluated_row(self.model, records, metrics, bounds=bounds, release=terms.release, rng=rng)
-            except Exception as error:
-                refused[name] = failure(name, error).reason
-                continue
-            total += instruction.ask.own[name].weight * row
-        return EvaluationAnswer(refused=refused, total=total, seeded_noise=self.noise_seed is not None)
-
-    def _work(self, vector: Tensor, instruction: Instruction, beside: Tensor | None) -> Work:
-        account = account_of(self.ledger, self.clients, self.context)
         if self.policy.min_noise_std:
             raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
-        keeps = self.recipe if isinstance(self.recipe, KeepsControl) else None
-        if (keeps is None) != (beside is None):
-            came = "a vector came" if keeps is None else "no vector came"
-            raise Declined(f"method={instruction.method!r}: {came} beside the model")
-        if self.context is None:
-            raise Declined("context: control variates are kept in the node's state; pass context=context")
-        kept = ControlVariates(self.context.state)
-        agreed, refused = self._agreed(instruction)
-        number = instruction.server_round
-        own = {name: kept.read(name, vector.numel()) for name in agreed} if keeps else {}
 
-        def drift_of(name: str) -> Tensor | None:
-            read = own.get(name)
-            return beside if beside is None or read is None else beside - read.to(beside.device)
-
-        if isinstance(self.recipe, ConditionsOnModel):
-            for name in list(agreed):
-                if reason := self.recipe.why_not(vector, model=self.model, server_round=number, drift=drift_of(name)):
-                    refused[name] = reason
-                    del agreed[name]
-        refused |= account.charge({name: terms for name, (terms, _) in agreed.items()})
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        """Return the work whose rows are private one by one, each charged to its client's account."""
+        ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
+        account = account_of(self.ledger, self.clients, self.context)
+        agreed, refused = self._agreed(instruction, recipe)
+        recipes, kept = dict.fromkeys(agreed, recipe), {}
+        if isinstance(recipe, Stateful):
+            vectors = {name: torch.from_numpy(one.copy()).to(vector.device) for name, one in ask.vectors.items()}
+            kept = self._kept(agreed, vector)
+            recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
+        for name, own in recipes.items():
+            if isinstance(own, ConditionsOnModel) and (why := own.why_not(vector, model=self.model, server_round=number)):
+                refused[name] = why
+        due = {name: terms for name, (terms, _) in agreed.items() if name not in refused}
+        refused |= charged(account, due, instruction)
 
         def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
             for name, (terms, records) in agreed.items():
@@ -179,81 +146,52 @@ class LocalDPClient(NodeClient):
                     name=name,
                     records=records,
                     seed=batch_seed(self.seed, number, name),
-                    secret=_Given(self.generator(instruction, name)),
-                    weight=instruction.ask.own[name].weight,
+                    secret=Once(partial(self.generator, instruction, name)),
+                    weight=ask.own[name].weight,
+                    kept=kept.get(name),
                 )
-                drift = drift_of(name)
-                if keeps is None or beside is None or drift is None:
-                    yield self.recipe.pipeline(terms.release, model=self.model, server_round=number), [job]
-                    continue
-                mine = torch.zeros_like(beside) if (read := own[name]) is None else read.to(beside.device)
-                made = keeps.corrected(terms.release, model=self.model, server_round=number, drift=drift)
-                yield made, [replace(job, left=_Keeper(kept, keeps, name=name, own=mine, common=beside, server_round=number))]
+                yield recipes[name].pipeline(terms.release, model=self.model, server_round=number), [job]
 
-        restarted = tuple(name for name, read in own.items() if read is None and name not in refused)
-        return Work(groups=groups(), length=vector.numel(), refused=dict(refused), restarted=restarted)
+        length = vector.numel() if ask.metrics is None else len(ask.metrics.bounds)
+        return Work(groups=groups(), length=length, refused=dict(refused))
 
-    def _agreed(self, instruction: Instruction) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+    def _recipe(self, ask: Ask) -> LocalRecipe:
+        """Return how replies to an ask are made.
+
+        Raises:
+            Declined: if it is of a metric that this client does not have.
+        """
+        if ask.metrics is None:
+            return self.recipe
+        metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
+        if unknown := sorted(set(ask.metrics.bounds) - set(metrics.names)):
+            raise Declined(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
+        return EvaluationRecipe(training=self.recipe, budget=self.evaluation_budget, metrics=metrics, bounds=ask.metrics)
+
+    def _kept(self, names: Iterable[str], vector: Tensor) -> dict[str, Tensor]:
+        """Return what clients have kept from earlier rounds, of those that have something."""
+        found = {name: self.context and kept_of(self.context.state, name, vector.numel()) for name in names}
+        return {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
+
+    def _agreed(self, instruction: Instruction, recipe: LocalRecipe) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
         """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
         agreed: dict[str, tuple[Terms, Records]] = {}
         refused: dict[str, str] = {}
         for name in instruction.clients:
-            asked = own_ask(instruction, name)
-            if asked is None or name not in self.clients:
-                refused[name] = "not hosted here"
-                continue
             try:
                 records = self.clients[name]
                 len(records)
             except Exception as error:
-                refused[name] = failure(name, error).reason
+                refused[name] = "not hosted here" if name not in self.clients else failure(name, error).reason
                 continue
-            try:
-                terms = self.recipe.terms(name, records)
-                if instruction.method == wire.EVALUATION:
-                    terms = self._evaluation_terms(name, terms)
-                    self.policy.check_own_evaluation(terms.release)
-                else:
-                    self.policy.check_own(terms.release)
-            except Exception as error:
-                refused[name] = failure(name, error, "this client's terms can't be made").reason
-                continue
-            if reason := why_not(terms, instruction.ask.promise, asked):
-                refused[name] = reason
+            terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
+            if isinstance(terms, Refusal):
+                refused[name] = terms.reason
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
-
-    def _evaluation_terms(self, name: str, training: Terms) -> Terms:
-        if self.evaluation_budget is None:
-            raise Declined("evaluation=None: this client has no budget of private evaluations")
-        return self.evaluation_budget.terms(name, training)
 
 
 def _loss_of(recipe: Any) -> Loss:
     loss: Loss = recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
     return loss
-
-
-class _Keeper:
-    """Stores a client's control variate, computed from the row that is sent, without further noise or charge."""
-
-    def __init__(
-        self, kept: ControlVariates, recipe: KeepsControl, *, name: str, own: Tensor, common: Tensor, server_round: int
-    ) -> None:
-        self._kept, self._recipe, self._name = kept, recipe, name
-        self._own, self._common, self._round = own, common, server_round
-
-    def __call__(self, row: Tensor) -> None:
-        change = self._recipe.change(row, server_round=self._round, common=self._common)
-        self._kept.write(self._name, self._own + change)
-
-
-class _Given:
-    """The one generator of a reply, from which both its secret choices and its noise are drawn."""
-
-    def __init__(self, rng: Generator) -> None:
-        self._rng = rng
-
-    def __call__(self) -> Generator:
-        return self._rng

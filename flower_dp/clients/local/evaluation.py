@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_dp.clients.local.row import private_row
+from flower_dp.clients.local.recipe import LocalRecipe
+from flower_dp.clients.local.row import evaluation_pipeline
+from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.per_record import keeps_records_apart
@@ -16,8 +19,10 @@ from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Inputs, Records, outputs_of
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.core.noise import Generator
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.release import Release
+from flower_dp.wire import EVALUATION
 
 log = logging.getLogger("flwr")
 
@@ -60,42 +65,82 @@ def record_loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] |
     return RecordMetrics(names=("loss", "accuracy"), of=metrics)
 
 
-@torch.no_grad()
-def evaluated_row(
-    model: FlatModel, records: Records, metrics: RecordMetrics, *, bounds: MetricBounds, release: Release, rng: Generator
-) -> np.ndarray:
-    """Return one client's row [dimension], float64: the mean of its contributions with the full noise of the release.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordContributions:
+    """A client's contributions to an evaluation of the global model.
 
     Where the unit of privacy is a record, each has a contribution of its own, computed from that record alone; one that can't be
     read, or whose metrics can't be computed, contributes zero: no record decides whether the client replies. Where the unit is
     the client, the mean of its records is its one contribution.
 
-    Args:
-        model: at the global model's weights.
-        records: the client's.
+    Attributes:
+        model: where the global model is evaluated.
         metrics: of one record.
         bounds: the metrics that are asked for.
         release: of the client's own terms of evaluation.
-        rng: secret; gives the noise, and the choice of records where there are more than the release has.
     """
-    positions = np.arange(len(records))
-    if release.unit == "record" and release.relation == "replace-one" and len(records) > release.num_clients:
-        # Fewer are public, for example a batch. Under add-or-remove-one a record more could take another's place in the choice.
-        positions = np.sort(rng.choice(len(records), release.num_clients, replace=False))
-    # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
-    together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
-    was = model.module.training
-    model.module.eval()
-    rows, seed = np.zeros((len(positions), len(bounds.bounds))), int(rng.integers(2**63))
-    try:
-        for index, record in _outputs(model, records, torch.from_numpy(positions), seed, together):
-            rows[index] = _contribution(metrics, record, bounds)
-    finally:
-        model.module.train(was)
+
+    model: FlatModel
+    metrics: RecordMetrics
+    bounds: MetricBounds
+    release: Release
+
+    @torch.no_grad()
+    def __call__(self, vector: Tensor, job: Job) -> np.ndarray:
+        """Return the contributions [n, dimension], float64, of the client's records, or of a secret choice of them."""
+        model, release, rng = self.model, self.release, job.secret()
+        positions = np.arange(len(job.records))
+        if release.unit == "record" and release.relation == "replace-one" and len(job.records) > release.num_clients:
+            # Fewer are public, for example a batch. Under add-or-remove-one one record more could take another's place here.
+            positions = np.sort(rng.choice(len(job.records), release.num_clients, replace=False))
+        # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
+        together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
         model.reset_buffers()
-    if release.unit == "client":
-        rows = rows.sum(axis=0, keepdims=True) / max(1, len(rows))
-    return private_row(rows, release, rng)
+        model.vector.copy_(vector)
+        was = model.module.training
+        model.module.eval()
+        rows, seed = np.zeros((len(positions), len(self.bounds.bounds))), int(rng.integers(2**63))
+        try:
+            for index, record in _outputs(model, job.records, torch.from_numpy(positions), seed, together):
+                rows[index] = _contribution(self.metrics, record, self.bounds)
+        finally:
+            model.module.train(was)
+            model.reset_buffers()
+        return rows.sum(axis=0, keepdims=True) / max(1, len(rows)) if release.unit == "client" else rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecipe:
+    """One reply to an evaluation: the noised mean of its contributions, on the client's own terms of evaluation.
+
+    Attributes:
+        training: the recipe of the method, whose terms say what is protected.
+        budget: of evaluations; None: the client takes part in none.
+        metrics: of one record.
+        bounds: the metrics that are asked for.
+    """
+
+    training: LocalRecipe
+    budget: EvaluationBudget | None
+    metrics: RecordMetrics
+    bounds: MetricBounds
+
+    method = EVALUATION
+
+    def terms(self, name: str, records: Records) -> Terms:
+        """Return one client's terms of evaluation.
+
+        Raises:
+            Declined: without a budget.
+        """
+        if self.budget is None:
+            raise Declined("evaluation=None: this client has no budget of private evaluations")
+        return self.budget.terms(name, self.training.terms(name, records))
+
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return the pipeline of one client's reply, with the bound and the noise of its own release."""
+        of = RecordContributions(model=model, metrics=self.metrics, bounds=self.bounds, release=release)
+        return evaluation_pipeline(release, of=of, dimension=len(self.bounds.bounds))
 
 
 def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds) -> np.ndarray:

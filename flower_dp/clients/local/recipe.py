@@ -1,5 +1,6 @@
 """The client side of a method whose every message is private on its own."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -26,15 +27,31 @@ class LocalRecipe(Protocol):
 
 
 @runtime_checkable
+class Stateful(Protocol):
+    """A recipe whose clients keep a vector from round to round (`Pipeline.keep`), or work with vectors of the ask."""
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The names of the vectors that the server sends with the model."""
+
+    def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> LocalRecipe:
+        """Return the recipe of one client's reply in one round.
+
+        Args:
+            vectors: of the ask [d], float32, by name; public.
+            kept: what the client has kept [d], float32; None in its first round, and if that was lost.
+        """
+
+
+@runtime_checkable
 class ConditionsOnModel(Protocol):
     """A recipe whose proof has conditions on what the server sends. Its clients check them before they pay and reply."""
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None) -> str | None:
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
         """Return why a client must not reply to a model [d], in a text that the server may see; None if it may.
 
         Args:
             vector: the server's model.
             model: the client's own.
             server_round: the server's number.
-            drift: a public vector [d] that is added to every step's gradient; None for none.
         """

@@ -1,45 +1,85 @@
-"""What leaves a client in an evaluation that is private on its own: a mean of contributions with full noise. NumPy only."""
+"""The reply to an evaluation that is private on its own: a mean of contributions with full noise. Without torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
+from array_api_compat import array_namespace, device
 
+from flower_dp.clients.reply.parts import FullNoise, RecordClip
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import noise
-from flower_dp.core.noise import Generator
+from flower_dp.core.metric_bounds import FINER_LATTICE
+from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
-from flower_dp.wire.evaluation import FINER_LATTICE
+
+# The global model and a client's job -> its contributions [n, dimension], each of L1 norm at most 1; a unit of privacy has one.
+ContributionsOf = Callable[[Array, Job], np.ndarray]
 
 
-def private_row(contributions: np.ndarray, release: Release, rng: Generator) -> np.ndarray:
-    """Return the noised sum of contributions over their public number [dimension], float64.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributions:
+    """The exact sum of contributions, as the `train` part of a pipeline. They are made within the clip's bound.
 
-    Every contribution is rounded toward zero to the lattice of the noise, so that the sum is exact. A sum that is noised has
-    nothing between its contributions' bound and the noise; the division is by a public number.
-
-    Args:
-        contributions: [n, dimension], each of L1 norm at most 1; an unit of privacy has one.
-        release: of the client's own terms of evaluation.
-        rng: secret.
-
-    Raises:
-        ValueError: if a contribution is longer, or the sum is not exact.
-
-    Example:
-        >>> import numpy as np
-        >>> from flower_dp.clients.local.row import private_row
-        >>> from flower_dp.privacy.evaluation_budget import EvaluationBudget
-        >>> from flower_dp.privacy.fedsgd_dpc import gradient_terms
-        >>> training = gradient_terms(
-        ...     mechanism="laplace", clip_norm=1.0, epsilon=1.0, delta=0.0, num_replies=5, num_records=1000
-        ... )
-        >>> terms = EvaluationBudget(epsilon=1e6, num_evaluations=1).terms("a", training)  # next to no noise
-        >>> private_row(np.full((1000, 2), 0.25), terms.release, np.random.default_rng(0)).round(3).tolist()
-        [0.25, 0.25]
+    Attributes:
+        of: gives a client's contributions, float64.
+        record_clip: their bound, and the lattice to which each is rounded toward zero.
     """
-    dimension = contributions.shape[1]
-    if np.any(np.abs(contributions).sum(axis=1) > release.clip_norm * (1 + 1e-9)):
-        raise ValueError("a contribution has an L1 norm above 1")
+
+    of: ContributionsOf
+    record_clip: RecordClip
+
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's sum [dimension], float64, and 0 as the loss, or its error."""
+        xp = array_namespace(vector)
+        for job in jobs:
+            try:
+                total = self._sum(self.of(vector, job))
+            except Exception as error:
+                yield error
+                continue
+            yield xp.asarray(total, device=device(vector)), xp.zeros((), device=device(vector))
+
+    def _sum(self, contributions: np.ndarray) -> np.ndarray:
+        if np.any(np.abs(contributions).sum(axis=1) > self.record_clip.clip_norm * (1 + 1e-9)):
+            raise ValueError("a contribution has an L1 norm above 1")
+        return np.asarray(noise.toward_zero(contributions, self.record_clip.step).sum(axis=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactMean:
+    """The noised sum over the number of contributions, which is public.
+
+    Attributes:
+        num_contributions: that number.
+        step: of the lattice on which the sum must be exact.
+    """
+
+    slot: ClassVar[Literal["after_noise"]] = "after_noise"
+    num_contributions: float
+    step: float
+
+    def __call__(self, noised: Array) -> Array:
+        """Return the mean.
+
+        Raises:
+            ValueError: if the sum is not exact.
+        """
+        if not noise.exact(noised, self.step):
+            raise ValueError("the sum is too large to be exact")
+        return noised / self.num_contributions
+
+
+def evaluation_pipeline(release: Release, *, of: ContributionsOf, dimension: int) -> Pipeline:
+    """Return the pipeline of one client's reply: a mean [dimension], float64, with the noise of its own release."""
     step = release.lattice_step(dimension) / FINER_LATTICE
-    total = np.asarray(noise.toward_zero(contributions, step)).sum(axis=0)
-    noised = total + release.mechanism.noise(total, release.noise_scale, step, rng)
-    if not noise.exact(noised, step):
-        raise ValueError("the sum is too large to be exact")
-    return np.asarray(noised / release.expected_cohort)
+    clip = RecordClip(clip_norm=release.clip_norm, step=step, norm="l1")
+    return Pipeline(
+        train=Contributions(of=of, record_clip=clip),
+        clip=clip,
+        noise=FullNoise(release=release),
+        after_noise=ExactMean(num_contributions=release.expected_cohort, step=step),
+        encode=Lossless(),
+    )

@@ -6,9 +6,12 @@ They differ in the recipe of training and in what is asked. Sources: McMahan et 
 
 from flower_dp.clients.reply.parts import GaussianShare, Mask, Noise, NotPrivate, RowClip, ServerNoise
 from flower_dp.clients.reply.pipeline import Pipeline, Train
-from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, TopK
+from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.wire import Ask
+
+# The methods that `DPClient` and `privacy_mod` run, by their names: one line a method.
+CLIENT_LEVEL = ("dp-fedavg", "dp-fedsam", "fed-smp")
 
 
 def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
@@ -30,14 +33,15 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
         raise ValueError("placement='local': this client has no terms of its own")
     if ask.noise_std:
         check_lattice(ask.step, scale=ask.noise_std, clip_norm=ask.promise.clip_norm)
-    mask = None if ask.mask is None else Mask(seed=ask.mask.seed, length=length, keep_ratio=ask.mask.keep_ratio)
+    mask = None if ask.mask is None else Mask(of=ask.mask, length=length)
+    noise = _noise(ask)
     return Pipeline(
         train=train,
         before_clip=mask,
         clip=RowClip(clip_norm=ask.promise.clip_norm, step=ask.step),
-        noise=_noise(ask),
+        noise=noise,
         after_noise=None if ask.keep_ratio == 1 else TopK(keep_ratio=ask.keep_ratio),
-        encode=_encoder(ask, mask),
+        encode=_encoder(ask, mask, noise),
     )
 
 
@@ -47,7 +51,9 @@ def _noise(ask: Ask) -> Noise:
     return ServerNoise() if ask.promise.noise_multiplier else NotPrivate()
 
 
-def _encoder(ask: Ask, mask: Mask | None) -> Encoder:
+def _encoder(ask: Ask, mask: Mask | None, noise: Noise) -> Encoder:
     if mask is not None:
         return RandK(mask=mask)
-    return QSGD(levels=ask.quantization_levels) if ask.quantization_levels else Lossless(keep_ratio=ask.keep_ratio)
+    if ask.quantization_levels:
+        return QSGD(levels=ask.quantization_levels)
+    return Dense() if isinstance(noise, ServerNoise) else Lossless(keep_ratio=ask.keep_ratio)

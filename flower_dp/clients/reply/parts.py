@@ -9,7 +9,8 @@ from typing import ClassVar, Protocol, final
 import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_array
 
-from flower_dp.core import checks, compression, noise
+from flower_dp import wire
+from flower_dp.core import checks, noise
 from flower_dp.core.clipping import clip_l1, clip_l2
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
@@ -29,26 +30,27 @@ class Mask:
     """The coordinates that all clients keep in a round, before the clip. They follow from public numbers and not from data.
 
     Attributes:
-        seed: public, drawn by the server for the round.
+        of: the round's mask, as the server has asked for it.
         length: of the vector.
-        keep_ratio: part of the coordinates that is kept.
         indices: the kept coordinates [k], increasing.
+
+    Raises:
+        ValueError: if it is no mask of such a vector.
 
     Example:
         >>> from flower_dp.clients.reply.parts import Mask
-        >>> mask = Mask(seed=7, length=1000, keep_ratio=0.05)
-        >>> len(mask.indices), (mask.indices == Mask(seed=7, length=1000, keep_ratio=0.05).indices).all().item()
-        (50, True)
+        >>> from flower_dp.wire import RoundMask
+        >>> mask = Mask(of=RoundMask(seed=7, keep_ratio=0.05), length=1000)
+        >>> len(mask.indices)
+        50
     """
 
-    seed: int
+    of: wire.Mask
     length: int
-    keep_ratio: float
     indices: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rng = np.random.default_rng(checks.integer("mask_seed", self.seed, at_least=0))
-        object.__setattr__(self, "indices", compression.random_mask(self.length, self.keep_ratio, rng))
+        object.__setattr__(self, "indices", self.of.indices(self.length).copy())  # torch wants an array that can be written
 
     def keep(self, row: Array) -> Array:
         """Return the kept coordinates [k] of a row [d]."""

@@ -1,13 +1,13 @@
-"""A client's reply as a pipeline with named slots: train, before the clip, clip, noise, after the noise, encode.
+"""A client's reply as a pipeline with named slots: train, before the clip, clip, noise, after the noise, encode, keep.
 
 The types of the parts determine which part may be in which slot, and a pipeline checks this when it is constructed. Nothing is
 between clip and noise; rounding to the lattice belongs to the clip. Selections by value are after the noise.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace
 
@@ -25,8 +25,8 @@ from flower_dp.clients.reply.parts import (
     ServerNoise,
     StepNoise,
 )
-from flower_dp.clients.reply.sending import QSGD, Encoder, Lossless, RandK, Selection, bytes_a_value
-from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value
+from flower_dp.core.clipping import NOT_FINITE, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
@@ -52,7 +52,8 @@ class Job:
         seed: public; governs the order of the records, never a secret.
         secret: gives the generator of noise and secret choices, made for this reply.
         weight: public; the weight of the reply in the node's sum.
-        left: called with the row that is sent, for a value that a client keeps until the next round.
+        kept: the vector [d] that the client has kept from an earlier round, float32; None for none.
+        measured: whether the reply has the norm of its row before the clip, since the server asks for metrics.
     """
 
     name: str
@@ -60,7 +61,8 @@ class Job:
     seed: int
     secret: Secret
     weight: float = 1.0
-    left: Callable[[Array], None] | None = None
+    kept: Array | None = None
+    measured: bool = False
 
 
 class Train(Protocol):
@@ -74,21 +76,43 @@ class Train(Protocol):
         """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
 
 
+class Keep(Protocol):
+    """What a client keeps on its device until its next round: of the row that leaves, of what it kept before, of public numbers.
+
+    It sees no record. Where single records are protected, its row has all its noise: what is kept changes what every other record
+    contributes later.
+    """
+
+    slot: ClassVar[Literal["keep"]]
+
+    def __call__(self, row: Array, kept: Array | None) -> Array:
+        """Return the vector [d] that is kept.
+
+        Args:
+            row: that leaves the client, [k].
+            kept: what it has kept from an earlier round; None for nothing.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One client's reply: the row that is sent, and numbers that are not.
+    """One client's reply: the row that is sent, and what is not.
 
     Attributes:
         row: the row [k] that is sent, with its weight; float32 or float64.
         loss: the mean training loss, a 0-d tensor; sent only if metrics are asked for.
+        norm: the L2 norm of what the clip has clipped, 0-d, float64; None where nobody asks. It is private, as the loss.
         num_bytes: the size of the row if the client sent it alone.
         alone: the payload if the client is the only one in the node's sum, if it differs from the sum's payload.
+        kept: the vector that the client keeps until its next round, once the reply leaves; None for none.
     """
 
     row: Array
     loss: Array
+    norm: Array | None
     num_bytes: int
     alone: Payload | None = None
+    kept: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +134,7 @@ class Pipeline:
         noise: the noise that this client adds to the clipped row, or in training to the clipped sum of every step.
         after_noise: any function of the noised row, for example a selection of its largest entries.
         encode: how the sum of a node's rows is sent; quantisation is here, and changes every row before the sum.
+        keep: what the client keeps until its next round, made from the row that leaves; None for nothing.
 
     Raises:
         ValueError: for a part in a slot where it is not allowed, naming the slot.
@@ -141,6 +166,7 @@ class Pipeline:
     noise: Noise
     after_noise: Selection | None = None
     encode: Encoder
+    keep: Keep | None = None
 
     def __post_init__(self) -> None:
         # Check exact types: a subclass could change what its parent does.
@@ -151,12 +177,9 @@ class Pipeline:
         if type(self.noise) not in _NOISES:
             names = ", ".join(one.__name__ for one in _NOISES)
             raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
-        if self.after_noise is not None and getattr(self.after_noise, "slot", None) != "after_noise":
-            raise ValueError(f"after_noise: {_kind(self.after_noise)} may not stand here; its slot must be 'after_noise'")
-        if getattr(self.encode, "slot", None) != "encode":
-            raise ValueError(f"encode: {_kind(self.encode)} may not stand here; its slot must be 'encode'")
-        if self.after_noise is not None and type(self.noise) is ServerNoise:
-            raise ValueError(f"after_noise: {_kind(self.after_noise)} would see rows without noise; the server adds it later")
+        for slot, part in (("after_noise", self.after_noise), ("encode", self.encode), ("keep", self.keep)):
+            if (part is not None or slot == "encode") and getattr(part, "slot", None) != slot:
+                raise ValueError(f"{slot}: {_kind(part)} may not stand here; its slot must be {slot!r}")
         if isinstance(self.clip, RecordClip) and getattr(self.train, "record_clip", None) != self.clip:
             raise ValueError(f"clip: {_kind(self.train)} does not clip its records by {self.clip}")
         if isinstance(self.clip, RecordClip) and self.before_clip is not None:
@@ -168,8 +191,19 @@ class Pipeline:
         told = self.encode.mask if isinstance(self.encode, RandK) else None
         if told != self.before_clip:
             raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")
-        if type(self.noise) is ServerNoise and type(self.encode) not in (Lossless, RandK):
-            raise ValueError(f"encode: {_kind(self.encode)} would change rows without noise; must be Lossless or RandK")
+        if type(self.noise) is ServerNoise:
+            self._check_without_noise()
+
+    def _check_without_noise(self) -> None:
+        """Refuse what may not see rows to which the server adds the noise later."""
+        if self.after_noise is not None:
+            raise ValueError(f"after_noise: {_kind(self.after_noise)} would see rows without noise; the server adds it later")
+        if type(self.encode) not in (Dense, RandK):
+            raise ValueError(
+                f"encode: {_kind(self.encode)} would change rows without noise, or tell their zeros; must be Dense or RandK"
+            )
+        if self.keep is not None and isinstance(self.clip, RecordClip):
+            raise ValueError(f"keep: {_kind(self.keep)} would keep a sum of records without noise; the server adds it later")
 
     def dimension(self, length: int) -> int:
         """Return how many coordinates of a vector [length] are clipped, noised and added up."""
@@ -189,14 +223,6 @@ class Pipeline:
                 answer = failure(job.name, error)
             yield answer
 
-    def reply(self, vector: Array, job: Job) -> Reply:
-        """Return one client's reply; raise the errors that `replies` turns into refusals."""
-        (trained,) = self.train.rows(vector, [job])
-        answer = self._reply(trained, job)
-        if isinstance(answer, Refusal):
-            raise ValueError(answer.reason)
-        return answer
-
     def payload(self, total: Array) -> Payload:
         """Return the payload of the sum [dimension] of rows."""
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))
@@ -208,13 +234,14 @@ class Pipeline:
         length = row.shape[0]
         if self.before_clip is not None:
             row = self.before_clip.keep(row)
+        norm = l2_norms(row) if job.measured else None
         try:
             clipped = self.clip(row)
         except ValueError as error:
             if str(error) != NOT_FINITE:
                 raise
             return Refusal(reason=f"{FAILED}: {NOT_FINITE}")
-        secret = _Once(job.secret)
+        secret = Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
@@ -224,19 +251,19 @@ class Pipeline:
         if isinstance(self.encode, QSGD):
             leaving, alone = self.encode.quantize(leaving, secret())
             num_bytes = alone.num_bytes
-        if job.left is not None:
-            job.left(leaving)
-        return Reply(row=leaving, loss=loss, num_bytes=num_bytes, alone=alone)
+        kept = None if self.keep is None else self.keep(leaving, job.kept)
+        return Reply(row=leaving, loss=loss, norm=norm, num_bytes=num_bytes, alone=alone, kept=kept)
 
 
-class _Once:
-    """One generator for a whole reply: numbers drawn after the noise never repeat it, not even with a fixed seed for tests."""
+class Once:
+    """One generator for a whole reply: no numbers in it repeat others, not even with a fixed seed for tests."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._rng: Generator | None = None
 
     def __call__(self) -> Generator:
+        """Return the reply's one generator."""
         if self._rng is None:
             self._rng = self._secret()
         return self._rng

@@ -91,6 +91,24 @@ class Lossless:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """Send all coordinates of the sum, zeros as well: for rows without noise, whose number of zeros is private.
+
+    A network, or a round's public number of bytes, would tell it.
+    """
+
+    slot: ClassVar[Literal["encode"]] = "encode"
+
+    def encode(self, total: Array) -> Payload:
+        """Return the payload."""
+        return compression.dense(total)
+
+    def row_bytes(self, length: int, width: int) -> int:
+        """Return the bytes of a whole row."""
+        return length * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SinglePrecision:
     """Send the sum of rows that are private on their own, rounded to float32."""
 

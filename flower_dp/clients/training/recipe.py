@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
+from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.records import Inputs, Records, outputs_of, split
+from flower_dp.clients.training.regularizers import Regularizer
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 
@@ -85,7 +87,9 @@ class LocalTraining:
         learning_rate_decay: the step size shrinks by this part every round.
         sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
             a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
-        proximal: coefficient of (proximal / 2) ||w - w_global||^2 in every client's objective (NbAFL, FedProx; paper: mu).
+        regularizers: penalties in every client's objective, such as `ProximalTerm` and `BLUR`. Their gradients are taken at w,
+            where SAM's is not.
+        sparsifier: what drops the small coordinates of the trained update; None keeps all.
         optimizer: `sgd`; or `adam` (torch.optim.Adam with its own defaults, fresh every round), which takes no momentum.
         loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are no
             class (`flower_dp.clients.training.losses`).
@@ -104,7 +108,8 @@ class LocalTraining:
     weight_decay: float = 0.0
     learning_rate_decay: float = 0.0
     sam_radius: float = 0.0
-    proximal: float = 0.0
+    regularizers: tuple[Regularizer, ...] = ()
+    sparsifier: LUS | None = None
     optimizer: str = "sgd"
     loss: Loss = nn.functional.cross_entropy
 
@@ -118,7 +123,8 @@ class LocalTraining:
         checks.number("weight_decay", self.weight_decay, at_least=0)
         checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
         checks.number("sam_radius", self.sam_radius, at_least=0)
-        checks.number("proximal", self.proximal, at_least=0)
+        if not isinstance(self.regularizers, tuple) or not all(hasattr(one, "pull") for one in self.regularizers):
+            raise ValueError(f"regularizers={self.regularizers!r}: must be a tuple of regularisers, such as ProximalTerm")
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum={self.momentum}: is not read with optimizer={self.optimizer!r}")
@@ -158,7 +164,7 @@ class LocalTraining:
         step_size = self.step_size(server_round)
         weights = [parameter.detach() for parameter in model.parameters]
         velocity = [torch.zeros_like(weight) for weight in weights] if self.momentum else []
-        start = [weight.clone() for weight in weights] if self.proximal else []
+        start = model.vector.clone() if self.regularizers else model.vector
         adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
         losses = []
         for positions in self.positions(len(records), rng):
@@ -168,47 +174,39 @@ class LocalTraining:
                 if self.sam_radius:
                     gradients = self._sam_gradients(model, inputs, targets, gradients)
                 losses.append(loss)
+                gradients = self.penalized(gradients, model.vector, start, model.layout)
                 if adam is None:
-                    self.descend(weights, gradients, velocity, start, step_size)
+                    self._descend(weights, gradients, velocity, step_size)
                 else:
-                    for weight, gradient in zip(weights, self._pulled(gradients, weights, start), strict=True):
+                    for weight, gradient in zip(weights, gradients, strict=True):
                         weight.grad = gradient
                     adam.step()
         return torch.stack(losses).mean()
 
     @torch.no_grad()
-    def descend(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        velocity: list[Tensor],
-        start: list[Tensor],
-        step_size: float,
-    ) -> None:
-        """Take one step, in place, with weight decay, the proximal term and momentum.
+    def penalized(self, gradients: list[Tensor], weights: Tensor, start: Tensor, layout: Layout) -> list[Tensor]:
+        """Return the gradients of the loss with those of weight decay and of all regularisers.
 
         Args:
-            weights: the parameters, overwritten; of one client or, stacked, of many.
-            gradients: of the loss, in the shapes of the weights.
-            velocity: in the shapes of the weights, overwritten; empty without momentum.
-            start: the global model, in the shapes of one client's weights; empty without the proximal term.
-            step_size: the step size.
+            gradients: in the shapes of the parameters of one client or, stacked, of many.
+            weights: of one client [d], or of many [slots, d].
+            start: the global model [d].
+            layout: of the parameters.
         """
-        gradients = self._pulled(gradients, weights, start)
+        # Not in place: autograd may return one tensor for two parameters, or an expanded one.
+        if self.weight_decay:
+            gradients = list(torch._foreach_add(gradients, parts(weights, layout), alpha=self.weight_decay))
+        for one in self.regularizers:
+            gradients = list(torch._foreach_add(gradients, parts(one.pull(weights, start), layout)))
+        return gradients
+
+    @torch.no_grad()
+    def _descend(self, weights: list[Tensor], gradients: list[Tensor], velocity: list[Tensor], step_size: float) -> None:
+        """Take one step, in place, with momentum; `velocity` is overwritten, and empty without momentum."""
         if self.momentum:
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, gradients)
         torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
-
-    def _pulled(self, gradients: list[Tensor], weights: list[Tensor], start: list[Tensor]) -> list[Tensor]:
-        """Return the gradients with those of weight decay and of the proximal term."""
-        # Not in place: autograd may return one tensor for two parameters, or an expanded one.
-        pull = self.weight_decay + self.proximal
-        if pull:
-            gradients = list(torch._foreach_add(gradients, weights, alpha=pull))
-        if self.proximal:
-            gradients = list(torch._foreach_add(gradients, start, alpha=-self.proximal))
-        return gradients
 
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
@@ -225,6 +223,12 @@ class LocalTraining:
         _, uphill = self._gradients(model, inputs, targets)
         model.vector.copy_(here)
         return uphill
+
+
+def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
+    """Return views of the parts of vectors [..., d], in the shapes [..., *shape] of the parameters."""
+    split_up = torch.split(vectors, list(layout.sizes), dim=-1)
+    return [part.view(*vectors.shape[:-1], *shape) for part, shape in zip(split_up, layout.shapes, strict=True)]
 
 
 def model_arrays(module: nn.Module) -> ArrayRecord:

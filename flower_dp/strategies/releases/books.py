@@ -1,24 +1,24 @@
 """Local differential privacy: every client's message is private on its own, and every client has a ledger of its own."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
+from dp_accounting import ComposedDpEvent, DpEvent
 
 from flower_dp.core import checks
+from flower_dp.core.sampling import Sampler
+from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
-from flower_dp.privacy.events import Relation
+from flower_dp.privacy.events import Relation, UnsupportedEventError
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.worst_client import WorstClient
-from flower_dp.strategies.releases.evaluation_books import EvaluationBooks
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.own_replies import ask_of
-from flower_dp.strategies.rules import Round
-from flower_dp.wire import Ask
+from flower_dp.strategies.releases.own_replies import Longest, OwnReplies, ReplyState, VectorsOf, no_vectors
+from flower_dp.strategies.releases.round import Round
 
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
@@ -26,6 +26,8 @@ PerClient = Sequence[float] | Mapping[str, float]
 NOISE_DEVIATIONS = 60.0
 # Grid of the accountant for a statement: a coarser one would overstate a small budget.
 _GRID = 1e-5
+# A client's name, data size and number of replies -> its terms.
+TermsOf = Callable[[str, int, int], Terms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,89 +60,184 @@ class Population:
             check_count(field, value, self.num_clients)
 
 
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BooksState:
+    """Who takes part in a run, for how many rounds, and what each client was charged.
+
+    Attributes:
+        planned_rounds: of the run; None if nobody has said.
+        names: of all clients, in the order of the charges; empty before they are known.
+        training: charged for training.
+        evaluation: charged for private evaluations; None without them.
+    """
+
+    planned_rounds: int | None = None
+    names: tuple[str, ...] = ()
+    training: ReplyState
+    evaluation: ReplyState | None = None
+
+
 class ClientBooks:
     """Terms and ledgers of clients who add their own noise in full, each under its own budget, for one run.
 
-    The server charges a client's ledger when it asks the client. It no longer asks a client that has sent as many replies as its
-    budget covers; the others go on. The client keeps its own account, and refuses replies that the account does not cover. The
-    statement is computed from the server's ledgers; they do not protect the client. Replies are weighted with public numbers
-    only.
+    The client keeps its own account, and refuses replies that the account does not cover. The statement is computed from the
+    server's ledgers; they do not protect the client. Replies are weighted with public numbers only.
 
     A client that sends updates without noise, or without clipping, can't be distinguished from an honest one, since the server
     does not know the distribution of honest messages. It gives up its own privacy. How far it can move the model is bounded by
     the largest norm of an honest reply.
 
+    Attributes:
+        training: the release of training.
+        evaluation: the release of private evaluations; None without them.
+
     Args:
         population: who the clients are.
+        name: of the method on the wire.
+        sampling: who takes part in a round.
+        clip_norm: of the releases.
         relation: neighbouring relation of the ledgers.
         delta: the delta at which epsilon is stated, in [0, 1).
+        terms_of: the names of all clients -> the terms of each.
+        most_replies: number of rounds -> the most replies of one client, where the population has no number.
+        weight_of: what a client's row counts in the sum; None: its share.
+        longest: see `OwnReplies`; None: clip norm and noise of a mean of contributions.
+        vectors_of: see `OwnReplies`.
     """
 
-    def __init__(self, population: Population, *, relation: Relation, delta: float) -> None:
+    def __init__(
+        self,
+        population: Population,
+        *,
+        name: str,
+        sampling: Sampler,
+        clip_norm: float,
+        relation: Relation,
+        delta: float,
+        terms_of: Callable[[Sequence[str]], TermsOf],
+        most_replies: Callable[[int], int] | None = None,
+        weight_of: Callable[[str], float] | None = None,
+        longest: Longest | None = None,
+        vectors_of: VectorsOf = no_vectors,
+    ) -> None:
         self.population = population
         self.relation = accounting.relation_of(relation)
         self.delta = checks.number("delta", delta, at_least=0, below=1)
-        self.evaluations: EvaluationBooks | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the last run."""
-        self.num_rounds = 0
-        self.num_unasked = 0
-        self.terms: dict[str, Terms] = {}
-        self.ledgers: dict[str, Ledger] = {}
+        self._terms_of, self._most_replies = terms_of, most_replies
+        self.training = OwnReplies(
+            name=name,
+            clip_norm=clip_norm,
+            sampling=sampling,
+            relation=self.relation,
+            weight_of=weight_of or self.share,
+            longest=longest or self._longest,
+            vectors_of=vectors_of,
+        )
+        self.evaluation: OwnReplies | None = None
+        self._evaluated_terms: Callable[[str, Terms], Terms] | None = None
+        self._planned_rounds: int | None = None
         self.num_records: dict[str, int] = {}
         self._all_records = 0
-        if self.evaluations is not None:
-            self.evaluations.begin()
         self._costs: dict[tuple[str, ...], Cost] = {}
         self._worst: WorstClient | None = None
 
-    def open(self, names: tuple[str, ...], most_replies: int | None, terms_of: Callable[[str, int, int], Terms]) -> None:
-        """Open a ledger for every client, with its terms.
+    @property
+    def state(self) -> BooksState:
+        """All that these books need to go on."""
+        return BooksState(
+            planned_rounds=self._planned_rounds,
+            names=tuple(self.terms),
+            training=self.training.state,
+            evaluation=None if self.evaluation is None else self.evaluation.state,
+        )
 
-        Args:
-            names: of all clients.
-            most_replies: the most replies of one client, if the population has no number; None if not known.
-            terms_of: name, data size, number of replies -> the client's terms.
+    @state.setter
+    def state(self, state: BooksState) -> None:
+        self._planned_rounds = state.planned_rounds
+        self._open(state.names)
+        self.training.state = state.training
+        if self.evaluation is not None and state.evaluation is not None:
+            self.evaluation.state = state.evaluation
+
+    def evaluate(self, evaluation: OwnReplies, terms_of: Callable[[str, Terms], Terms]) -> None:
+        """Charge private evaluations too: `terms_of` returns a client's terms, from its name and its terms of training."""
+        self.evaluation, self._evaluated_terms = evaluation, terms_of
+
+    def plan(self, num_rounds: int) -> None:
+        """Remember the number of rounds, which may determine how often a client replies, and its noise."""
+        self._planned_rounds = num_rounds
+
+    @property
+    def planned_rounds(self) -> int | None:
+        """The number of rounds of the run; None if nobody has said."""
+        return self._planned_rounds
+
+    def open(self, names: tuple[str, ...]) -> None:
+        """Open a ledger for every client, with its terms; in a run that goes on they are open.
 
         Raises:
+            ValueError: if a run goes on with a client that it did not begin with.
             RuntimeError: if the number of replies is not known.
         """
-        replies: Any = self.population.num_replies
-        if replies is None:
-            if most_replies is None:
-                raise RuntimeError(
-                    "num_replies: the number of rounds is not known yet; call start() or plan(num_rounds), or name num_replies"
-                )
-            replies = max(1, most_replies)
+        if not self.terms:
+            self._open(names)
+        elif new := sorted(set(names) - set(self.terms)):
+            raise ValueError(
+                f"clients: {new[0]!r} was not there when this run began; this method has terms for those of its start"
+            )
+
+    def _open(self, names: tuple[str, ...]) -> None:
+        self.training.open({})
+        self._costs, self._worst = {}, None
+        if not names:
+            return
         self.num_records = per_client("num_records", self.population.num_records, names)
         self._all_records = sum(self.num_records.values())
-        each = per_client("num_replies", replies, names)
-        self.terms = {name: terms_of(name, self.num_records[name], each[name]) for name in names}
-        self.ledgers = {name: Ledger(owner=name, relation=self.relation) for name in names}
-        if self.evaluations is not None:
-            self.evaluations.open(self.terms)
+        each = per_client("num_replies", self._num_replies(), names)
+        terms_of = self._terms_of(names)
+        self.training.open({name: terms_of(name, self.num_records[name], each[name]) for name in names})
+        if self.evaluation is not None and self._evaluated_terms is not None:
+            self.evaluation.open({name: self._evaluated_terms(name, terms) for name, terms in self.terms.items()})
 
-    def can_pay(self, name: str) -> bool:
-        """Return whether a client's budget covers one more reply."""
-        return self.ledgers[name].num_charges < self.terms[name].num_replies
+    def _num_replies(self) -> Any:
+        """Return the most replies of the clients: what the population says, or what the planned rounds need."""
+        if self.population.num_replies is not None:
+            return self.population.num_replies
+        if self._planned_rounds is None or self._most_replies is None:
+            raise RuntimeError(
+                "num_replies: the number of rounds is not known yet; call start() or plan(num_rounds), or name num_replies"
+            )
+        return max(1, self._most_replies(self._planned_rounds))
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return self.population.num_clients
+
+    @property
+    def terms(self) -> Mapping[str, Terms]:
+        """The terms of every client."""
+        return self.training.terms
+
+    @property
+    def ledgers(self) -> dict[str, Ledger]:
+        """The ledger of every client's training."""
+        return self.training.ledgers
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds were charged."""
+        return self.training.num_charged
+
+    @property
+    def num_unasked(self) -> int:
+        """How often a drawn client was not asked, since its budget was spent."""
+        return self.training.state.num_unasked
 
     def why_stop(self) -> str | None:
         """Return that every budget is spent, if so; else None."""
-        return None if any(self.can_pay(name) for name in self.ledgers) else "every client's budget is spent"
-
-    def with_budget(self, chosen: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Return the indices of the drawn clients whose budget covers one more reply; count the others."""
-        paying = np.asarray([index for index in chosen if self.can_pay(names[index])], dtype=chosen.dtype)
-        self.num_unasked += len(chosen) - len(paying)
-        return paying
-
-    def charge(self, names: tuple[str, ...]) -> None:
-        """Charge one reply to each client."""
-        self.num_rounds += 1
-        for name in names:
-            self.ledgers[name].charge(self.terms[name].event)
+        return None if any(map(self.training.can_pay, self.terms)) else "every client's budget is spent"
 
     def share(self, name: str) -> float:
         """Return a client's public share of the average over all clients."""
@@ -148,27 +245,20 @@ class ClientBooks:
             return 1 / self.population.num_clients
         return self.num_records[name] / self._all_records
 
-    def ask(self, names: Iterable[str], *, clip_norm: float, weight_of: Callable[[str], float]) -> Ask:
-        """Return what is asked of clients: by their own terms, and with the weight of each in the sum."""
-        return ask_of({name: self.terms[name] for name in names}, clip_norm=clip_norm, weight_of=weight_of)
+    def _longest(self, release: OwnReplies, now: Round) -> Callable[[str], float]:
+        """Return how long a client's mean of clipped contributions, with its noise, is at most."""
 
-    def limits(self, now: Round) -> Limits:
-        """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
-        size = now.layout.size
+        def longest(name: str) -> float:
+            own = release.terms[name].release
+            # Laplace vectors are up to twice as long as Gaussian ones, and spread more.
+            noise = own.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+            whole = own.unit == "client"
+            contributions = 1.0 if whole else self.num_records[name]
+            return (contributions * own.clip_norm + noise) / (1.0 if whole else own.expected_cohort)
 
-        def honest_norm(names: Sequence[str]) -> float:
-            total = 0.0
-            for name in names:
-                release = self.terms[name].release
-                # Laplace vectors are up to twice as long as Gaussian ones, and spread more.
-                noise = release.noise_scale * (2 * math.sqrt(size) + NOISE_DEVIATIONS)
-                whole = release.unit == "client"
-                contributions = 1.0 if whole else self.num_records[name]
-                row = (contributions * release.clip_norm + noise) / (1.0 if whole else release.expected_cohort)
-                total += now.ask.own[name].weight * row
-            return total
+        return longest
 
-        return Limits(length=size, honest_norm=honest_norm)
+    # The cost
 
     def cost(self, ledger: Ledger) -> Cost:
         """Return the cost of a ledger; equal ledgers are accounted once."""
@@ -178,14 +268,32 @@ class ClientBooks:
         return self._costs[key]
 
     def total(self, name: str, ledger: Ledger) -> Cost:
-        """Return the cost of one of a client's ledgers and of its private evaluations together."""
+        """Return the cost of one of a client's ledgers and of its private evaluations together.
+
+        It is the least bound that can be proved. The sum always holds: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
+        """
         training = self.cost(ledger)
-        if self.evaluations is None or not self.evaluations.ledgers[name].num_charges:
+        if self.evaluation is None or not self.evaluation.replies(name):
             return training
-        key = (ledger.relation, *ledger.lines(), "evaluation", *self.evaluations.ledgers[name].lines())
+        evaluated = self.evaluation.ledger(name)
+        key = (ledger.relation, *ledger.lines(), "evaluation", *evaluated.lines())
         if key not in self._costs:
-            self._costs[key] = self.evaluations.together(name, training, ledger.event, grid=_GRID)
+            self._costs[key] = self._together(training, ledger, evaluated)
         return self._costs[key]
+
+    def _together(self, training: Cost, ledger: Ledger, evaluated: Ledger) -> Cost:
+        total = Cost(
+            epsilon=training.epsilon + evaluated.cost(0.0).epsilon,
+            delta=training.delta,
+            relation=training.relation,
+            accountant=f"{training.accountant} + pure",
+        )
+        try:
+            whole = ComposedDpEvent([ledger.event, evaluated.event])
+            exact = accounting.epsilon(whole, delta=self.delta, relation=self.relation, grid=_GRID)
+        except UnsupportedEventError:
+            return total
+        return min(exact, total, key=lambda cost: cost.epsilon)
 
     @property
     def epsilon(self) -> float:
@@ -194,8 +302,20 @@ class ClientBooks:
             return 0.0
         if self._worst is None:
             self._worst = WorstClient(self.terms, relation=self.relation, delta=self.delta)
-        evaluated = {} if self.evaluations is None else self.evaluations.pure_epsilons()
-        return self._worst.epsilon({name: ledger.num_charges for name, ledger in self.ledgers.items()}, evaluated)
+        replies = dict(zip(self.terms, self.training.state.replies.tolist(), strict=True))
+        return self._worst.epsilon(replies, {} if self.evaluation is None else _pure_epsilons(self.evaluation))
+
+
+def _pure_epsilons(evaluation: OwnReplies) -> dict[str, float]:
+    """Return an upper bound of what evaluations cost every client that was charged: their number times the cost of one."""
+    counts = zip(evaluation.terms.items(), evaluation.state.replies.tolist(), strict=True)
+    return {name: count * _pure(terms.event, evaluation.relation) for (name, terms), count in counts if count}
+
+
+@lru_cache(maxsize=1024)
+def _pure(event: DpEvent, relation: Relation) -> float:
+    # As a float the product may be below the sum by its last bits.
+    return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)
 
 
 def check_count(field: str, value: Any, num_clients: int) -> None:

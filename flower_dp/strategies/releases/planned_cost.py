@@ -47,12 +47,12 @@ class PlannedCost:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
         return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
 
-    def allows(self, number: int, *, ledger: Ledger, event: DpEvent) -> bool:
+    def allows(self, number: int, *, ledger: Callable[[], Ledger], event: DpEvent) -> bool:
         """Return whether the target allows one more round.
 
         Args:
             number: how many rounds there are with it; those before were each charged, and cost at most as planned.
-            ledger: what was charged for them.
+            ledger: returns what was charged for them.
             event: what this round costs, and what else may still be asked for without another round.
         """
         if self._target is None:
@@ -62,9 +62,10 @@ class PlannedCost:
         if number <= self._affordable:
             return True
         # Less may have been charged than was planned: what was charged, and this round.
-        key = (*ledger.lines(), event)
+        charged = ledger()
+        key = (*charged.lines(), event)
         if key != self._asked:  # a run that has to end is often asked again
-            ahead = ComposedDpEvent([ledger.event, event])
+            ahead = ComposedDpEvent([charged.event, event])
             cost = accounting.epsilon(ahead, delta=self._delta, relation=self._relation).epsilon
             self._asked, self._pays = key, cost <= self._target
         return self._pays

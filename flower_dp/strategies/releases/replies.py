@@ -4,16 +4,16 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from flower_dp import wire
 from flower_dp.core import checks, compression
+from flower_dp.core.stored import stored
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.wire import Model
 
 log = logging.getLogger("flwr")
 
@@ -21,11 +21,12 @@ log = logging.getLogger("flwr")
 APP_RAISED = (0, 2)
 # The longest text of an exception in a reply that is kept.
 MOST_REASON = 500
-# Of a reply, besides the model's arrays: a stock client's metrics, for example.
+# Of a reply, besides a stock client's arrays: its metrics, for example.
 _MOST_ENTRIES = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Missing:
     """The number of requested updates that do not count, by reason.
 
@@ -72,18 +73,19 @@ class Collected:
         seeded: whether the server's own noise is from a fixed seed, as in a test; the run is not private then, and replies with
             noise from a fixed seed count.
         seeded_clients: whether a client has said that its noise is from a fixed seed, and was refused for that.
+        fresh: clients that had kept nothing from an earlier round, in methods whose clients keep a vector.
     """
 
     total: np.ndarray
     clients: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    missing: Missing = Missing()
+    missing: Missing = field(default_factory=Missing)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
     payload_bytes: int = 0
     seeded: bool = False
     seeded_clients: bool = False
-    restarted: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
 
     def check_seed(self, seeded_noise: bool) -> None:
         """Refuse a reply with noise from a fixed seed, which is no noise, as one without its share of the noise.
@@ -109,14 +111,28 @@ class Collected:
         self.missing += Missing(failed=failed, declined=len(refused) - failed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockReply:
+    """How the reply of a stock client is read, which stands for one client and has no answer to its instruction.
+
+    Attributes:
+        read: its content -> the client's vector.
+        num_arrays: how many arrays it has.
+        num_bytes: how many bytes these have besides those of the vector, in double precision.
+    """
+
+    read: Callable[[RecordDict], np.ndarray]
+    num_arrays: int = 0
+    num_bytes: int = 0
+
+
 def collect(
     replies: Iterable[Message],
     *,
     asked: Mapping[int, tuple[str, ...]],
     sent: Sequence[Message],
-    model: Model,
     limits: Limits,
-    stock: bool,
+    stock: StockReply | None,
     seeded: bool = False,
 ) -> Collected:
     """Add up the replies of a round; exactly, where they lie on a lattice.
@@ -125,22 +141,21 @@ def collect(
         replies: the replies as received, including errors.
         asked: the clients that were asked, by node.
         sent: the messages, with the ids that Flower gave them.
-        model: the global model that was sent.
         limits: those that the server enforces.
-        stock: whether the nodes are stock clients. Otherwise a reply without an answer is refused, since its sender has not
-            followed the instruction and may have added no noise.
+        stock: how replies are read, where the nodes are stock clients. None: a reply without an answer is refused, since its
+            sender has not followed the instruction and may have added no noise.
         seeded: whether the server's own noise is from a fixed seed: see `Collected`.
     """
-    collected = Collected(total=np.zeros(model.layout.size, np.float64), seeded=seeded)
-    for node, names, reply in answering_nodes(collected, replies, asked, sent):
+    collected = Collected(total=np.zeros(limits.length, np.float64), seeded=seeded)
+    for node, names, reply in _answering(collected, replies, asked, sent):
         try:
-            _add(collected, reply, names, model, limits, stock)
+            _add(collected, reply, names, limits, stock)
         except Exception as error:  # a forged reply may raise any error, and must not end the run
             collected.leave_out(node, names, f"reply refused: {error}", Missing(rejected=len(names)))
     return collected
 
 
-def answering_nodes(
+def _answering(
     collected: Collected, replies: Iterable[Message], asked: Mapping[int, tuple[str, ...]], sent: Sequence[Message]
 ) -> Iterator[tuple[int, tuple[str, ...], Message]]:
     """Yield every node that replies without an error, its clients and its reply; record the others."""
@@ -172,24 +187,26 @@ def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], re
         collected.leave_out(node, names, f"error reply: {words}", Missing(failed=len(names)))
 
 
-def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Model, limits: Limits, stock: bool) -> None:
+def _add(collected: Collected, reply: Message, names: tuple[str, ...], limits: Limits, stock: StockReply | None) -> None:
     """Add one node's reply, or raise ValueError and change nothing."""
-    layout = model.layout
-    # Twice the model in float64, and what an array's name and header take.
-    most = 16 * layout.size + model.frozen_bytes + 2048 * len(model.names) + 6 * wire.most_answer_characters(len(names))
-    num_bytes = wire.check_content(reply.content, most_entries=len(model.names) + _MOST_ENTRIES, most_bytes=most)
-    record = wire.arrays_of(reply.content)
-    answer = wire.answer_of(reply.content, names)
-    if answer is None and not stock:
-        raise ValueError("it has no answer to its instruction, though the node has named its clients")
+    content, length = reply.content, limits.length
+    arrays, others = (stock.num_arrays, stock.num_bytes) if stock else (0, 0)
+    # Twice the vector in float64, and what an array's name and header take.
+    most = 16 * length + others + 2048 * arrays + 6 * wire.most_answer_characters(len(names))
+    num_bytes = wire.check_content(content, most_entries=arrays + _MOST_ENTRIES, most_bytes=most)
+    answer, clients = wire.answer_of(content, names), names
     if answer is None:
-        update, clients = model.read(record) - model.vector, names
+        if stock is None:
+            raise ValueError("it has no answer to its instruction, though the node has named its clients")
+        if len(names) != 1:
+            raise ValueError("a stock client's reply can stand for one client only")
+        update = stock.read(content)
     else:
         collected.check_seed(answer.seeded_noise)
         clients = tuple(name for name in names if name not in answer.refused)
-        update = compression.decode(wire.payload_of(record, answer.payload, layout.size), layout.size, mask=limits.mask)
-    if answer is None and len(clients) != 1:
-        raise ValueError("a stock client's reply can stand for one client only")
+        # A short vector is inside the answer, without an array.
+        record = wire.arrays_of(content) if content.array_records else ArrayRecord()
+        update = compression.decode(wire.payload_of(record, answer.payload, length), length, mask=limits.mask)
     if clients:
         collected.total += limits.accepted(update, clients)
     collected.num_bytes += num_bytes
@@ -197,7 +214,7 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], model: Mo
     collected.clients.extend(clients)
     if answer is not None:
         collected.add_refused(answer.refused)
-        collected.restarted.extend(name for name in answer.restarted if name not in answer.refused)
+        collected.fresh.extend(name for name in answer.fresh if name not in answer.refused)
         for name, value in answer.metrics.items():
             collected.metrics[name] = collected.metrics.get(name, 0.0) + value
 

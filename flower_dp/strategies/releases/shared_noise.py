@@ -128,13 +128,9 @@ class SharedNoise:
     def charged(self) -> Release:
         """The release that the ledger charges, at most: what can be proved of what any single client sees."""
         # Two shares are the worst case: of one alone, the client who knows it is the only one in the sum.
-        return self._without_one_of(2 if self.shares_vary else self.shares(self.most_shares))
+        return self.without_one_of(2 if self.shares_vary else self.shares(self.most_shares))
 
-    def charged_for(self, cohort_size: int) -> Release:
-        """Return the release that the ledger charges for a round with a cohort of this size."""
-        return self._without_one_of(self.shares(cohort_size))
-
-    def _without_one_of(self, shares: int) -> Release:
+    def without_one_of(self, shares: int) -> Release:
         """Return the release as one of its own clients sees it, who knows its own share of the noise and subtracts it.
 
         Args:

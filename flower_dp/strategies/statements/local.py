@@ -2,116 +2,34 @@
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from flower_dp.core.sampling import Sampler
-from flower_dp.privacy.accounting import Cost, counts_sampling
-from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.releases.books import ClientBooks
-from flower_dp.strategies.releases.evaluation_books import EvaluationBooks
-from flower_dp.strategies.rules import RunFacts
-from flower_dp.strategies.statements.not_covered import not_covered
+from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.statements.not_covered import not_covered, seeded
 
 _LISTED = 100
+_ASSUMED = (
+    "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
+    "and can't be distinguished from an honest one",
+    "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalEvaluationFacts:
-    """What the statement tells of private evaluations.
-
-    Attributes:
-        num_evaluations: how many were charged.
-        training: what training alone has cost every client.
-        alone: what evaluations alone have cost every client.
-        lines: the ledger of evaluations of every client.
-        noise_multipliers: of every client.
-    """
-
-    num_evaluations: int
-    training: Mapping[str, float]
-    alone: Mapping[str, float]
-    lines: Mapping[str, tuple[str, ...]]
-    noise_multipliers: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFacts:
-    """The facts from which the statement is made.
-
-    Attributes:
-        title: the method's name.
-        relation: neighbouring relation.
-        delta: at which epsilon is stated.
-        sampling: who was asked.
-        terms: of every client; empty before the first round.
-        ledgers: of every client.
-        costs: of every client's ledger.
-        num_rounds: rounds that were charged.
-        num_unasked: times that a client whose budget was spent was not asked.
-        run: facts of the run.
-        evaluation: the part of private evaluations; None without them.
-    """
-
-    title: str
-    relation: Relation
-    delta: float
-    sampling: Sampler
-    terms: Mapping[str, Terms]
-    ledgers: Mapping[str, Ledger]
-    costs: Mapping[str, Cost]
-    num_rounds: int
-    num_unasked: int
-    run: RunFacts
-    evaluation: LocalEvaluationFacts | None = None
-
-    @property
-    def counts_sampling(self) -> bool:
-        """Whether a client's epsilon is the less because nobody else knows which of its records it draws."""
-        return any(self._samples(name) and counts_sampling(cost) for name, cost in self.costs.items())
-
-    def _samples(self, name: str) -> bool:
-        release = self.terms[name].release
-        return release.unit == "record" and release.expected_cohort < release.num_clients
-
-
-def local_facts(title: str, books: ClientBooks, sampling: Sampler, run: RunFacts) -> LocalFacts:
-    """Return the facts from a method's client ledgers."""
-    return LocalFacts(
-        title=title,
-        relation=books.relation,
-        delta=books.delta,
-        sampling=sampling,
-        terms=books.terms,
-        ledgers=books.ledgers,
-        costs={name: books.total(name, ledger) for name, ledger in books.ledgers.items()},
-        num_rounds=books.num_rounds,
-        num_unasked=books.num_unasked,
-        run=run,
-        evaluation=None if books.evaluations is None else _evaluated(books, books.evaluations),
-    )
-
-
-def _evaluated(books: ClientBooks, evaluations: EvaluationBooks) -> LocalEvaluationFacts:
-    return LocalEvaluationFacts(
-        num_evaluations=evaluations.num_charged,
-        training={name: books.cost(ledger).epsilon for name, ledger in books.ledgers.items()},
-        alone={name: evaluations.alone(name).epsilon for name in evaluations.ledgers},
-        lines={name: tuple(ledger.lines()) for name, ledger in evaluations.ledgers.items()},
-        noise_multipliers={name: terms.release.mechanism.noise_multiplier for name, terms in evaluations.terms.items()},
-    )
-
-
-def state(
-    facts: LocalFacts,
+def local_statement(
+    title: str,
+    books: ClientBooks,
+    run: RunFacts,
     *,
+    noise: Mapping[str, float],
+    sampling: str,
+    paper: PaperEpsilon | None,
     message_std: float = 0.0,
-    noise: dict[str, float] | None = None,
-    paper: PaperEpsilon | None = None,
-    sampling: str = "",
     assumptions: tuple[str, ...] = (),
     incidents: tuple[str, ...] = (),
     adversaries: tuple[Adversary, ...] = (),
@@ -119,101 +37,106 @@ def state(
     """Return the statement of what the clients' ledgers hold: the worst client's epsilon, and the distribution over clients.
 
     Args:
-        facts: before the first round they have no clients.
+        title: the method's name.
+        books: terms and ledgers; before the first round they have no clients.
+        run: facts of the run.
+        noise: the method's numbers.
+        sampling: who was asked, in words.
+        paper: the paper's epsilon of the worst client.
         message_std: the smallest std of the noise on a number in a client's message, over clients and rounds, with the client's
             public weight.
-        noise: the method's numbers.
-        paper: the paper's epsilon of the worst client.
-        sampling: who was asked, in words.
         assumptions: further assumptions of this method.
         incidents: further incidents.
         adversaries: the adversaries, if they see different things; the statement's epsilon is the largest.
     """
-    costs = dict(facts.costs)
+    costs, evaluations = _costs(books), books.evaluation
     worst = max(costs, key=lambda name: costs[name].epsilon, default=None)
     largest = max([cost.epsilon for cost in costs.values()] + [entry.epsilon for entry in adversaries], default=0.0)
-    release = next((terms.release for terms in facts.terms.values()), None)
-    noiseless = any(not terms.release.mechanism.noise_multiplier for terms in facts.terms.values())
-    private = (
-        math.isfinite(largest) and not facts.run.seeded_noise and not noiseless and (worst is not None or not facts.num_rounds)
-    )
-    if not private:
-        costs = {}
-    evaluation = facts.evaluation
-    if evaluation is not None and evaluation.num_evaluations:
-        paper = paper and _of_training_alone(paper)
-        adversaries = tuple(
-            replace(one, paper=_of_training_alone(one.paper)) if one.paper is not None else one for one in adversaries
-        )
+    releases = [terms.release for terms in books.terms.values()]
+    noiseless = any(not release.mechanism.noise_multiplier for release in releases)
+    private = math.isfinite(largest) and not run.seeded_noise and not noiseless and (worst is not None or not books.num_rounds)
+    events = [] if worst is None else books.training.ledger(worst).lines()
+    alone, parts, evaluated = {}, {}, None
+    if evaluations is not None:
+        evaluated = f"{evaluations.num_charged} private evaluations"
+        alone = {name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers.items()}
+        if worst is not None:
+            multipliers = [terms.release.mechanism.noise_multiplier for terms in evaluations.terms.values()]
+            noise = {**noise, "least_evaluation_noise_multiplier": min(multipliers)}
+            events += [f"evaluation: {line}" for line in evaluations.ledger(worst).lines()]
+            parts = {"training": books.cost(books.training.ledger(worst)).epsilon, "evaluation": alone[worst]}
+        if evaluations.num_charged:
+            paper = _of_training_alone(paper)
+            adversaries = tuple(replace(one, paper=_of_training_alone(one.paper)) for one in adversaries)
+    if worst is not None and not adversaries:
+        adversaries = _everyone(costs[worst], message_std)
     return PrivacyStatement(
-        method=facts.title,
-        unit=release.unit if release else "record",
-        relation=facts.relation,
-        adversary=release.seen_by if release and private else "nobody",
-        delta=facts.delta,
+        method=title,
+        unit=releases[0].unit if releases else "record",
+        relation=books.relation,
+        adversary=releases[0].seen_by if releases and private else "nobody",
+        delta=books.delta,
         epsilon=largest if private else math.inf,
-        accountant=costs[worst].accountant if worst in costs else "none",
+        accountant=costs[worst].accountant if worst is not None and private else "none",
         paper=paper,
-        num_rounds=facts.num_rounds,
-        noise={**(noise or {}), **_evaluation_noise(evaluation)},
-        sampling=sampling or str(facts.sampling),
-        events=_events(facts, worst) if worst is not None else (),
-        assumptions=(*_assumptions(facts), *assumptions),
-        not_covered=_not_covered(facts),
-        incidents=(*_incidents(facts), *incidents),
-        adversaries=(adversaries or _everyone(costs, worst, message_std)) if private else (),
-        parts=_parts(evaluation, worst) if evaluation is not None and worst in costs else {},
-        clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, evaluation),
+        num_rounds=books.num_rounds,
+        noise=dict(noise),
+        sampling=sampling,
+        events=tuple(events),
+        assumptions=(*_ASSUMED, *seeded(run), *assumptions),
+        not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
+        incidents=(*_incidents(books, run), *incidents),
+        adversaries=adversaries if private else (),
+        parts=parts if private else {},
+        clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, alone) if costs and private else None,
     )
 
 
-def _of_training_alone(paper: PaperEpsilon) -> PaperEpsilon:
+def counts_sampling(books: ClientBooks) -> bool:
+    """Return whether a client's epsilon is the less because nobody else knows which of its records it draws."""
+    releases = {name: books.terms[name].release for name in books.ledgers}
+    sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort < one.num_clients}
+    return any(name in sampled and accounting.counts_sampling(cost) for name, cost in _costs(books).items())
+
+
+def least_and_largest(books: ClientBooks, what: str, number: Callable[[Release], float]) -> dict[str, float]:
+    """Return the least and the largest noise multiplier of a client, and so of another number of its release."""
+    releases = [terms.release for terms in books.terms.values()]
+    numbers = {}
+    for word, pick in (("least", min), ("largest", max)) if releases else ():
+        numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
+        numbers[f"{word}_{what}"] = pick(map(number, releases))
+    return numbers
+
+
+def most_replies(books: ClientBooks) -> str:
+    """Return how many replies of a client its terms allow, in words."""
+    replies = sorted({terms.num_replies for terms in books.terms.values()}) or [0]
+    return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies a client"
+
+
+def _costs(books: ClientBooks) -> dict[str, Cost]:
+    return {name: books.total(name, ledger) for name, ledger in books.ledgers.items()}
+
+
+def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
+    if paper is None:
+        return None
     why = "it is that of training alone, and metrics of private evaluations were released as well"
     return replace(paper, valid=False, reason=f"{why}; {paper.reason}")
 
 
-def _events(facts: LocalFacts, worst: str) -> tuple[str, ...]:
-    """Return what the ledgers of the worst client hold."""
-    evaluated = facts.evaluation.lines[worst] if facts.evaluation is not None else ()
-    return (*facts.ledgers[worst].lines(), *(f"evaluation: {line}" for line in evaluated))
-
-
-def _evaluation_noise(evaluation: LocalEvaluationFacts | None) -> dict[str, float]:
-    if evaluation is None or not evaluation.noise_multipliers:
-        return {}
-    return {"least_evaluation_noise_multiplier": min(evaluation.noise_multipliers.values())}
-
-
-def _parts(evaluation: LocalEvaluationFacts, worst: str | None) -> dict[str, float]:
-    """Return what training alone, and evaluations alone, have cost the worst client."""
-    if worst is None:
-        return {}
-    return {"training": evaluation.training[worst], "evaluation": evaluation.alone[worst]}
-
-
-def _everyone(costs: dict[str, Cost], worst: str | None, message_std: float) -> tuple[Adversary, ...]:
+def _everyone(cost: Cost, message_std: float) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
-    if worst is None:
-        return ()
-    return tuple(
-        Adversary(
-            name=name,
-            sees=sees,
-            epsilon=costs[worst].epsilon,
-            accountant=costs[worst].accountant,
-            noise_std=message_std,
-        )
-        for name, sees in (
-            ("the server", "every message of a client"),
-            ("participants", "models that are made of messages; their own messages tell them nothing of others'"),
-            ("outsiders", "models that are made of messages"),
-        )
-    )
+    views = {
+        "the server": "every message of a client",
+        "participants": "models that are made of messages; their own messages tell them nothing of others'",
+        "outsiders": "models that are made of messages",
+    }
+    return tuple(Adversary.of(name, cost, sees=sees, noise_std=message_std) for name, sees in views.items())
 
 
-def _client_costs(costs: dict[str, float], evaluation: LocalEvaluationFacts | None) -> ClientCosts | None:
-    if not costs:
-        return None
+def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientCosts:
     return ClientCosts(
         count=len(costs),
         minimum=min(costs.values()),
@@ -221,32 +144,14 @@ def _client_costs(costs: dict[str, float], evaluation: LocalEvaluationFacts | No
         maximum=max(costs.values()),
         worst=max(costs, key=lambda name: costs[name]),
         each=costs if len(costs) <= _LISTED else {},
-        evaluation=dict(evaluation.alone) if evaluation is not None and len(costs) <= _LISTED else {},
+        evaluation=evaluation if len(costs) <= _LISTED else {},
     )
 
 
-def _assumptions(facts: LocalFacts) -> list[str]:
-    lines = [
-        "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
-        "and can't be distinguished from an honest one",
-        "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
-    ]
-    if facts.run.seeded_noise:
-        lines.append("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only")
-    return lines
-
-
-def _not_covered(facts: LocalFacts) -> tuple[str, ...]:
-    evaluations = None if facts.evaluation is None else f"{facts.evaluation.num_evaluations} private evaluations"
-    return not_covered(facts.run, accounts=True, logs="logs on devices", evaluations=evaluations)
-
-
-def _incidents(facts: LocalFacts) -> list[str]:
-    lines = list(facts.run.incidents)
-    if facts.run.missing.total:
-        lines.append(
-            f"{facts.run.missing.total} replies that were asked for did not count: {facts.run.missing}; they are charged"
-        )
-    if facts.num_unasked:
-        lines.append(f"{facts.num_unasked} times a client whose budget was spent was not asked")
+def _incidents(books: ClientBooks, run: RunFacts) -> list[str]:
+    lines = list(run.incidents)
+    if run.missing.total:
+        lines.append(f"{run.missing.total} replies that were asked for did not count: {run.missing}; they are charged")
+    if books.num_unasked:
+        lines.append(f"{books.num_unasked} times a client whose budget was spent was not asked")
     return lines

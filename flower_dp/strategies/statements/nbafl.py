@@ -1,8 +1,8 @@
 """The privacy statement of NbAFL: who sees messages, who sees broadcasts, and the paper's epsilon under its assumption."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dp_accounting import GaussianDpEvent
 
@@ -11,93 +11,56 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.statements.local import LocalFacts, state
+from flower_dp.strategies.releases.books import ClientBooks
+from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.statements.local import local_statement
+
+if TYPE_CHECKING:
+    from flower_dp.strategies.nbafl import NbAFLRules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NbAFLFacts:
-    """Facts for the statement of NbAFL, besides those of all methods with local noise.
-
-    Attributes:
-        local: facts of every such method; its ledgers are those of the uplink.
-        broadcast_ledgers: against outsiders, by client.
-        outside: costs of these.
-        inside: costs of the ledgers against participants.
-        clip_norm: L2 bound of the weights.
-        paper_epsilon: as configured.
-        uplink_exposures: replies that the uplink noise is made for.
-        planned_rounds: broadcasts that the downlink noise is made for.
-        min_records: the fewest records of a client.
-        cohort_size: clients a round.
-        uplink_noise_std: of every client.
-        message_std: the smallest std of the noise on a number in a client's message, with its public weight.
-        downlink_noise_std: the paper's, of the server.
-        added_noise_stds: std of the noise that the server added to each broadcast.
-        least_broadcast_std: least noise on a broadcast.
-        least_participant_std: the same, without the noise that one participant knows.
-    """
-
-    local: LocalFacts
-    broadcast_ledgers: Mapping[str, Ledger]
-    outside: Mapping[str, Cost]
-    inside: Mapping[str, Cost]
-    clip_norm: float
-    paper_epsilon: float
-    uplink_exposures: int
-    planned_rounds: int
-    min_records: int
-    cohort_size: int
-    uplink_noise_std: float
-    message_std: float
-    downlink_noise_std: float
-    added_noise_stds: tuple[float, ...]
-    least_broadcast_std: float
-    least_participant_std: float
-
-
-def state_nbafl(facts: NbAFLFacts) -> PrivacyStatement:
-    """Return the statement of both ledgers of every client."""
-    uplink, outside, inside = (_worst(costs.values(), facts) for costs in (facts.local.costs, facts.outside, facts.inside))
-    replies = max((ledger.num_charges for ledger in facts.local.ledgers.values()), default=0)
-    seen = max((ledger.num_charges for ledger in facts.broadcast_ledgers.values()), default=0)
-    broadcasts = len(facts.added_noise_stds)
+def statement_of(rules: "NbAFLRules", run: RunFacts) -> PrivacyStatement:
+    """Return the statement of all three ledgers of every client."""
+    books = rules.books
+    replies = max(map(books.training.replies, books.terms), default=0)
+    broadcast_ledgers, broadcasts = rules.broadcast_ledgers, len(rules.broadcasts)
+    seen = max((ledger.num_charges for ledger in broadcast_ledgers.values()), default=0)
     of_them = f"the {broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part"
     adversaries = (
-        Adversary(
-            name="the server",
+        Adversary.of(
+            "the server",
+            _worst(books, books.ledgers),
             sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
-            epsilon=uplink.epsilon,
-            accountant=uplink.accountant,
-            noise_std=facts.message_std,
-            paper=_paper(facts, exposures=replies, limit=facts.uplink_exposures, what="uplink"),
+            noise_std=rules.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
+            paper=_paper(rules, run, exposures=replies, limit=rules.uplink_exposures, what="uplink"),
         ),
-        Adversary(
-            name="participants",
+        Adversary.of(
+            "participants",
+            _worst(books, rules.participant_ledgers),
             sees=f"each by itself, {of_them}; a participant knows its own noise",
-            epsilon=inside.epsilon,
-            accountant=inside.accountant,
-            noise_std=facts.least_participant_std if broadcasts else 0.0,
+            noise_std=min((float(one.participant_stds.min()) for one in rules.broadcasts), default=0.0),
         ),
-        Adversary(
-            name="outsiders",
+        Adversary.of(
+            "outsiders",
+            _worst(books, broadcast_ledgers),
             sees=of_them,
-            epsilon=outside.epsilon,
-            accountant=outside.accountant,
-            noise_std=facts.least_broadcast_std if broadcasts else 0.0,
-            paper=_paper(facts, exposures=broadcasts, limit=facts.planned_rounds, what="downlink"),
+            noise_std=min((one.std for one in rules.broadcasts), default=0.0),
+            paper=_paper(rules, run, exposures=broadcasts, limit=books.planned_rounds or 0, what="downlink"),
         ),
     )
-    who = "all clients" if isinstance(facts.local.sampling, FullSampling) else f"{facts.cohort_size} at random"
-    return state(
-        facts.local,
+    who = "all clients" if isinstance(rules.training.sampling, FullSampling) else f"{rules.cohort_size} at random"
+    return local_statement(
+        rules.title,
+        books,
+        run,
         paper=adversaries[0].paper,
         noise={
-            "clip_norm": facts.clip_norm,
-            "uplink_noise_std": facts.uplink_noise_std,
-            "downlink_noise_std": facts.downlink_noise_std,
-            "largest_noise_std_added_by_the_server": max(facts.added_noise_stds, default=0.0),
+            "clip_norm": rules.clip_norm,
+            "uplink_noise_std": rules.uplink_noise_std,
+            "downlink_noise_std": rules.downlink_noise_std,
+            "largest_noise_std_added_by_the_server": max((one.added_std for one in rules.broadcasts), default=0.0),
         },
-        sampling=f"{who} of {len(facts.local.terms)} in every round, at most {replies} replies of one client",
+        sampling=f"{who} of {len(books.terms)} in every round, at most {replies} replies of one client",
         assumptions=(
             "clipped weights lie in a ball of radius C, so all of a client's records together move a message by at most 2 C: "
             "epsilon holds for the whole client, and so for each of its records; no smaller bound is proved for one record",
@@ -107,36 +70,37 @@ def state_nbafl(facts: NbAFLFacts) -> PrivacyStatement:
     )
 
 
-def _worst(costs: Iterable[Cost], facts: NbAFLFacts) -> Cost:
-    none = Cost(epsilon=0.0, delta=facts.local.delta, relation=facts.local.relation, accountant="none")
+def _worst(books: ClientBooks, ledgers: Mapping[str, Ledger]) -> Cost:
+    none = Cost(epsilon=0.0, delta=books.delta, relation=books.relation, accountant="none")
+    costs = (books.total(name, ledger) for name, ledger in ledgers.items())
     return max(costs, key=lambda cost: cost.epsilon, default=none)
 
 
-def _paper(facts: NbAFLFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
+def _paper(rules: "NbAFLRules", run: RunFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
     """The epsilon that the paper claims for its noise, and the reasons against it here."""
-    if math.isinf(facts.paper_epsilon):
+    if math.isinf(rules.paper_epsilon):
         return None
     faults = []
     if exposures > limit:
         faults.append(f"{exposures} exposures, and the noise is made for {limit}")
-    each = facts.paper_epsilon / max(1, limit)
+    each = rules.paper_epsilon / max(1, limit)
     if each >= 1:
         faults.append(f"the classical Gaussian formula needs epsilon < 1 for an exposure, which is {each:.4g} here")
-    if what == "downlink" and not isinstance(facts.local.sampling, FullSampling):
+    if what == "downlink" and not isinstance(rules.training.sampling, FullSampling):
         faults.append("Lemma 4 bounds one direction of the privacy loss only")
-    if facts.local.run.seeded_noise:
+    if run.seeded_noise:
         faults.append("noise came from a fixed seed")
     assumption = (
         "unit: one record; leans on an assumption that is not proved for any training here: that one record moves the weights by "
         "at most 2 C / m"
     )
     if what == "uplink" and exposures:
-        multiplier = facts.min_records * facts.uplink_noise_std / facts.clip_norm
+        multiplier = rules.min_records * rules.uplink_noise_std / rules.clip_norm
         event = accounting.repeated(GaussianDpEvent(multiplier), exposures)
-        exact = accounting.epsilon(event, delta=facts.local.delta, relation=facts.local.relation).epsilon
+        exact = accounting.epsilon(event, delta=rules.delta, relation=rules.books.relation).epsilon
         assumption += f"; exact composition under it gives {exact:.4f} for the {exposures} exposures that there were"
     return PaperEpsilon(
-        epsilon=facts.paper_epsilon,
+        epsilon=rules.paper_epsilon,
         formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
         valid=not faults,
         reason="; ".join([*faults, assumption]),

@@ -1,6 +1,6 @@
-"""What no statement covers, in the same words for all methods."""
+"""What no statement covers, and what none may keep quiet about, in the same words for all methods."""
 
-from flower_dp.strategies.rules import RunFacts
+from flower_dp.strategies.run_state import RunFacts
 
 OTHER_RUNS = "other runs on the same records: this statement is of one run, and the budgets of several runs add up"
 # Of methods whose clients keep an account.
@@ -12,7 +12,7 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
 
     Args:
         run: facts of the run.
-        accounts: whether clients keep accounts of their replies.
+        accounts: whether clients keep accounts of their replies; the others clip whole updates.
         logs: where logs could tell something of client data, in words.
         evaluations: the private evaluations that are covered, in words; None without any planned.
     """
@@ -22,8 +22,15 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
     ]
     if run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
+        if not accounts:
+            lines.append("CLIENT METRICS: the norms of clients' updates before the clip are among them")
     if evaluations is not None:
         lines.append(f"which metrics are evaluated, and their bounds, are taken as public: {evaluations} are covered")
     if run.own_evaluation:
         lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return tuple(lines)
+
+
+def seeded(run: RunFacts) -> tuple[str, ...]:
+    """Return that noise is not secret, if so."""
+    return ("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only",) if run.seeded_noise else ()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flower_dp.clients.training.engines.batched import train_batched
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one_by_one
+from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.recipe import FlatModel, LocalTraining
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
@@ -37,7 +38,7 @@ def local_updates(
     Args:
         vector: the global model [d], float32, on the model's device.
         clients: each client's records.
-        training: the recipe.
+        training: the recipe; its sparsifier has the last word on every row.
         model: where to train; its weights are overwritten, its buffers are restored afterwards.
         server_round: 1, 2, ...
         seeds: one seed a client, for the order of its records and for all else that is drawn.
@@ -51,10 +52,11 @@ def local_updates(
     if len(seeds) != len(clients):
         raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
     train = train_batched if engine == "batched" else train_one_by_one
-    return _rows(train(vector, clients, training, model=model, server_round=server_round, seeds=seeds), losses)
+    trained = train(vector, clients, training, model=model, server_round=server_round, seeds=seeds)
+    return _rows(trained, training.sparsifier, losses)
 
 
-def _rows(trained: Iterator[Trained], losses: list[Tensor] | None) -> Iterator[Tensor | Exception]:
+def _rows(trained: Iterator[Trained], sparsifier: LUS | None, losses: list[Tensor] | None) -> Iterator[Tensor | Exception]:
     for result in trained:
         if isinstance(result, Exception):
             yield result
@@ -62,4 +64,4 @@ def _rows(trained: Iterator[Trained], losses: list[Tensor] | None) -> Iterator[T
         row, loss = result
         if losses is not None:
             losses.append(loss)
-        yield row
+        yield row if sparsifier is None else sparsifier(row)

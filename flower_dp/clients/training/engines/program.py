@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.losses import checked, class_losses, cross_entropy, known_classes
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, LocalTraining, parts
 
 # A tensor, or two matrices [slots, ...] whose product it is.
 Gradient = Tensor | tuple[Tensor, Tensor]
@@ -50,9 +50,9 @@ class Program:
         self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
         self._layout, self._vectors = model.layout, _vectors(model, num_slots)
         self._vectors.copy_(model.vector)
-        self._weights = self._parts(self._vectors)
-        self._velocity = self._parts(_vectors(model, num_slots)) if training.momentum else []
-        self._uphill = self._parts(_vectors(model, num_slots)) if training.sam_radius else []
+        self._weights = parts(self._vectors, self._layout)
+        self._velocity = parts(_vectors(model, num_slots), self._layout) if training.momentum else []
+        self._uphill = parts(_vectors(model, num_slots), self._layout) if training.sam_radius else []
         batch = (num_slots, training.batch_size)
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
@@ -104,7 +104,6 @@ class Program:
             Exception: if a step fails, for any client.
         """
         self._vectors.copy_(vector)
-        start = [part[0] for part in self._parts(vector[None])] if self._training.proximal else []
         for velocity in self._velocity:
             velocity.zero_()
         losses: list[Tensor] = []
@@ -127,24 +126,23 @@ class Program:
                 yield slot, (self._vectors[slot] - vector, means[slot])
             if training:
                 self._stage(batches)
-                losses.append(self._step(start, step_size))
+                losses.append(self._step(vector, step_size))
 
     @torch.no_grad()
-    def _step(self, start: list[Tensor], step_size: float) -> Tensor:
-        """Take one step in every slot; return the losses before it."""
+    def _step(self, start: Tensor, step_size: float) -> Tensor:
+        """Take one step in every slot, away from the global model [d]; return the losses before it."""
         recipe = self._training
         with _deterministic(self._inputs.device):
             losses, gradients = self._gradients(self._weights)
             if recipe.sam_radius:
                 gradients = self._sam_gradients(gradients)
-            if recipe.weight_decay or recipe.proximal:
-                recipe.descend(self._weights, _multiplied(gradients), self._velocity, start, step_size)
-            else:
-                self._descend(gradients, step_size)
+            if recipe.weight_decay or recipe.regularizers:
+                gradients = [*recipe.penalized(_multiplied(gradients), self._vectors, start, self._layout)]
+            self._descend(gradients, step_size)
         return losses
 
     def _descend(self, gradients: list[Gradient], step_size: float) -> None:
-        """Take one step as `LocalTraining.descend` does; a product of two factors is added in place in one pass over memory."""
+        """Take one step, in place, with momentum; a product of two factors is added in one pass over memory."""
         kept, scale = (self._training.momentum, 1.0) if self._velocity else (1.0, -step_size)
         for moved, gradient in zip(self._velocity or self._weights, gradients, strict=True):
             if isinstance(gradient, Tensor):
@@ -161,11 +159,11 @@ class Program:
         sizes = [batch.shape[0] for batch in targets]
         if sizes != self._sizes:
             self._sizes, self._rows, self._present = sizes, *self._places(torch.tensor(sizes)[:, None])
-        for staged, parts in ((self._inputs.flatten(0, 1), inputs), (self._targets.flatten(0, 1), targets)):
+        for staged, given in ((self._inputs.flatten(0, 1), inputs), (self._targets.flatten(0, 1), targets)):
             if self._rows is None:
-                torch.cat(parts, out=staged)
+                torch.cat(given, out=staged)
             else:
-                torch.index_select(torch.cat(parts), 0, self._rows, out=staged)
+                torch.index_select(torch.cat(given), 0, self._rows, out=staged)
         present = self._present
         if self._num_classes is None:
             torch.div(present, present.sum(1, keepdim=True), out=self._shares)
@@ -185,11 +183,6 @@ class Program:
         rows = torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes
         present = place < sizes
         return None if present.all() else rows.flatten().to(self._inputs.device), present.to(self._inputs.device)
-
-    def _parts(self, vectors: Tensor) -> list[Tensor]:
-        """Return the parts of vectors [slots, d] in the shapes of the weights [slots, ...]."""
-        parts = torch.split(vectors, list(self._layout.sizes), dim=1)
-        return [part.view(len(vectors), *shape) for part, shape in zip(parts, self._layout.shapes, strict=True)]
 
     def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Gradient]]:
         """Return the losses [slots], and gradients in the shapes of the weights."""

@@ -1,0 +1,87 @@
+"""The picture of loss landscapes: one panel of lines, and contours of every run, all on one scale."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from flower_dp.reporting import canvas
+from flower_dp.reporting.compare import wrapped
+from flower_dp.reporting.landscape import Landscape
+
+_LEVELS = 15
+_COLUMNS = 3
+# Losses that differ by more than this factor are drawn on a logarithmic scale.
+_WIDE = 5.0
+
+
+def figure(landscapes: Sequence[Landscape]) -> Figure:
+    """Return a figure with the losses of all runs along one direction, and of each along two.
+
+    Raises:
+        ValueError: if no loss is finite.
+    """
+    levels, log = _scale(landscapes)
+    columns = min(_COLUMNS, len(landscapes) + 1)
+    rows = -(-(len(landscapes) + 1) // columns)
+    result = canvas.empty(4.2 * columns + 0.8, 4.2 * rows + 0.4)
+    every = result.subplots(rows, columns, squeeze=False).ravel()
+    _draw_lines(every[0], landscapes, levels, log=log)
+    result.legend(loc="outside lower center", fontsize="small", ncols=columns, frameon=False)
+    norm = LogNorm(levels[0], levels[-1]) if log else Normalize(levels[0], levels[-1])
+    shown = every[1 : len(landscapes) + 1]
+    for axes, one in zip(shown, landscapes, strict=True):
+        grid = one.offsets, one.offsets, np.ma.masked_invalid(one.losses)
+        filled = axes.contourf(*grid, levels=levels, norm=norm, cmap="viridis")
+        axes.contour(*grid, levels=levels, colors="white", linewidths=0.4)
+        axes.plot(0, 0, marker="+", color="white", markersize=8)
+        axes.set_title("\n".join(_entry(one)), fontsize="small")
+        axes.set_aspect("equal")
+        axes.set_xlabel("first direction")
+        axes.set_ylabel("second direction")
+    result.colorbar(filled, ax=list(shown), label="test loss", format="%.3g", shrink=0.8)
+    for axes in every[len(landscapes) + 1 :]:
+        axes.set_axis_off()
+    result.suptitle(
+        f"Loss on {landscapes[0].num_records} test records around final models (+), along random directions normalised filter by "
+        "filter",
+        fontsize="medium",
+    )
+    return result
+
+
+def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.float64], *, log: bool) -> None:
+    for place, one in enumerate(landscapes):
+        axes.plot(one.offsets, one.line, label="\n".join(_entry(one)), **canvas.look(place))
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:.3g}")
+        axes.yaxis.set_minor_formatter("{x:.3g}")
+    axes.set_ylim(levels[0], levels[-1])
+    axes.set_box_aspect(1)
+    axes.set_xlabel("first direction")
+    axes.set_ylabel("test loss")
+    axes.grid(alpha=0.3)
+
+
+def _scale(landscapes: Sequence[Landscape]) -> tuple[NDArray[np.float64], bool]:
+    """Return the contour levels of all runs, increasing, and whether they are logarithmic."""
+    values = np.concatenate([one.losses.ravel() for one in landscapes])
+    values = values[np.isfinite(values)]
+    if not values.size:
+        raise ValueError("losses: none is finite")
+    low, high = float(values.min()), float(values.max())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    log = low > 0 and high > _WIDE * low
+    return (np.geomspace if log else np.linspace)(low, high, _LEVELS), log
+
+
+def _entry(one: Landscape) -> list[str]:
+    """Return a run's label, with its loss and whether it is private."""
+    private = f"tight epsilon {one.epsilon:.4g}" if math.isfinite(one.epsilon) else "not private"
+    return [*wrapped(one.label), f"loss {one.here:.4g}, {private}"]

@@ -1,0 +1,117 @@
+"""The norms of client updates before the clip, by round: what clients tell, without noise, if they are asked for metrics."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from flower_dp.reporting import canvas
+from flower_dp.reporting.past_run import PastRun
+
+_MEAN, _SQUARE, _CLIP = "client-update-norm", "client-update-norm-squared", "clip-norm"
+# A clip norm that moves by more than this factor is drawn on a logarithmic scale.
+_WIDE = 20.0
+# One that is larger than all norms by more than this factor is not drawn.
+_BEYOND = 5.0
+
+Series = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdateNorms:
+    """The norms of one run's updates.
+
+    Attributes:
+        rounds: [n], those whose clients told their norms; empty where only the clip norm is known.
+        mean: [n], over the clients of a round.
+        std: [n], standard deviation over the clients of a round.
+        clip_rounds: [m].
+        clip_norms: [m], the clip norm of these rounds.
+    """
+
+    rounds: Series
+    mean: Series
+    std: Series
+    clip_rounds: Series
+    clip_norms: Series
+
+
+def read_update_norms(run: PastRun) -> UpdateNorms:
+    """Return the norms that a run has recorded, and its clip norm.
+
+    The clip norm of a round is public where it changes from round to round, and then in the round's metrics; else it is that of
+    the statement.
+
+    Raises:
+        ValueError: naming the folder and the setting, if there are no norms.
+    """
+    means, squares, clips = (run.series(key) for key in (_MEAN, _SQUARE, _CLIP))
+    if not means and not clips:
+        raise ValueError(
+            f"{run.folder}: has no norms of updates. Run it again with --set report-client-metrics=true and a method that clips "
+            "updates (dp-fedavg, dp-fedsam, fed-smp): clients then tell the norms, without noise, and the statement says so"
+        )
+    rounds = sorted(means)
+    mean = np.asarray([means[at] for at in rounds])
+    square = np.asarray([squares.get(at, np.nan) for at in rounds])
+    if not clips and (fixed := run.statement.get("noise", {}).get("clip_norm")) is not None:
+        clips = {at: float(fixed) for at in (rounds[0], rounds[-1])}
+    return UpdateNorms(
+        rounds=np.asarray(rounds, float),
+        mean=mean,
+        std=np.sqrt(np.maximum(square - mean**2, 0.0)),
+        clip_rounds=np.asarray(sorted(clips), float),
+        clip_norms=np.asarray([clips[at] for at in sorted(clips)]),
+    )
+
+
+def figure(norms: UpdateNorms, label: str) -> Figure:
+    """Return a figure of the mean norm with its spread over clients, and of the clip norm."""
+    result = canvas.empty(7.0, 4.6)
+    axes = result.subplots()
+    if norms.rounds.size:
+        axes.plot(norms.rounds, norms.mean, label="norm before the clip, mean of a round", **canvas.look(0))
+        low, high = np.maximum(norms.mean - norms.std, 0.0), norms.mean + norms.std
+        axes.fill_between(norms.rounds, low, high, color=canvas.COLOURS[0], alpha=0.2, label="± standard deviation over clients")
+    _draw_clip_norm(axes, norms)
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("L2 norm of an update")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    told = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
+    axes.set_title(f"Client updates of {label}; {told}", fontsize="medium")
+    return result
+
+
+def _draw_clip_norm(axes: Axes, norms: UpdateNorms) -> None:
+    """Draw the clip norm, or name it where the axis would have to be much longer for it."""
+    axes.set_ylim(bottom=0.0)
+    if not norms.clip_norms.size:
+        return
+    least, largest = norms.clip_norms.min(), norms.clip_norms.max()
+    colour = canvas.COLOURS[1]
+    if norms.mean.size and least > _BEYOND * (norms.mean + norms.std).max():
+        axes.plot([], [], "--", color=colour, label=f"clip norm: {least:.4g} at least, above the axis")
+        return
+    axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=colour, label="clip norm")
+    axes.set_ylim(bottom=0.0)
+    if least > 0 and largest > _WIDE * least:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.5 * norms.mean.min(initial=least))
+
+
+def in_words(norms: UpdateNorms) -> str:
+    """Return the norms as one line."""
+    parts = []
+    if norms.rounds.size:
+        least, largest = norms.mean.min(), norms.mean.max()
+        parts.append(
+            f"mean norm before the clip {norms.mean[-1]:.4g} in round {norms.rounds[-1]:g}, {least:.4g} to {largest:.4g} in all"
+        )
+    if norms.clip_norms.size:
+        parts.append(f"clip norm {norms.clip_norms[-1]:.4g}")
+    return "; ".join(parts)

@@ -1,0 +1,56 @@
+"""What a run looks out for: too much noise, arrays that nobody trains, clients that never send anything of use."""
+
+import logging
+
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.run_state import RunState
+
+log = logging.getLogger("flwr")
+
+_FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
+
+
+def log_noise_and_signal(rules: Rules, dimension: int) -> None:
+    """Log before the first round how the noise compares with the updates."""
+    noise, signal = rules.noise_and_signal(dimension)
+    log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
+    if noise > signal:
+        log.warning(
+            "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
+            "round, less noise or a smaller model help, and so do more rounds within the budget",
+            noise / signal,
+        )
+
+
+def log_constants(now: Round, collected: Collected) -> None:
+    """Warn of arrays that no reply changes: they get noise nevertheless.
+
+    It reads sums without noise, which only a trusted server has, and writes only to the server's log.
+    """
+    if not collected.clients or now.ask.placement != "central":
+        return
+    same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
+    if same and len(same) < len(now.layout.names):
+        log.warning(
+            "round %s: no reply changes %s, which noise is added to; name constant arrays in frozen_arrays",
+            now.server_round,
+            ", ".join(map(repr, same)),
+        )
+
+
+def check_usable_updates(state: RunState, num_clients: int, *, ended: bool = False) -> None:
+    """Fail a run in which no client ever sends a usable update: it would only spend budget.
+
+    Raises:
+        RuntimeError: after enough rounds without one, or at the end of a short run.
+    """
+    if any(report.replies for report in state.rounds):
+        return
+    asked = [report for report in state.rounds if report.cohort_size]
+    tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * num_clients)
+    enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
+    if asked and (enough or ended):
+        rounds = f"the first {len(asked)} rounds" if enough else "any round"
+        raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {state.refusal}")

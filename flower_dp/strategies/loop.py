@@ -1,0 +1,71 @@
+"""The loop over the rounds of a run."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from flower_dp.strategies.run import Run
+
+log = logging.getLogger("flwr")
+
+# The number of a round and its model -> metrics by public data, or nothing.
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+# Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
+_LOG_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """The rounds of a run, and what is sent and evaluated in each.
+
+    Attributes:
+        num_rounds: how many at most.
+        timeout: of a round's exchange, in seconds.
+        train_config: sent to clients that train.
+        evaluate_config: sent to clients that evaluate.
+        evaluate_fn: evaluates the initial model, as round 0, and that of every round.
+        clients_evaluate: whether clients are asked to evaluate.
+    """
+
+    num_rounds: int
+    timeout: float
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFn | None
+    clients_evaluate: bool
+
+    def run(self, strategy: Strategy, run: Run, grid: Grid, initial_arrays: ArrayRecord) -> Result:
+        """Run the rounds by a strategy's own methods, and return their metrics and the last model."""
+        result, due = Result(arrays=initial_arrays), 0.0
+        self._evaluate(0, result)
+        for server_round in range(1, self.num_rounds + 1):
+            if time.monotonic() >= due or server_round == self.num_rounds:
+                log.info("[ROUND %s/%s]", server_round, self.num_rounds)
+                due = time.monotonic() + _LOG_SECONDS
+            messages = strategy.configure_train(server_round, result.arrays, self.train_config, grid)
+            if run.record.ended_before:
+                break
+            arrays, metrics = strategy.aggregate_train(server_round, run.exchange.replies(grid, messages, self.timeout))
+            if arrays is not None:
+                result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            if self.clients_evaluate:
+                messages = strategy.configure_evaluate(server_round, result.arrays, self.evaluate_config, grid)
+                metrics = strategy.aggregate_evaluate(server_round, run.exchange.replies(grid, messages, self.timeout))
+                if metrics is not None:
+                    log.info("round %s: clients: %s", server_round, dict(metrics))
+                    result.evaluate_metrics_clientapp[server_round] = metrics
+            self._evaluate(server_round, result)
+        return result
+
+    def _evaluate(self, server_round: int, result: Result) -> None:
+        metrics = self.evaluate_fn(server_round, result.arrays) if self.evaluate_fn else None
+        if metrics is not None:
+            log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
+            result.evaluate_metrics_serverapp[server_round] = metrics

@@ -1,0 +1,212 @@
+"""One run of a method on the server: its state as a value, and the rounds of its releases."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+
+from flower_dp import wire
+from flower_dp.core.noise import Generator, noise_generator
+from flower_dp.strategies import diagnostics
+from flower_dp.strategies.exchange import Asked, Exchange
+from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.round import Round, RoundRelease
+from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.run_state import RoundReport, RunState
+from flower_dp.strategies.server_optimizer import ServerOptimizer
+
+log = logging.getLogger("flwr")
+
+_SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
+
+
+class Run:
+    """One run at a time: what was released and what came of it, and what was asked and not answered yet.
+
+    Attributes:
+        asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
+
+    Args:
+        rules: the method.
+        exchange: how rows get to the server as one sum.
+        optimizer: moves the model by what was released; None: the method itself does.
+        noise_seed: for tests only: fixed noise and sampling.
+    """
+
+    def __init__(self, rules: Rules, exchange: Exchange, optimizer: ServerOptimizer | None, noise_seed: int | None) -> None:
+        self.rules, self.exchange, self.noise_seed = rules, exchange, noise_seed
+        self._optimizer = optimizer
+        self._own = RunState()
+        self._initial = self.state
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new run."""
+        self.state = self._initial
+        self.asked: dict[str, Asked] = {}
+
+    @property
+    def state(self) -> RunState:
+        """All that this run needs to go on, as one value. Setting an earlier one continues from there."""
+        optimizer = None if self._optimizer is None else self._optimizer.state
+        return replace(self._own, method=self.rules.state, optimizer=optimizer)
+
+    @state.setter
+    def state(self, state: RunState) -> None:
+        self._own = state
+        self.rules.state = state.method
+        if self._optimizer is not None and state.optimizer is not None:
+            self._optimizer.state = state.optimizer
+
+    @property
+    def record(self) -> RunState:
+        """The state without those of method and optimiser: reports, incidents, results."""
+        return self._own
+
+    def note(self, **changes: Any) -> None:
+        """Change fields of the state."""
+        self._own = replace(self._own, **changes)
+
+    @property
+    def releases(self) -> tuple[RoundRelease, ...]:
+        """The releases of a round: that of training, and that of private evaluation if there is one."""
+        evaluation = self.rules.evaluation
+        return (self.rules.training,) if evaluation is None else (self.rules.training, evaluation.release)
+
+    def generator(self, *purpose: object) -> Generator:
+        """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
+        return noise_generator(self.noise_seed, "server", *purpose)
+
+    # A round of a release
+
+    def drawn(self, release: RoundRelease, roster: Roster, *purpose: object) -> dict[int, tuple[str, ...]]:
+        """Draw the cohort of the next round of a release, and return it by nodes."""
+        return roster.by_node(release.cohort(roster.names, self.generator(*purpose)))
+
+    def ask(
+        self,
+        release: RoundRelease,
+        server_round: int,
+        *,
+        length: int,
+        model: wire.Model,
+        asked: dict[int, tuple[str, ...]],
+        roster: Roster,
+        arrays: ArrayRecord,
+        config: Mapping[str, Any],
+        **fields: Any,
+    ) -> list[Message]:
+        """Charge a release for its cohort, and return the messages that ask the cohort: none leaves before the charge.
+
+        Args:
+            release: what is asked.
+            server_round: 1, 2, ...
+            length: of a client's row.
+            model: the model that is sent.
+            asked: the cohort, by nodes.
+            roster: who is there.
+            arrays: the model as it is sent.
+            config: sent with it.
+            fields: further fields of the instruction.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size; nothing is charged then.
+        """
+        started = time.monotonic()
+        cohort = tuple(name for names in asked.values() for name in names)
+        ask = release.ask(length, cohort)
+        release.charge(cohort)
+        now = Round(
+            server_round=server_round,
+            method=release.name,
+            ask=ask,
+            length=length,
+            model=model,
+            asked=asked,
+            started=started,
+            stock=not roster.hosting,
+        )
+        messages = self.exchange.messages(now, roster, arrays, config, **fields)
+        now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
+        self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages)
+        return messages
+
+    def waits(self, release: RoundRelease, server_round: int) -> bool:
+        """Return whether clients were asked in this round, and their replies were not added up yet."""
+        asked = self.asked.get(release.name)
+        return asked is not None and asked.now.server_round == server_round
+
+    def total(self, release: RoundRelease, replies: Any) -> tuple[Round, Collected]:
+        """Check the replies to what was asked and add them up, once."""
+        asked = self.asked.pop(release.name)
+        collected = self.exchange.total(asked, replies, seeded=self.noise_seed is not None)
+        secret = any(one.secret_cohort for one in self.releases)
+        # Told once, and not where it tells who was in a cohort.
+        if collected.seeded_clients and _SEEDED not in self._own.incidents and not secret:
+            self.note(incidents=(*self._own.incidents, _SEEDED))
+        return asked.now, collected
+
+    def learn(self, now: Round, collected: Collected) -> np.ndarray:
+        """Return the next global model [d], float32; the last one if the round is left out, although it was charged."""
+        if not any(report.replies for report in self._own.rounds):
+            diagnostics.log_constants(now, collected)
+        try:
+            vector = self.rules.learn(now, collected, self.generator("noise", now.server_round))
+            if self._optimizer is not None:
+                vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
+            if names := now.layout.overflows(vector):
+                raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
+        except RoundLeftOut as why:
+            self.note(incidents=(*self._own.incidents, f"round {now.server_round} was left out: {why}"))
+            log.warning("%s", self._own.incidents[-1])
+            return now.vector
+        return vector.astype(np.float32)
+
+    def report(self, now: Round, collected: Collected, vector: np.ndarray, *, epsilon: float) -> RoundReport:
+        """Record a round and its model.
+
+        Raises:
+            RuntimeError: if no client has sent a usable update in enough rounds.
+        """
+        release = self.rules.training
+        report = RoundReport(
+            server_round=now.server_round,
+            cohort_size=now.cohort_size,
+            replies=len(collected.clients),
+            bytes_down=now.bytes_down,
+            bytes_up=collected.num_bytes,
+            bytes_per_client=release.bytes_per_client(now, collected),
+            seconds=time.monotonic() - now.started,
+            epsilon=epsilon,
+            secret_cohort=release.secret_cohort,
+            numbers=self.rules.numbers(),
+        )
+        self.note(
+            rounds=(*self._own.rounds, report),
+            missing=self._own.missing + collected.missing,
+            model=vector,
+            refusal=next(iter(collected.refused.values()), self._own.refusal),
+        )
+        diagnostics.check_usable_updates(self._own, self.rules.num_clients)
+        return report
+
+    def stop(self, server_round: int, reason: str) -> list[Message]:
+        """Record, once, that this round and all later ones are not run; return no messages.
+
+        Raises:
+            ValueError: if no round was run before: the model would be the initial one.
+        """
+        self.asked.pop(self.rules.training.name, None)
+        if not self._own.ended_before:
+            incident = f"ended before round {server_round}: {reason}"
+            self.note(ended_before=server_round, incidents=(*self._own.incidents, incident))
+            log.info("%s", incident)
+        if not self._own.rounds:
+            raise ValueError(f"no round was run: {self._own.incidents[-1]}")
+        return []

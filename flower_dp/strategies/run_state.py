@@ -1,0 +1,102 @@
+"""The state of a run as one value, and what is told of it: a round's numbers, facts for the statement."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from flower_dp.core.stored import stored
+from flower_dp.strategies.releases.replies import Missing
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundReport:
+    """The numbers of one round.
+
+    If cohorts are secret (`secret_cohort`), `cohort_size`, `replies`, `bytes_down`, `bytes_up` and `seconds` must stay on the
+    server: they reveal how many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
+
+    Attributes:
+        server_round: 1, 2, ...
+        cohort_size: clients that were asked.
+        replies: clients whose updates count.
+        bytes_down: bytes of arrays and text sent to nodes.
+        bytes_up: bytes of arrays and text in the replies that count.
+        bytes_per_client: bytes of arrays that one client sends, as far as public numbers determine them.
+        seconds: time from the requests to the new model.
+        epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
+        secret_cohort: whether the size of the cohort is secret.
+        numbers: further public numbers of the method, by their names, such as the largest resource cost of a device so far.
+    """
+
+    server_round: int
+    cohort_size: int
+    replies: int
+    bytes_down: int
+    bytes_up: int
+    bytes_per_client: float
+    seconds: float
+    epsilon: float
+    secret_cohort: bool
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def public(self) -> dict[str, int | float]:
+        """Return the numbers that may be published, under names in the style of run-config keys."""
+        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up", "seconds") if self.secret_cohort else ()
+        left_out = ("server_round", "secret_cohort", "numbers", *hidden)
+        told = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in left_out}
+        return {key.replace("_", "-"): value for key, value in told.items()} | dict(self.numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts on a run for a statement, besides its ledgers.
+
+    Attributes:
+        seeded_noise: whether noise or sampling came from a fixed seed; the run is not private then.
+        missing: the number of requested updates that did not count.
+        incidents: what happened, in words.
+        report_client_metrics: whether clients were asked for metrics, which are not private.
+        own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
+    """
+
+    seeded_noise: bool
+    missing: Missing
+    incidents: tuple[str, ...]
+    report_client_metrics: bool
+    own_evaluation: bool = False
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunState:
+    """All that a run needs to go on. Two of them are equal if all that they hold is.
+
+    Stored with `flower_dp.core.stored.to_stored`. It holds no client's data: models, counts and numbers that the server has
+    anyway. `rounds` must stay on the server: see `RoundReport`.
+
+    Attributes:
+        rounds: the numbers of every round.
+        incidents: what happened, in words.
+        missing: the number of requested updates that did not count.
+        evaluations: value and standard error of every metric of private evaluations, by round.
+        client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
+        refusal: the last reason for which a client's update did not count.
+        ended_before: the round that the budget did not cover; neither it nor a later one is run. None while it covers them.
+        model: the arrays that are trained, as one vector [d], float32, after the last round; None before the first.
+        method: the state of the method's releases, and of the method itself.
+        optimizer: the state of the server's optimiser; None without one.
+    """
+
+    rounds: tuple[RoundReport, ...] = ()
+    incidents: tuple[str, ...] = ()
+    missing: Missing = field(default_factory=Missing)
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    refusal: str = "no reply"
+    ended_before: int | None = None
+    model: np.ndarray | None = None
+    method: Any = None
+    optimizer: Mapping[str, Any] | None = None

@@ -1,0 +1,67 @@
+"""Presets without privacy, to compare with: they say so everywhere, and no clip touches an update."""
+
+import json
+import math
+
+import pytest
+
+from apps.methods import Run
+from flower_dp.cli import main as cli
+from flower_dp.clients import ProximalTerm
+from flower_dp.running.apps import description, own_app
+from tests.app_runs import DEFAULTS, PRESETS, play
+
+NOT_PRIVATE = [name for name in sorted(PRESETS) if name.endswith("-not-private")]
+FED = [f"mnist-{name}-not-private" for name in ("fedavg", "fedprox", "fedsgd", "fedsam")]
+
+
+def run_of(name, **changes):
+    return Run.of({**DEFAULTS, **PRESETS[name], **changes})
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_called_not_private_if_and_only_if_it_is(name):
+    own = run_of(name).own
+    private = own.noise_multiplier > 0 if hasattr(own, "noise_multiplier") else math.isfinite(own.epsilon)
+    assert private == (name not in NOT_PRIVATE)
+    assert private == ("NOT PRIVATE" not in description(own_app().presets()[name]))
+
+
+def test_they_are_listed_as_not_private(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["presets"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(FED) <= set(lines)
+    assert all("NOT PRIVATE" in lines[name] for name in NOT_PRIVATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FED)
+def test_a_run_is_not_private_and_says_so_and_no_update_is_clipped(name, tmp_path):
+    fewer = {"num-clients": 20, "num-rounds": 3, "sampling": "full", "report-client-metrics": True}
+    folder = play(tmp_path / "run", {**PRESETS[name], **fewer})
+    statement = json.loads((folder / "statement.json").read_text())
+    assert (statement["private"], statement["epsilon"], statement["adversary"]) == (False, None, "nobody")
+    assert (folder / "statement.txt").read_text().splitlines()[1].startswith("NOT PRIVATE. No differential-privacy guarantee")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [line["epsilon"] for line in lines] == [None] * 3
+    # No update is longer than the square root of the sum of all squares.
+    longest = math.sqrt(20 * max(line["client-update-norm-squared"] for line in lines))
+    assert 0 < longest < 0.2 * statement["noise"]["clip_norm"]
+    assert lines[-1]["accuracy"] > 0.3  # of ten classes
+
+
+def test_what_each_of_them_trains():
+    trained = {name: training(name) for name in FED}
+    fedavg, fedprox, fedsgd, fedsam = trained.values()
+    assert (fedavg.regularizers, fedavg.sam_radius, fedavg.optimizer) == ((), 0, "sgd")
+    assert (fedprox.regularizers, fedprox.sam_radius) == ((ProximalTerm(strength=0.1),), 0)
+    assert fedprox.num_steps(4) > 1  # in the first step the proximal term is 0
+    assert (fedsam.regularizers, fedsam.sam_radius) == ((), 0.05)
+    assert (fedsgd.regularizers, fedsgd.sam_radius, fedsgd.momentum) == ((), 0, 0)
+    assert [fedsgd.num_steps(records) for records in (1, 4, 400, 4000)] == [1, 1, 1, 1]
+
+
+def training(name):
+    run = run_of(name)
+    return run.client(run.model(), {"client-000": None}, lambda: {}).training

@@ -1,0 +1,203 @@
+"""The settings of a method agree with the arguments of its strategy, its recipe and their parts.
+
+What a setting changes is found by trial: each gets another value, and the arguments that the app then passes are compared.
+"""
+
+import inspect
+from contextlib import suppress
+from functools import cache
+from typing import Any, get_type_hints
+
+import pytest
+
+from apps import parts
+from apps.methods import METHODS, Run, module_of
+from apps.settings import SAMPLINGS
+from flower_dp.clients import LocalTraining
+from flower_dp.clients.registry import LOCAL
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.strategies.rules import Options
+from tests.app_runs import DEFAULTS
+
+NUM_CLIENTS = 200
+# What a method's defaults lack for a run.
+NEEDED = {name: {f"{name}.update-clip-norm": 0.1} for name in ("dp-fedpaq", "scaffold")}
+# Another value for settings whose values are words; an evaluation and a model need other settings beside.
+WORDS: dict[str, Any] = {
+    "relation": ("replace-one", "add-or-remove-one"),
+    "placement": ("central",),
+    "mechanism": ("gaussian",),
+    "aggregation": ("uniform",),
+    "sensitivity": ("per-step",),
+    "batch-sampling": ("poisson",),
+    "calibration": ("zcdp",),
+    "best-by": ("accuracy",),
+    "client-epsilons": (",".join(["3"] * NUM_CLIENTS),),
+    "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),
+    "optimizer": ("adam",),
+    "mask": ("top-k",),
+    "engine": ("one-by-one",),
+    "sampling": SAMPLINGS,
+}
+BESIDE = {
+    "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
+    "model": [{"task": "vehicle", "model": "linear-svm"}],
+    "cohort-size": [{"sampling": sampling, "cohort-size": 7} for sampling in ("fixed-size", "round-robin")],
+    "evaluation.every": [{"evaluation.every": 1}, {"evaluation.every": 1, "evaluation.epsilon": 0.5}],
+    "evaluation.metrics": [{"evaluation.every": 1, "evaluation.metrics": "loss=5"}],
+}
+# Settings of words that no argument depends on: data, and the run's folder.
+DATA = ("task", "data-dir", "partition", "output-dir", "method")
+
+# Of the arguments that the app passes, by class and argument: `DPFedSAM.clip_norm`.
+Passed = dict[str, Any]
+
+
+class PassedError(Exception):
+    """The arguments are known; the object is not needed."""
+
+
+def strategy_of(name):
+    return get_type_hints(module_of(name).strategy)["return"]
+
+
+def kinds_of(name):
+    """The classes whose arguments are a method's: its strategy, its recipe, and their parts."""
+    local = [LOCAL[name]] if name in LOCAL else []
+    return [strategy_of(name), *local, LocalTraining, FedPAQSteps]
+
+
+def passed(config, size=300) -> Passed:
+    """The arguments that the app passes to a method's classes, also to those that refuse them."""
+    run = Run.of(config)
+    name, clients = run.settings.method, run.settings.client_names()
+    found: Passed = {}
+    # A client of one noised sum is made from the strategy's rules.
+    stops = {strategy_of(name), LOCAL.get(name)}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds_of(name):
+
+            def record(self, *, _kind=kind, _init=kind.__init__, **words):
+                if type(self) is _kind:
+                    found.update({named(_kind, key): value for key, value in words.items()})
+                    if _kind in stops:
+                        raise PassedError
+                _init(self, **words)
+
+            patch.setattr(kind, "__init__", record)
+        with suppress(ValueError, PassedError):
+            run.strategy(lambda: dict.fromkeys(clients, size))
+        stops.remove(strategy_of(name))
+        with suppress(ValueError, PassedError):
+            run.client(run.model(), {clients[0]: range(size)}, lambda: dict.fromkeys(clients, size))
+    return found
+
+
+def named(kind, argument):
+    return f"{'Options' if argument in Options.__annotations__ else kind.__name__}.{argument}"
+
+
+@cache
+def base(name) -> dict[str, Any]:
+    """The defaults with a method, and with the first sampling that it takes."""
+    for sampling in ("poisson", "full", "round-robin"):
+        config = {**DEFAULTS, "method": name, "num-clients": NUM_CLIENTS, "sampling": sampling, **NEEDED.get(name, {})}
+        config["cohort-size"] = 5 if sampling == "round-robin" else 0
+        if named(strategy_of(name), "delta") in passed(config):
+            return config
+    raise AssertionError(name)
+
+
+def others(key, value):
+    """Changes of one setting."""
+    if key in BESIDE:
+        return BESIDE[key]
+    if isinstance(value, bool):
+        return [{key: not value}]
+    if isinstance(value, str):
+        return [{key: word} for word in WORDS[key.rpartition(".")[2]] if word != value]
+    return [{key: value + 1 if isinstance(value, int) else value / 2 or 0.25}]
+
+
+@cache
+def changed_by(name) -> dict[str, set[str]]:
+    """The arguments that each setting of a method changes; those that the sizes of the clients' data change are the task's."""
+    config = base(name)
+    before = passed(config)
+
+    def changes(after):
+        return {one for one in after if one not in before or after[one] != before[one]}
+
+    found: dict[str, set[str]] = {}
+    for key in [key for key in config if "." not in key or key.startswith((f"{name}.", "evaluation."))]:
+        found[key] = set()
+        for change in [] if key in DATA else others(key, config[key]):
+            with suppress(ValueError):
+                found[key] |= changes(passed({**config, **change}))
+    return found | {"task": changes(passed(config, size=301))}
+
+
+def arguments(name):
+    """The arguments of a method's classes that the app constructs, with their defaults."""
+    made = {one.partition(".")[0] for one in passed(base(name))}
+    found = {}
+    for kind in [kind for kind in kinds_of(name) if kind.__name__ in made]:
+        _, *parameters = inspect.signature(kind.__init__).parameters.values()
+        for parameter in parameters:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                found |= {f"Options.{option}": inspect.Parameter.empty for option in Options.__annotations__}
+            else:
+                assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+                found[named(kind, parameter.name)] = parameter.default
+    return found
+
+
+@cache
+def unset(name):
+    """The arguments that no setting changes."""
+    return set(arguments(name)) - set().union(*changed_by(name).values())
+
+
+@cache
+def different(name):
+    """The arguments to which the app by default passes something else than the default of the signature."""
+    plain = {**base(name), **{key: DEFAULTS[key] for key in NEEDED.get(name, {})}}
+    given = {**passed(base(name)), **passed(plain)}
+    return {
+        one
+        for one, default in arguments(name).items()
+        if default is not inspect.Parameter.empty and one in given and given[one] != default
+    }
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_argument_is_set_by_a_setting_or_listed_as_one_that_is_not(name):
+    assert sorted(unset(name) - set(parts.UNSET)) == sorted(module_of(name).UNSET)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_setting_of_a_method_sets_an_argument(name):
+    table = {key: found for key, found in changed_by(name).items() if key.startswith(f"{name}.")}
+    assert table
+    assert [key for key, found in table.items() if not found] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_of_the_app_are_those_of_the_signatures_or_listed(name):
+    assert sorted(different(name) - set(parts.OTHER_DEFAULTS)) == sorted(module_of(name).OTHER_DEFAULTS)
+
+
+def test_what_is_listed_for_all_methods_is_neither_gone_nor_listed_twice():
+    for common, own, found in ((parts.UNSET, "UNSET", unset), (parts.OTHER_DEFAULTS, "OTHER_DEFAULTS", different)):
+        assert set(common) <= set().union(*map(found, METHODS))
+        listed = [one for name in METHODS for one in dict.fromkeys(getattr(module_of(name), own))]
+        assert not set(common) & set(listed)
+
+
+def test_trials_find_what_a_setting_changes():
+    found = changed_by("dp-fedsam")
+    assert found["dp-fedsam.clip-norm"] == {"DPFedSAM.clip_norm"}
+    assert found["dp-fedsam.sam-radius"] == {"LocalTraining.sam_radius"}
+    assert found["report-client-metrics"] == {"Options.report_client_metrics"}
+    assert found["evaluate-every"] == set()
+    assert "FedSGDDPC.num_records" in changed_by("fedsgd-dpc")["task"]

@@ -1,0 +1,145 @@
+"""Regularisers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flower_dp.clients import BLUR, LocalTraining, ProximalTerm, Regularizer
+from flower_dp.clients.training.engines import ENGINES
+from tests.clients.test_engines import CHAOTIC, RECIPE, _classes, _deep, _images, _net, _wide, rows_of
+from tests.clients.test_training import Point, quadratic, records, update
+
+# The penalties, written down a second time.
+PENALTIES: dict[str, tuple[Regularizer, Callable[[Tensor, Tensor], Tensor]]] = {
+    "proximal": (ProximalTerm(strength=0.7), lambda weights, start: 0.35 * (weights - start).square().sum()),
+    "BLUR": (
+        BLUR(strength=0.7, bound=1.5),
+        lambda weights, start: 0.35 * ((weights - start).square().sum().sqrt() - 1.5).clamp(min=0) ** 2,
+    ),
+}
+
+
+def draws(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("length", [0.01, 1.4, 1.6, 40.0])
+def test_a_pull_is_the_gradient_of_the_penalty(name: str, length: float) -> None:
+    part, penalty = PENALTIES[name]
+    start, away = draws(1, 200), draws(2, 200)
+    weights = (start + length * away / away.norm()).requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(weights, start), weights)
+    with torch.no_grad():
+        found = part.pull(weights, start)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert bool(found.any()) == (name == "proximal" or length > 1.5)
+
+
+def test_blur_does_nothing_within_its_bound() -> None:
+    """Not a bit: also at the start itself, where the norm is 0, and a hair below the bound."""
+    start = draws(1, 50)
+    for length in (0.0, 1e-30, 0.3, 1.4999):
+        away = torch.zeros(50)
+        away[7] = length
+        weights = torch.zeros(50) + away
+        assert not BLUR(strength=1e6, bound=1.5).pull(weights, torch.zeros(50)).any()
+        assert BLUR(strength=1e6, bound=1.5).pull(start + 0.0, start).eq(0).all()
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("size", [3, 1000, 4099])
+def test_no_row_of_a_pull_depends_on_another(name: str, size: int) -> None:
+    """Stacked clients are pulled as each is alone, to the bit in every slot, next to whatever there is."""
+    part, start, own = PENALTIES[name][0], draws(1, size), 5 * draws(2, size)
+    alone = part.pull(own, start)
+    for other in (draws(3, size), torch.full((size,), torch.nan), torch.full((size,), torch.inf)):
+        for slot in range(8):
+            stacked = other.expand(8, size).clone()
+            stacked[slot] = own
+            found = part.pull(stacked, start)
+            torch.testing.assert_close(found[slot], alone)
+            assert torch.equal(found[slot], part.pull(own.expand(8, size), start)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_blur_by_hand(engine: str) -> None:
+    """From x = 2 with gradient x: x1 = 1.8, 0.2 away; the penalty's is -3 (0.2 - 0.1): x2 = 1.8 - 0.1 (1.8 - 0.3) = 1.65."""
+    training = LocalTraining(
+        learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), regularizers=(BLUR(strength=3.0, bound=0.1),)
+    )
+    np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.65 - 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_regularisers_add_up(engine: str) -> None:
+    """With decay 0.5 and momentum 0.5 from x = 2: v1 = 2 + 1, x1 = 1.7, which is 0.3 away."""
+    both = (BLUR(strength=3.0, bound=0.1), ProximalTerm(strength=1.0))
+    training = LocalTraining(
+        learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), weight_decay=0.5, momentum=0.5, regularizers=both
+    )
+    # The second gradient is 1.7 + 0.85 - 3 (0.3 - 0.1) - 0.3 = 1.65, so v2 = 1.5 + 1.65.
+    np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.7 - 0.315 - 2], rtol=1e-6)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A regulariser of a user's own."""
+
+    def pull(self, weights: Tensor, start: Tensor) -> Tensor:
+        return torch.ones_like(weights)
+
+
+@pytest.mark.parametrize("training", [LocalTraining(learning_rate=0.1, batch_size=3), RECIPE], ids=["plain", "everything"])
+@pytest.mark.parametrize("part", [BLUR(strength=2.0, bound=0.02), Rest()], ids=["BLUR", "own"])
+def test_the_engines_agree(training: LocalTraining, part: Regularizer) -> None:
+    """Where BLUR acts: its bound is far below these updates' norms."""
+    clients, pulled = [_classes(size, size) for size in (9, 4, 7)], replace(training, regularizers=(part,))
+    one, other = (rows_of(_net, clients, pulled, engine=engine) for engine in ENGINES)
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    without = rows_of(_net, clients, training, engine="one_by_one")
+    assert all((row - plain).norm() > 0.02 * plain.norm() for row, plain in zip(one, without, strict=True))
+    assert all(plain.norm() > 0.1 for plain in without)
+
+
+@pytest.mark.slow
+def test_no_neighbour_changes_a_bit_of_a_row_that_blur_pulls() -> None:
+    training = replace(CHAOTIC, num_local_steps=30, regularizers=(BLUR(strength=1.0, bound=0.05),))
+    own, others = _wide(60, 2), [_wide(60, 3), replace(_wide(60, 4), inputs=_wide(60, 4).inputs * torch.nan)]
+    (alone,) = rows_of(_deep, [own], training, engine="batched", seeds=[6])
+    assert alone.isfinite().all()
+    for clients, seeds, slot in (([*others, own], [1, 2, 6], 2), ([own, *others], [6, 1, 2], 0)):
+        assert torch.equal(rows_of(_deep, clients, training, engine="batched", seeds=seeds)[slot], alone)
+
+
+def test_a_regulariser_reaches_every_parameter_of_a_model_of_many() -> None:
+    """Convolutions, GroupNorm and a linear layer: the update without a loss's gradient is that of the pull alone."""
+    from tests.clients.test_engines import _convolutions
+
+    data = _images(4, 1)
+    still = replace(data, targets=torch.full((4,), -100))  # no class: the loss has no gradient
+    training = LocalTraining(learning_rate=0.25, batch_size=4, regularizers=(Rest(),))
+    for engine in ENGINES:
+        (row,) = rows_of(_convolutions, [still], training, engine=engine)
+        torch.testing.assert_close(row, torch.full_like(row, -0.25), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: ProximalTerm(strength=0.0), "strength=0"),
+        (lambda: BLUR(strength=-1.0, bound=1.0), r"strength=-1\.0"),
+        (lambda: BLUR(strength=1.0, bound=0.0), "bound=0"),
+        (lambda: BLUR(strength=1.0, bound=float("nan")), "bound=nan"),
+        (lambda: LocalTraining(learning_rate=0.1, regularizers=ProximalTerm(strength=1.0)), "must be a tuple"),  # type: ignore[arg-type]
+        (lambda: LocalTraining(learning_rate=0.1, regularizers=(0.5,)), "must be a tuple of regularisers"),  # type: ignore[arg-type]
+    ],
+)
+def test_nonsense_is_refused(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()

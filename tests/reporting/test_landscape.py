@@ -1,0 +1,252 @@
+"""The loss around final models: directions and losses by hand, runs of the app, and the command."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from torch import nn
+
+from flower_dp.cli import main as cli
+from flower_dp.clients import TensorRecords
+from flower_dp.reporting import landscape, landscape_figure
+from flower_dp.reporting.landscape import Landscape, PublicTest, landscapes
+from flower_dp.reporting.past_run import read_past_run
+from flower_dp.running.run_folder import RunFolder
+from tests.app_runs import DEFAULTS, play
+
+RNG = np.random.default_rng(5)
+INPUTS = RNG.standard_normal((12, 3)).astype(np.float32)
+TARGETS = RNG.standard_normal((12, 2)).astype(np.float32)
+WEIGHTS = np.array([[1.0, 2.0, -2.0], [0.0, 0.3, -0.4]], np.float32)
+BIAS = np.array([0.5, -0.5], np.float32)
+PRIVATE = {"private": True, "epsilon": 1.5}
+
+
+def recorded(folder, arrays=None, statement=PRIVATE, **config):
+    """Write a run folder, with a final model if there are arrays."""
+    made = RunFolder.create(folder, {**DEFAULTS, **config}, "a run")
+    made.append({"round": 1, "loss": 1.0})
+    made.state(statement, "a statement")
+    if arrays is not None:
+        made.finish(arrays)
+    return read_past_run(folder)
+
+
+def squares(outputs, targets):
+    return ((outputs - targets) ** 2).sum(1).mean()
+
+
+def problem(module=None, inputs=INPUTS, targets=TARGETS):
+    records = TensorRecords(inputs=torch.from_numpy(inputs), targets=torch.from_numpy(targets))
+    return PublicTest(module=module or nn.Linear(3, 2), loss=squares, records=records)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Give runs their models and records by the name of their folder, without an app."""
+    known = {}
+    monkeypatch.setattr(landscape, "_public_test", lambda run: known[run.folder.name])
+    return known
+
+
+# The method
+
+
+def scaled(weights, seed, axis):
+    """A direction by hand: one draw for all parameters, in their order, each row as long as the model's."""
+    drawn = np.random.default_rng((seed, axis)).standard_normal(8, dtype=np.float32)[:6].reshape(2, 3).astype(float)
+    return drawn * (np.linalg.norm(weights, axis=1) / np.linalg.norm(drawn, axis=1))[:, None]
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_losses_are_those_of_the_moved_model_whose_biases_stay(tmp_path, given, seed):
+    given["run"] = problem()
+    run = recorded(tmp_path / "run", {"weight": WEIGHTS, "bias": BIAS})
+    (found,) = landscapes([run], resolution=5, distance=2.0, seed=seed)
+    assert found.offsets.tolist() == [-2, -1, 0, 1, 2]
+    first, second = scaled(WEIGHTS, seed, 0), scaled(WEIGHTS, seed, 1)
+    for row, up in enumerate(found.offsets):
+        for column, along in enumerate(found.offsets):
+            outputs = INPUTS @ (WEIGHTS + along * first + up * second).T + BIAS
+            assert found.losses[row, column] == pytest.approx(((outputs - TARGETS) ** 2).sum(1).mean(), rel=1e-5)
+    assert found.line.tolist() == found.losses[2].tolist()
+    assert found.here == found.losses[2, 2]
+    assert (found.label, found.epsilon, found.num_records) == (DEFAULTS["method"], 1.5, 12)
+
+
+def test_every_filter_of_a_direction_is_as_long_as_the_models_own(tmp_path, given):
+    arrays = {"weight": RNG.standard_normal((4, 2, 3, 3)).astype(np.float32), "bias": np.ones(4, np.float32)}
+    layout = landscape.Layout.of(arrays)
+    found = layout.unflatten(landscape._direction(layout, arrays, (0, 1)))
+    own = np.sqrt((arrays["weight"].astype(float) ** 2).sum((1, 2, 3)))
+    assert np.sqrt((found["weight"].astype(float) ** 2).sum((1, 2, 3))) == pytest.approx(own, rel=1e-6)
+    assert not found["bias"].any()
+    zeros = {name: np.zeros_like(array) for name, array in arrays.items()}
+    assert not landscape._direction(layout, zeros, (0, 1)).any()
+
+
+def test_runs_share_the_draw_and_each_scales_it_by_its_own_filters(tmp_path, given):
+    given |= {"a": problem(), "b": problem()}
+    arrays = {"weight": WEIGHTS, "bias": BIAS}
+    runs = [recorded(tmp_path / "a", arrays), recorded(tmp_path / "b", {**arrays, "weight": 2 * WEIGHTS}, **{"seed": 1})]
+    one, other = landscapes(runs, resolution=3)
+    again, alone = landscapes(runs[:1], resolution=3)[0], landscapes(runs[1:], resolution=3)[0]
+    assert np.array_equal(one.losses, again.losses)
+    assert np.array_equal(other.losses, alone.losses)
+    outputs = INPUTS @ (2 * WEIGHTS + scaled(2 * WEIGHTS, 0, 0)).T + BIAS
+    assert other.line[-1] == pytest.approx(((outputs - TARGETS) ** 2).sum(1).mean(), rel=1e-5)
+    # Seeds tell no run from another: their folders do.
+    assert [one.label, other.label] == ["a", "b"]
+
+
+def test_some_records_at_random_the_same_for_all_runs(tmp_path, given):
+    given["run"] = problem()
+    run = recorded(tmp_path / "run", {"weight": WEIGHTS, "bias": BIAS})
+    drawn = np.random.default_rng((4, 2)).permutation(12)[:5]
+    (found,) = landscapes([run], resolution=3, num_records=5, seed=4)
+    expected = ((INPUTS[drawn] @ WEIGHTS.T + BIAS - TARGETS[drawn]) ** 2).sum(1).mean()
+    assert (found.num_records, found.here) == (5, pytest.approx(expected, rel=1e-5))
+
+
+# Refusals
+
+
+def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
+    given |= {"a": problem(), "b": problem(), "wide": problem(nn.Linear(3, 3)), "moved": problem(inputs=INPUTS + 1)}
+    given["more"] = problem(inputs=INPUTS[:6], targets=TARGETS[:6])
+    arrays = {"weight": WEIGHTS, "bias": BIAS}
+    good = recorded(tmp_path / "a", arrays)
+    wide = recorded(tmp_path / "wide", {"weight": np.ones((3, 3), np.float32), "bias": np.ones(3, np.float32)})
+    for run, match in [
+        (recorded(tmp_path / "b"), "b: the run was not finished"),
+        (wide, "wide: has another model than the first run"),
+        (recorded(tmp_path / "moved", arrays), "moved: has other test records than the first run"),
+        (recorded(tmp_path / "more", arrays), "more: has other test records than the first run"),
+        (good, "a: is given twice"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            landscapes([good, run], resolution=3)
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"a: model\.safetensors can't be read"):
+        landscapes([good])
+    odd = recorded(tmp_path / "odd", {"weight": WEIGHTS})
+    given["odd"] = problem()
+    with pytest.raises(ValueError, match=r"odd: arrays: names differ"):
+        landscapes([odd])
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"resolution": 4}, "--resolution=4: must be odd"),
+        ({"resolution": 1}, "--resolution=1"),
+        ({"distance": 0.0}, "--distance=0"),
+        ({"num_records": 0}, "--records=0"),
+        ({"seed": -1}, "--seed=-1"),
+    ],
+)
+def test_nonsense_is_refused(words, match):
+    with pytest.raises(ValueError, match=match):
+        landscapes([], **words)
+
+
+def test_runs_of_other_apps_are_refused(tmp_path):
+    arrays = {"weight": WEIGHTS}
+    own = RunFolder.create(tmp_path / "own", {"num-rounds": 3, "lr": 0.1}, "own")
+    own.finish(arrays)
+    with pytest.raises(
+        ValueError, match=r"own: is not a run of a task of this flower-dp \(its config\.toml has no adult\.features"
+    ):
+        landscapes([read_past_run(tmp_path / "own")])
+    more = recorded(tmp_path / "more", arrays, **{"model-fn": "own:model"})
+    with pytest.raises(ValueError, match=r"more: is not a run of a task of this flower-dp \(its config\.toml has model-fn\)"):
+        landscapes([more])
+    lost = recorded(tmp_path / "lost", arrays, **{"data-dir": str(tmp_path / "gone")})
+    with pytest.raises(ValueError, match=r"lost: .*gone"):
+        landscapes([lost])
+
+
+# The figure
+
+
+def land(label, losses, epsilon=math.inf):
+    return Landscape(label=label, epsilon=epsilon, num_records=9, offsets=np.array([-1.0, 0, 1]), losses=np.array(losses, float))
+
+
+def test_all_runs_are_drawn_on_one_scale():
+    flat = land("flat", [[1.0, 1.1, 1.2], [1.0, 0.9, 1.0], [1.1, 1.2, 1.3]], epsilon=2.0)
+    steep = land("steep", [[3.0, 2.0, 3.0], [2.0, 0.8, 2.0], [3.0, 2.0, 3.2]])
+    drawn = landscape_figure.figure([flat, steep])
+    lines, *panels = [axes for axes in drawn.axes if axes.get_xlabel() == "first direction"]
+    assert lines.get_ylim() == pytest.approx((0.8, 3.2))
+    assert [line.get_ydata().tolist() for line in lines.lines] == [[1.0, 0.9, 1.0], [2.0, 0.8, 2.0]]
+    levels = [axes.collections[0].levels for axes in panels]
+    assert levels[0].tolist() == levels[1].tolist()
+    assert (levels[0][0], levels[0][-1]) == pytest.approx((0.8, 3.2))
+    assert [axes.get_title() for axes in panels] == ["flat\nloss 0.9, tight epsilon 2", "steep\nloss 0.8, not private"]
+    assert "9 test records" in drawn.get_suptitle()
+
+
+def test_wide_losses_are_drawn_on_a_logarithmic_scale_and_what_is_not_finite_is_left_out():
+    drawn = landscape_figure.figure([land("a", [[math.inf, 2.0, 90.0], [2.0, 0.5, 2.0], [math.nan, 2.0, 3.0]])])
+    assert drawn.axes[0].get_yscale() == "log"
+    assert drawn.axes[0].get_ylim() == pytest.approx((0.5, 90.0))
+    flat = landscape_figure.figure([land("a", np.full((3, 3), 2.0))])
+    assert flat.axes[0].get_ylim() == pytest.approx((1.5, 2.5))
+    with pytest.raises(ValueError, match="losses: none is finite"):
+        landscape_figure.figure([land("a", np.full((3, 3), math.nan))])
+
+
+# The command, on runs of the app
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """Two runs of breast-cancer, and its settings."""
+    pytest.importorskip("sklearn")
+    words = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
+    words |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
+    parent = tmp_path_factory.mktemp("runs")
+    return [play(parent / f"z{z:g}", {**words, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["figure", *map(str, arguments)])
+    return ended.value.code
+
+
+@pytest.mark.slow
+def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(played, tmp_path, capsys):
+    target = tmp_path / "figure.png"
+    assert call("landscape", *played, "--output", target, "--resolution", 5, "--records", 1000) == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"figure: {target}"
+    assert [line.partition(":")[0] for line in lines] == ["dp-fedavg.noise-multiplier=0", "dp-fedavg.noise-multiplier=4"]
+    runs = [read_past_run(folder) for folder in played]
+    for run, one in zip(runs, landscapes(runs, resolution=5, num_records=1000), strict=True):
+        assert one.num_records == 113
+        assert one.here == pytest.approx(run.series("loss")[2], rel=1e-5)
+        assert math.isinf(one.epsilon) == (run.config["dp-fedavg.noise-multiplier"] == 0)
+
+
+@pytest.mark.slow
+def test_the_command_refuses_in_one_line(played, tmp_path, capsys):
+    config = tmp_path / "config.toml"
+    config.write_text(tomli_w.dumps({"num-rounds": 3}))
+    (tmp_path / "statement.json").write_text(json.dumps(PRIVATE))
+    for arguments, match in [
+        ([played[0], "--output", "x.pdf"], "--output=x.pdf: must end in .png"),
+        ([played[0], "--resolution", 8], "--resolution=8: must be odd"),
+        (["nowhere"], "nowhere: is not a run folder"),
+        ([tmp_path], "the run was not finished"),
+        ([], "Missing argument"),
+    ]:
+        assert call("landscape", *arguments) == 2
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert match in shown.err

@@ -1,0 +1,100 @@
+"""The norms of client updates before the clip: what a run records on request, the figure, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+import tomli_w
+
+from flower_dp.cli import main as cli
+from flower_dp.reporting.past_run import read_past_run
+from flower_dp.reporting.update_norms import figure, in_words, read_update_norms
+from tests.app_runs import play
+
+STATEMENT = {"private": True, "epsilon": 1.5, "noise": {"clip_norm": 0.5}}
+
+
+def recorded(folder, lines, statement=STATEMENT):
+    folder.mkdir()
+    (folder / "config.toml").write_text(tomli_w.dumps({"method": "dp-fedavg"}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"round": at} | line) + "\n" for at, line in enumerate(lines)))
+    (folder / "statement.json").write_text(json.dumps(statement))
+    return read_past_run(folder)
+
+
+def told(*norms):
+    """The line of a round whose clients have these norms."""
+    return {"client-update-norm": np.mean(norms), "client-update-norm-squared": np.mean(np.square(norms))}
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["figure", "update-norms", *map(str, arguments)])
+    return ended.value.code
+
+
+def test_mean_and_spread_of_every_round_that_told_them(tmp_path):
+    norms = read_update_norms(recorded(tmp_path / "run", [{}, told(1.0, 3.0), {}, told(2.0, 2.0, 5.0)]))
+    assert norms.rounds.tolist() == [1, 3]
+    assert norms.mean == pytest.approx([2.0, 3.0])
+    assert norms.std == pytest.approx([1.0, 2.0**0.5])
+    assert (norms.clip_rounds.tolist(), norms.clip_norms.tolist()) == ([1, 3], [0.5, 0.5])
+    assert in_words(norms) == "mean norm before the clip 3 in round 3, 2 to 3 in all; clip norm 0.5"
+    (axes,) = figure(norms, "dp-fedavg").axes
+    mean, clip = axes.lines
+    assert mean.get_ydata() == pytest.approx([2.0, 3.0])
+    assert clip.get_ydata().tolist() == [0.5, 0.5]
+    assert "NOT PRIVATE" in axes.get_title()
+    assert axes.get_yscale() == "linear"
+
+
+def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
+    lines = [{"clip-norm": 100.0} | told(1.0, 1.5), {"clip-norm": 10.0} | told(1.0), {"clip-norm": 1.0} | told(1.0)]
+    norms = read_update_norms(recorded(tmp_path / "run", lines))
+    assert norms.clip_norms.tolist() == [100.0, 10.0, 1.0]
+    (axes,) = figure(norms, "x").axes
+    assert axes.get_yscale() == "log"
+    alone = read_update_norms(recorded(tmp_path / "alone", [{"clip-norm": 2.0}, {"clip-norm": 1.0}]))
+    assert (alone.rounds.size, alone.clip_norms.tolist()) == (0, [2.0, 1.0])
+    assert in_words(alone) == "clip norm 1"
+    (axes,) = figure(alone, "x").axes
+    assert "NOT PRIVATE" not in axes.get_title()
+
+
+def test_a_clip_norm_far_above_all_norms_is_named_and_not_drawn(tmp_path):
+    norms = read_update_norms(recorded(tmp_path / "run", [told(1.0), told(2.0)], {"noise": {"clip_norm": 1000.0}}))
+    (axes,) = figure(norms, "x").axes
+    assert axes.get_ylim()[1] < 5
+    assert "clip norm: 1000 at least, above the axis" in [text.get_text() for text in axes.get_legend().get_texts()]
+    without = read_update_norms(recorded(tmp_path / "without", [told(1.0)], {}))
+    assert without.clip_norms.size == 0
+    assert len(figure(without, "x").axes[0].lines) == 1
+
+
+def test_a_run_without_norms_names_the_setting(tmp_path, capsys):
+    recorded(tmp_path / "run", [{"accuracy": 0.5}])
+    assert call(tmp_path / "run") == 2
+    shown = capsys.readouterr()
+    assert "run: has no norms of updates. Run it again with --set report-client-metrics=true" in shown.err
+    assert call(tmp_path / "nowhere") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
+def test_a_run_of_the_app_tells_them_on_request_alone(method, tmp_path, capsys):
+    words = {"task": "breast-cancer", "method": method, "num-clients": 8, "num-rounds": 2, "sampling": "full"}
+    words |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "evaluate-every": 0}
+    silent = play(tmp_path / "silent", words)
+    assert call(silent) == 2
+    assert "client-" not in (silent / "metrics.jsonl").read_text()
+    assert "CLIENT METRICS" not in (silent / "statement.txt").read_text()
+    folder = play(tmp_path / "told", {**words, "report-client-metrics": True})
+    assert "CLIENT METRICS: the norms of clients' updates before the clip" in (folder / "statement.txt").read_text()
+    norms = read_update_norms(read_past_run(folder))
+    assert norms.rounds.tolist() == [1, 2]
+    assert norms.clip_norms.tolist() == [0.5, 0.5]
+    assert (norms.mean > 0).all()
+    capsys.readouterr()
+    assert call(folder, "--output", tmp_path / "norms.png") == 0
+    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.startswith("mean norm before the clip ")

@@ -1,0 +1,123 @@
+"""A run's state is one value: it can be stored, compared, and gone on from."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
+
+from flower_dp.core.sampling import FullSampling, RoundRobinSampling
+from flower_dp.core.stored import from_stored, same, to_stored
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, PrivateEvaluation
+from flower_dp.strategies.releases.noised_sum import SumState
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+
+WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3, "noise_seed": 3}
+
+
+def rounds(strategy: DPStrategy, model: ArrayRecord, numbers: range) -> ArrayRecord:
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.1 * node)), 4)
+    for server_round in numbers:
+        messages = strategy.configure_train(server_round, model, ConfigRecord(), grid)
+        model, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+    return model
+
+
+def moved(strategy: DPStrategy, state: object) -> DPStrategy:
+    strategy.state = from_stored(*to_stored(state))
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [FedAdam(eta=0.1), FedYogi(eta=0.1), FedAdagrad(eta=0.1), FedAvgM(server_momentum=0.9), FedAvgM()],
+    ids=["adam", "yogi", "adagrad", "momentum", "plain"],
+)
+def test_the_servers_optimiser_goes_on_from_a_stored_state(optimizer):
+    def strategy() -> DPFedAvg:
+        return DPFedAvg(**WORDS, server_optimizer=optimizer)
+
+    whole, first = strategy(), strategy()
+    start = arrays(w=np.zeros(9, np.float32))
+    expected = rounds(whole, start, range(1, 5))
+    model = rounds(first, start, range(1, 3))
+    model = rounds(moved(strategy(), first.state), model, range(3, 5))
+    np.testing.assert_array_equal(model["w"].numpy(), expected["w"].numpy())
+
+
+def test_a_ledger_goes_on_where_the_stored_one_has_ended():
+    """Evaluations as well: what is stored is charged, and a target that was spent stays so."""
+    evaluation = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling(), every=2)
+    strategy = DPFedAvg(**WORDS, evaluation=evaluation)
+    strategy.rules.training.charge(("a",) * 4)
+    strategy.rules.training.charge(("a",) * 4)
+    strategy.rules.evaluation.release.charge(("a",) * 4)
+    other = moved(DPFedAvg(**WORDS, evaluation=evaluation), strategy.state)
+    assert other.rules.ledger.lines() == strategy.rules.ledger.lines() != []
+    assert other.rules.outside_ledger.lines() == strategy.rules.outside_ledger.lines()
+    assert other.rules.evaluation.release.num_charged == 1
+    assert not other.rules.evaluation.due(2)
+
+
+def test_in_turn_the_next_cohort_follows_from_the_stored_state():
+    words = WORDS | {"sampling": RoundRobinSampling(cohort_size=1)}
+    strategy = DPFedAvg(**words)
+    names, drawn = ("a", "b", "c", "d"), []
+    for _ in range(4):
+        strategy = moved(DPFedAvg(**words), strategy.state)
+        drawn.extend(strategy.rules.training.cohort(names, strategy._run.generator("cohort")))
+        strategy.rules.training.charge(names[:1])
+    assert sorted(drawn) == [0, 1, 2, 3]
+
+
+def test_a_run_that_has_ended_stays_so():
+    strategy = DPFedAvg(**WORDS, target_epsilon=6.0)
+    strategy.plan(50)
+    rounds(strategy, arrays(w=np.zeros(9, np.float32)), range(1, 2))
+    strategy.state = replace(strategy.state, ended_before=2)
+    other = moved(DPFedAvg(**WORDS, target_epsilon=6.0), strategy.state)
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 4)
+    assert not other.configure_train(2, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
+
+
+def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begin_with():
+    words = {"num_clients": 2, "batch_size": 4, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
+    strategy = DPPASGD(**words, num_local_steps=1, learning_rate=0.1)
+    strategy.rules.open(("a", "b"))
+    strategy.rules.training.charge(("a",))
+    other = moved(DPPASGD(**words, num_local_steps=1, learning_rate=0.1), strategy.state)
+    other.rules.open(("b",))  # a client that is not there yet
+    assert (other.rules.training.replies("a"), other.rules.training.replies("b")) == (1, 0)
+    with pytest.raises(ValueError, match="'c' was not there when this run began"):
+        other.rules.open(("a", "c"))
+
+
+def test_states_are_equal_if_all_that_they_hold_is():
+    one = {"a": np.arange(3.0), "b": (1, "x", math.nan)}
+    assert same(one, {"a": np.arange(3.0), "b": (1, "x", math.nan)})
+    for other in (
+        {"a": np.arange(3.0), "b": (1, "y", math.nan)},
+        {"a": np.arange(3), "b": (1, "x", math.nan)},
+        {"a": np.array([0.0, 1.0, 2.5]), "b": (1, "x", math.nan)},
+        {"a": np.arange(3.0), "b": [1, "x", math.nan]},
+        {"b": (1, "x", math.nan)},
+        {"a": None, "b": (1, "x", math.nan)},
+    ):
+        assert not same(one, other)
+    assert SumState(shares=(1, 2)) == SumState(shares=(1, 2)) != SumState(shares=(2, 1))
+    kept, text = to_stored({1: {"x": np.zeros(2)}, 2: [True, None, 1.5]})
+    assert same(from_stored(kept, text), {1: {"x": np.zeros(2)}, 2: [True, None, 1.5]})
+
+
+@pytest.mark.parametrize("text", ['{"Nobody": {}}', '{"array": "there"}', '{"SumState": {"unknown": 1}}', '{"table": 3}'])
+def test_a_malformed_state_is_refused(text):
+    with pytest.raises(ValueError, match="malformed"):
+        from_stored({}, text)
+
+
+def test_what_is_no_value_is_not_stored():
+    with pytest.raises(ValueError, match="function can't be stored"):
+        to_stored({"x": lambda: None})
