@@ -16,7 +16,7 @@ from flower_dp.wire.evaluation import (
 )
 from flower_dp.wire.hosted import Hosted, hosted_of
 from flower_dp.wire.instruction import EVALUATION, Instruction
-from flower_dp.wire.mask import Mask, RoundMask, SentMask
+from flower_dp.wire.mask import PublicMask, RoundMask, SentMask
 from flower_dp.wire.messages import (
     MESSAGE_API,
     NUMPY_CLIENT,
@@ -49,10 +49,10 @@ __all__ = [
     "EvaluationAnswer",
     "Hosted",
     "Instruction",
-    "Mask",
     "Model",
     "OwnAsk",
     "Promise",
+    "PublicMask",
     "RecordNames",
     "RoundMask",
     "SentMask",
