@@ -264,8 +264,7 @@ def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
     strategy = strategy_class(**words, sampling=PoissonSampling(sampling_rate=0.5))
     roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True)
     chosen = [
-        tuple(one.rules.training.cohort(roster.names, one._run.generator("cohort", 1)))
-        for one in (copy.deepcopy(strategy) for _ in range(6))
+        tuple(one._run.drawn(one.rules.training, roster, "cohort", 1)) for one in (copy.deepcopy(strategy) for _ in range(6))
     ]
     assert len(set(chosen)) == 6
     app = stock_app(shifted(lambda node: 0.0))

@@ -35,7 +35,9 @@ def stored(kind: type[T]) -> type[T]:
         >>> from_stored(arrays, text) == Clip(norm=0.5, past=np.zeros(2))
         True
     """
-    if not is_dataclass(kind) or kind.__name__ in _KINDS:
+    known = _KINDS.get(kind.__name__, kind)
+    # The same class again, from a cell of a notebook that is run twice, takes the place of the first.
+    if not is_dataclass(kind) or (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
         raise ValueError(f"{kind.__name__}: must be a dataclass of a name that no other stored one has")
     _KINDS[kind.__name__] = kind
     setattr(kind, "__eq__", _equal)  # noqa: B010

@@ -14,7 +14,6 @@ from flower_dp.reporting.compare import wrapped
 from flower_dp.reporting.landscape import Landscape
 
 _LEVELS = 15
-_COLUMNS = 3
 # Losses that differ by more than this factor are drawn on a logarithmic scale.
 _WIDE = 5.0
 
@@ -26,14 +25,15 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
         ValueError: if no loss is finite.
     """
     levels, log = _scale(landscapes)
-    columns = min(_COLUMNS, len(landscapes) + 1)
-    rows = -(-(len(landscapes) + 1) // columns)
+    panels = len(landscapes) + 1
+    columns = panels if panels <= 3 else math.isqrt(panels - 1) + 1
+    rows = -(-panels // columns)
     result = canvas.empty(4.2 * columns + 0.8, 4.2 * rows + 0.4)
     every = result.subplots(rows, columns, squeeze=False).ravel()
     _draw_lines(every[0], landscapes, levels, log=log)
     result.legend(loc="outside lower center", fontsize="small", ncols=columns, frameon=False)
     norm = LogNorm(levels[0], levels[-1]) if log else Normalize(levels[0], levels[-1])
-    shown = every[1 : len(landscapes) + 1]
+    shown = every[1:panels]
     for axes, one in zip(shown, landscapes, strict=True):
         grid = one.offsets, one.offsets, np.ma.masked_invalid(one.losses)
         filled = axes.contourf(*grid, levels=levels, norm=norm, cmap="viridis")
@@ -44,7 +44,7 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
         axes.set_xlabel("first direction")
         axes.set_ylabel("second direction")
     result.colorbar(filled, ax=list(shown), label="test loss", format="%.3g", shrink=0.8)
-    for axes in every[len(landscapes) + 1 :]:
+    for axes in every[panels:]:
         axes.set_axis_off()
     result.suptitle(
         f"Loss on {landscapes[0].num_records} test records around final models (+), along random directions normalised filter by "

@@ -11,7 +11,7 @@ from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
 from flower_dp.wire.ask import Ask, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
 from flower_dp.wire.instruction import EVALUATION, Instruction
-from flower_dp.wire.mask import Mask, RoundMask, SentMask
+from flower_dp.wire.mask import PublicMask, RoundMask, SentMask
 from flower_dp.wire.messages import (
     MESSAGE_API,
     NUMPY_CLIENT,
@@ -43,10 +43,10 @@ __all__ = [
     "Ask",
     "Hosted",
     "Instruction",
-    "Mask",
     "Model",
     "OwnAsk",
     "Promise",
+    "PublicMask",
     "RecordNames",
     "RoundMask",
     "SentMask",

@@ -10,7 +10,7 @@ import numpy as np
 from flower_dp.core import checks
 from flower_dp.core.compression import MOST_LEVELS
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.wire.mask import Mask, mask_keys, mask_of
+from flower_dp.wire.mask import PublicMask, mask_keys, mask_of
 from flower_dp.wire.text import check_keys
 
 PLACEMENTS = ("central", "distributed", "local")
@@ -111,7 +111,7 @@ class Ask:
     placement: str
     step: float = 0.0
     noise_std: float = 0.0
-    mask: Mask | None = None
+    mask: PublicMask | None = None
     keep_ratio: float = 1.0
     quantization_levels: int = 0
     metrics: MetricBounds | None = None

@@ -85,7 +85,7 @@ class SentMask:
         return {"mask_bits": base64.b64encode(self.bits).decode()}
 
 
-Mask = RoundMask | SentMask
+PublicMask = RoundMask | SentMask
 # The keys that an ask may have for its mask, by kind.
 _SEEDED, _SENT = ("mask_seed", "mask_keep_ratio"), ("mask_bits",)
 
@@ -95,7 +95,7 @@ def mask_keys(table: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(_SEEDED if _SEEDED[0] in table else ()), *(_SENT if _SENT[0] in table else ()))
 
 
-def mask_of(table: Mapping[str, Any]) -> Mask | None:
+def mask_of(table: Mapping[str, Any]) -> PublicMask | None:
     """Return the mask in an ask's table, whose keys were checked.
 
     Raises:

@@ -1,7 +1,7 @@
 """A run's state is one value: it can be stored, compared, and gone on from."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_dp.core.sampling import FullSampling, RoundRobinSampling
-from flower_dp.core.stored import from_stored, same, to_stored
+from flower_dp.core.stored import from_stored, same, stored, to_stored
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import SumState
 from tests.grids import LocalGrid
@@ -110,6 +110,20 @@ def test_states_are_equal_if_all_that_they_hold_is():
     assert SumState(shares=(1, 2)) == SumState(shares=(1, 2)) != SumState(shares=(2, 1))
     kept, text = to_stored({1: {"x": np.zeros(2)}, 2: [True, None, 1.5]})
     assert same(from_stored(kept, text), {1: {"x": np.zeros(2)}, 2: [True, None, 1.5]})
+
+
+def test_a_stored_class_may_be_defined_again_and_no_other_takes_its_name():
+    def define(module: str) -> type:
+        kind = dataclass(type("Bounds", (), {"__annotations__": {"norm": float}, "__module__": module}))
+        return stored(kind)
+
+    define("a")
+    again = define("a")
+    assert isinstance(from_stored({}, '{"Bounds": {"norm": 2.0}}'), again)
+    with pytest.raises(ValueError, match="Bounds: must be a dataclass of a name that no other stored one has"):
+        define("b")
+    with pytest.raises(ValueError, match="str: must be a dataclass"):
+        stored(str)
 
 
 @pytest.mark.parametrize("text", ['{"Nobody": {}}', '{"array": "there"}', '{"SumState": {"unknown": 1}}', '{"table": 3}'])

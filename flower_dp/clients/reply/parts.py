@@ -45,7 +45,7 @@ class Mask:
         50
     """
 
-    of: wire.Mask
+    of: wire.PublicMask
     length: int
     indices: np.ndarray = field(init=False, repr=False, compare=False)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.core.compression import num_kept, top_k_indices
-from flower_dp.wire import RoundMask, SentMask
+from flower_dp.wire import PublicMask, RoundMask, SentMask
 
 
 class Masks(Protocol):
@@ -21,7 +21,7 @@ class Masks(Protocol):
     @property
     def keep_ratio(self) -> float: ...  # noqa: D102
 
-    def mask(self, length: int, released: np.ndarray | None) -> RoundMask | SentMask:
+    def mask(self, length: int, released: np.ndarray | None) -> PublicMask:
         """Return the mask of a round.
 
         Args:
@@ -76,7 +76,7 @@ class LargestMasks:
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
         checks.number("random_ratio", self.random_ratio, above=0, at_most=1)
 
-    def mask(self, length: int, released: np.ndarray | None) -> RoundMask | SentMask:
+    def mask(self, length: int, released: np.ndarray | None) -> PublicMask:
         """Return the mask; before the first release a random one."""
         count = num_kept(self.keep_ratio, length)
         count_random = num_kept(self.random_ratio, count)

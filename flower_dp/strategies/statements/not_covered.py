@@ -23,7 +23,9 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
     if run.report_client_metrics:
         lines.append("CLIENT METRICS: clients sent training metrics without noise")
         if not accounts:
-            lines.append("CLIENT METRICS: the norms of clients' updates before the clip are among them")
+            lines.append(
+                "CLIENT METRICS: the norms of clients' updates before the clip are among them, and may tell how many took part"
+            )
     if evaluations is not None:
         lines.append(f"which metrics are evaluated, and their bounds, are taken as public: {evaluations} are covered")
     if run.own_evaluation:
