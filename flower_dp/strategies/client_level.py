@@ -188,6 +188,12 @@ class ClientLevelRules:
         return self.training.clip_norm
 
     @property
+    def clip_norms(self) -> tuple[float, float]:
+        """The smallest and the largest clip norm that a round can have."""
+        clip = self.training.clip
+        return (self.clip_norm, self.clip_norm) if clip is None else (clip.of.smallest, clip.of.largest)
+
+    @property
     def lossy_messages(self) -> bool:
         """Whether clients send the largest coordinates or the levels of their own noised updates."""
         return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)

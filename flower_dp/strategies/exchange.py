@@ -97,7 +97,7 @@ def _stock(now: Round) -> StockReply:
     def row(content: RecordDict) -> np.ndarray:
         update = model.read(wire.arrays_of(content)) - model.vector
         if indicator is None:
-            return update
+            return np.asarray(update)
         return np.append(update, clipping.indicator(update, indicator.clip_norm, indicator.scale))
 
     return StockReply(

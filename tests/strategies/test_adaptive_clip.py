@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
 
-from flower_dp.clients import ClientPolicy
+from flower_dp.clients import ClientPolicy, privacy_mod
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.parts import IndicatorClip
@@ -167,7 +168,7 @@ def test_noise_and_limits_follow_from_what_was_asked_not_from_a_clip_norm_that_h
     assert limits.clip_norm == 0.5
     noised = made.noised(asked, np.zeros(2001), num_replies=100, cohort_size=100, rng=noise_generator())
     assert np.std(noised) * 100 == pytest.approx(2.0 * asked.promise.clip_norm, rel=0.1)
-    assert made.state.clip_norm is not None and made.state.clip_norm < 1.0
+    assert made.clip_norm < 1.0
     assert made.ask(2001, NAMES).promise.clip_norm == pytest.approx(made.state.clip_norm * asked.promise.clip_norm / 0.5)
 
 
@@ -245,7 +246,7 @@ def test_it_stays_within_its_limits() -> None:
     assert strategy.rules.clip_norm == 0.75
     clip = moving(1e4, cohort=1.0)
     for mean in (1e300, -1e300):
-        assert clip.moved(clip.indicator(1.0), mean) == (0.01 if mean > 0 else 100.0)
+        assert clip.moved(clip.indicator(1.0), mean) == pytest.approx(0.01 if mean > 0 else 100.0)
 
 
 def test_without_noise_the_step_is_that_of_the_paper() -> None:
@@ -293,7 +294,7 @@ def test_nonsense_is_refused(words: dict[str, Any], said: str) -> None:
 
 def test_too_little_noise_on_the_count_is_refused() -> None:
     for std in (0.5, 1.0):
-        with pytest.raises(ValueError, match="count_noise_std=.*must be more than 1"):
+        with pytest.raises(ValueError, match=r"count_noise_std=.*must be more than 1"):
             DPFedAvg(**WORDS | {"clip_norm": replace(CLIP, count_noise_std=std)})
     DPFedAvg(**WORDS | {"clip_norm": replace(CLIP, count_noise_std=1.01)})
 
@@ -382,3 +383,58 @@ def test_a_policy_holds_the_noise_on_the_device_against_the_whole_row() -> None:
         policy.check(
             Ask(promise=Promise(clip_norm=301.0, noise_multiplier=1.0), placement="distributed", noise_std=2.5, indicator=scaled)
         )
+
+
+# Through this package's clients
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_under_a_mask_the_indicator_is_of_the_kept_coordinates_and_always_sent(placement: str) -> None:
+    made = FedSMP(**WORDS, keep_ratio=0.25, placement=placement).rules.training
+    asked = made.ask(1001, NAMES)
+    assert asked.mask is not None
+    assert asked.indicator is not None
+    kept = asked.mask.indices(1000)
+    assert len(kept) == 250
+    inside, outside = np.zeros(1000, np.float32), np.zeros(1000, np.float32)
+    outside[np.setdiff1d(np.arange(1000), kept)] = 9.0
+    inside[kept] = 9.0
+    quiet = replace(asked, noise_std=0.0, promise=replace(asked.promise, noise_multiplier=0.0))
+    rows = sent(quiet, inside, outside)
+    assert [row.shape for row in rows] == [(251,), (251,)]
+    half = asked.indicator.scale / 2
+    assert [float(row[-1]) for row in rows] == pytest.approx([-half, half], rel=0.01)
+    limits = made.limits(round_of(asked, 1000))
+    assert limits.mask is not None
+    np.testing.assert_array_equal(limits.mask, [*kept, 1000])
+    mean = made.noised(asked, np.zeros(1001), num_replies=0, cohort_size=100, rng=noise_generator())
+    assert set(np.flatnonzero(mean)) <= set(kept)
+    assert made.clip_norm != 0.5
+    assert made.num_kept(1001) == 251
+
+
+def own_app(norms: list[float]) -> ClientApp:
+    """Clients of `privacy_mod` around an app whose updates have these norms."""
+
+    def train(node: int, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: (value + norms[node - 1] / math.sqrt(value.size)).astype(np.float32) for name, value in given.items()}
+
+    return stock_app(
+        train, mods=[privacy_mod(policy=ClientPolicy(max_clip_norm=100.0, min_clip_norm=0.01, min_noise_multiplier=0.4))]
+    )
+
+
+@pytest.mark.parametrize("kind", [DPFedAvg, DPFedSAM, FedSMP])
+def test_a_run_of_own_clients_moves_the_right_way(kind: Any) -> None:
+    words = WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)}
+    strategy = kind(**words)
+    strategy.start(LocalGrid(own_app([2.0] * 20), 20), arrays(w=np.zeros(16, np.float32)), num_rounds=8)
+    path = [report.public()["clip-norm"] for report in strategy.rounds]
+    assert path[0] == 0.1
+    assert path[-1] > 0.15
+    assert not strategy.missing.total
+    statement = str(strategy.statement)
+    assert "adaptive clipping: whether an update is within the clip norm" in statement
+    noise = strategy.statement.to_dict()["noise"]
+    assert (noise["initial_clip_norm"], noise["smallest_clip_norm"], noise["largest_clip_norm"]) == (0.1, 0.01, 100.0)
+    assert (noise["target_quantile"], noise["count_noise_std"]) == (0.5, 1.0)
