@@ -14,8 +14,8 @@ from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
 __all__ = [
-    "AdaptiveClip",
     "DPPASGD",
+    "AdaptiveClip",
     "DPFedAvg",
     "DPFedPAQ",
     "DPFedSAM",

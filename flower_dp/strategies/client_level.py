@@ -68,7 +68,8 @@ class ClientLevelRules:
         name: the method's name on the wire.
         title: the method's name for people.
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
-        noise_multiplier: std of the noise on the sum / clip_norm (adaptive: / norm of update and indicator together); 0 runs without privacy, and the statement says so.
+        noise_multiplier: std of the noise on the sum / clip_norm (adaptive: / norm of update and indicator together); 0 runs
+            without privacy, and the statement says so.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
