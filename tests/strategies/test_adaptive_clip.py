@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideAdaptiveClipping, FedAvg
 
 from flower_dp.clients import ClientPolicy, privacy_mod
 from flower_dp.clients.reasons import Declined
@@ -438,3 +439,21 @@ def test_a_run_of_own_clients_moves_the_right_way(kind: Any) -> None:
     noise = strategy.statement.to_dict()["noise"]
     assert (noise["initial_clip_norm"], noise["smallest_clip_norm"], noise["largest_clip_norm"]) == (0.1, 0.01, 100.0)
     assert (noise["target_quantile"], noise["count_noise_std"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_flowers_own_moves_away_from_the_quantile_on_the_same_inputs(factor: float) -> None:
+    """It counts the updates that are *not* within the clip norm, so it grows where it should shrink."""
+    norms = np.random.default_rng(1).lognormal(0.0, 0.3, 20)
+
+    def train(node: int, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: (value + norms[node - 1] / math.sqrt(value.size)).astype(np.float32) for name, value in given.items()}
+
+    grid = LocalGrid(stock_app(train), 20)
+    theirs = DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(fraction_evaluate=0.0), noise_multiplier=0.5, num_sampled_clients=20, initial_clipping_norm=factor
+    )
+    theirs.start(grid, arrays(w=np.zeros(16, np.float32)), num_rounds=10)
+    ours = run(norms, AdaptiveClip(initial=factor, smallest=1e-4, largest=1e4), rounds=10)
+    assert (theirs.clipping_norm < factor) == (factor < 1)
+    assert (ours.rules.clip_norm < factor) == (factor > 1)
