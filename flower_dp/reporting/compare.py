@@ -25,10 +25,10 @@ _WIDTH = 46  # of a label, in characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round; `clip_norms` the
-    clip norm by round, where it moved.
+    """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
 
-    `epsilon` is the statement's, or for an unfinished run the last one recorded; infinite: not private.
+    `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
+    recorded; infinite: not private.
     """
 
     folder: Path
