@@ -24,7 +24,7 @@ from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
-from flower_dp.strategies import EvaluationBudget, LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.client_level import ClientLevelRules
 
 N = TypeVar("N", int, float)
@@ -43,6 +43,8 @@ UNSET = (
 OTHER_DEFAULTS = ("LocalTraining.batch_size", "LocalTraining.learning_rate_decay", "LocalTraining.momentum")
 # The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
+# From the first adaptive clip norm to the smallest and the largest by default.
+_CLIP_RANGE = 1000.0
 
 
 def sampler_of(settings: Settings, *samplings: str) -> Sampler:
@@ -124,7 +126,7 @@ def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
     """Return the arguments of every strategy with one noised sum."""
     checks.number("target-epsilon", own.target_epsilon, at_least=0)
     return {
-        "clip_norm": own.clip_norm,
+        "clip_norm": clip_norm_of(own),
         "noise_multiplier": own.noise_multiplier,
         "sampling": sampler_of(settings),
         "num_clients": settings.num_clients,
@@ -134,6 +136,27 @@ def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
         "report_client_metrics": settings.report_client_metrics,
         "evaluation": evaluation_of(settings),
     }
+
+
+def clip_norm_of(own: Any) -> float | AdaptiveClip:
+    """Return the clip norm of a method with one noised sum, adaptive if it has a quantile.
+
+    Raises:
+        ValueError: for settings of an adaptive clip norm without a quantile.
+    """
+    beside = ("clip_count_noise_std", "smallest_clip_norm", "largest_clip_norm")
+    if not own.clip_quantile:
+        if given := [name.replace("_", "-") for name in beside if getattr(own, name)]:
+            raise ValueError(f"{given[0]}: is read with clip-quantile > 0 only, where the clip norm is adaptive")
+        return float(own.clip_norm)
+    return AdaptiveClip(
+        initial=own.clip_norm,
+        target_quantile=own.clip_quantile,
+        learning_rate=own.clip_learning_rate,
+        count_noise_std=own.clip_count_noise_std or None,
+        smallest=own.smallest_clip_norm or own.clip_norm / _CLIP_RANGE,
+        largest=own.largest_clip_norm or own.clip_norm * _CLIP_RANGE,
+    )
 
 
 def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
@@ -213,6 +236,7 @@ def client_level_client(
 ) -> DPClient:
     """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
     evaluating = None if rules.evaluation is None else rules.evaluation.release
+    smallest, largest = rules.clip_norms
     return DPClient(
         model=model,
         clients=clients,
@@ -221,9 +245,10 @@ def client_level_client(
         engine=settings.engine.replace("-", "_"),
         metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
         policy=ClientPolicy(
-            max_clip_norm=rules.clip_norm,
+            max_clip_norm=largest,
+            min_clip_norm=smallest if smallest < largest else None,
             min_noise_multiplier=rules.release.mechanism.noise_multiplier,
-            min_noise_std=(1 - 1e-9) * rules.noise.smallest_share,
+            min_noise_std=(1 - 1e-9) * rules.noise.smallest_share * (largest / rules.release.clip_norm),
             allow_metrics=settings.report_client_metrics,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,

@@ -24,6 +24,11 @@ class Own:
     delta: float = 0.0
     target_epsilon: float = 8.0
     relation: str = ""
+    clip_quantile: float = 0.0
+    clip_learning_rate: float = 0.2
+    clip_count_noise_std: float = 0.0
+    smallest_clip_norm: float = 0.0
+    largest_clip_norm: float = 0.0
     placement: str = "distributed"
     keep_ratio: float = 0.4
     mask: str = "rand-k"

@@ -307,7 +307,7 @@ class DPClient(NodeClient):
                     measured=instruction.report_metrics,
                 )
             )
-        return Work(groups=[(pipeline, jobs)], length=length, refused=refused)
+        return Work(groups=[(pipeline, jobs)], length=ask.row_length(length), refused=refused)
 
 
 def _moments(norms: list[Tensor]) -> dict[str, float]:

@@ -7,6 +7,9 @@ from flower_dp.core import checks
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Ask
 
+# What two ways to compute one ratio may differ by.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientPolicy:
@@ -21,10 +24,13 @@ class ClientPolicy:
     limit. What a policy names beside them is compared with the client's own noise, never with the server's word.
 
     Attributes:
-        max_clip_norm: largest clip norm to work with; None for any.
+        max_clip_norm: largest clip norm of an update to work with; None for any.
+        min_clip_norm: smallest clip norm of an update to work with; None for any.
         min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
         min_noise_std: smallest std of the noise that this client itself adds; instructions with less noise on the device are
-            refused. It needs `max_clip_norm`: under a clip that the server chooses no noise is enough.
+            refused. It needs `max_clip_norm`: under a clip that the server chooses no noise is enough. Where the server's clip
+            norm is adaptive, it is compared with the noise that there would be if the norm of the client's row, its indicator
+            among it, were `max_clip_norm`.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
         min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation; None:
@@ -46,6 +52,7 @@ class ClientPolicy:
     """
 
     max_clip_norm: float | None = None
+    min_clip_norm: float | None = None
     min_noise_multiplier: float | None = None
     min_noise_std: float | None = None
     allow_metrics: bool = False
@@ -57,8 +64,11 @@ class ClientPolicy:
         for name in ("min_noise_multiplier", "min_noise_std", "min_evaluation_noise_multiplier", "min_evaluation_noise_std"):
             if getattr(self, name) is not None:
                 checks.number(name, getattr(self, name), at_least=0)
-        if self.max_clip_norm is not None:
-            checks.number("max_clip_norm", self.max_clip_norm, above=0)
+        for name in ("max_clip_norm", "min_clip_norm"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), above=0)
+        if self.max_clip_norm is not None and self.min_clip_norm is not None:
+            checks.number("min_clip_norm", self.min_clip_norm, at_most=self.max_clip_norm)
         checks.flag("allow_metrics", self.allow_metrics)
         checks.flag("allow_evaluation", self.allow_evaluation)
         if self.min_noise_std and self.max_clip_norm is None:
@@ -85,6 +95,7 @@ class ClientPolicy:
         """Whether there is no limit at all."""
         return (
             self.max_clip_norm is None
+            and self.min_clip_norm is None
             and self.min_noise_multiplier is None
             and self.min_noise_std is None
             and self.min_evaluation_noise_multiplier is None
@@ -101,7 +112,13 @@ class ClientPolicy:
         if not self.trusting and self.min_noise_multiplier is None and self.min_noise_std is None:
             raise Declined("training: this client's policy has limits, but none of its noise; set min_noise_multiplier too")
         _at_least("noise_multiplier", ask.promise.noise_multiplier, self.min_noise_multiplier)
-        _at_least("noise_std", ask.noise_std, self.min_noise_std)
+        _at_least("noise_std", ask.noise_std, self._least_std(ask))
+
+    def _least_std(self, ask: Ask) -> float | None:
+        """Return the smallest std of this client's own noise in training: with an adaptive clip norm in proportion to the row."""
+        if not self.min_noise_std or self.max_clip_norm is None or ask.indicator is None:
+            return self.min_noise_std
+        return self.min_noise_std * ask.promise.clip_norm / self.max_clip_norm * (1 - _ROUNDING)
 
     def check_clip(self, ask: Ask) -> None:
         """Refuse a clip norm that this policy does not allow.
@@ -109,7 +126,8 @@ class ClientPolicy:
         Raises:
             Declined: naming the limit and the value asked for.
         """
-        clip_norm = ask.promise.clip_norm
+        clip_norm = ask.promise.clip_norm if ask.indicator is None else ask.indicator.clip_norm
+        _at_least("clip_norm", clip_norm, self.min_clip_norm)
         if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 

@@ -73,6 +73,15 @@ def clip_l1(rows: Array, clip_norm: float) -> Array:
     return _clip(rows, _bound(clip_norm), l1_norms)
 
 
+def indicator(update: Array, clip_norm: float, scale: float) -> float:
+    """Return scale / 2 if the L2 norm of an update [d] is at most `clip_norm`, else -scale / 2; a little nearer to 0.
+
+    The margin is more than a cast to float32 can add back.
+    """
+    within = float(l2_norms(update)) <= clip_norm
+    return (0.5 if within else -0.5) * scale * (1 - _MARGIN)
+
+
 def _bound(clip_norm: float) -> float:
     """The checked clip norm, less the margin."""
     return min(checks.number("clip_norm", clip_norm, above=0, at_least=_SMALLEST_BOUND), _LARGEST_BOUND) * (1 - _MARGIN)

@@ -27,13 +27,15 @@ _WIDTH = 46  # of a label, in characters
 class Run:
     """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
 
-    `epsilon` is the statement's, or for an unfinished run the last one recorded; infinite: not private.
+    `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
+    recorded; infinite: not private.
     """
 
     folder: Path
     config: Mapping[str, Any]
     values: Mapping[int, float]
     spent: Mapping[int, float]
+    clip_norms: Mapping[int, float]
     epsilon: float
     delta: float | None
     unit: str
@@ -44,7 +46,8 @@ class Run:
 class Curve:
     """Runs of the same settings: mean and standard deviation (n - 1) of the metric over runs, at the rounds that all have.
 
-    `std` is zero if there is only one run; `spent` is the mean epsilon at each round, infinite if a run is not private.
+    `std` is zero if there is only one run; `spent` is the mean epsilon at each round, infinite if a run is not private;
+    `clip_norms` is the mean clip norm at each round, NaN where none was recorded.
     """
 
     label: str
@@ -53,6 +56,7 @@ class Curve:
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
     spent: NDArray[np.float64]
+    clip_norms: NDArray[np.float64]
 
     @property
     def epsilon(self) -> float:
@@ -97,6 +101,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         config=past.config,
         values=values,
         spent=spent,
+        clip_norms=past.series("clip-norm"),
         epsilon=epsilon,
         delta=statement.get("delta", rows[-1].get("delta")),
         unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
@@ -171,6 +176,7 @@ def _curve(label: str, runs: Sequence[Run], metric: str) -> Curve:
         mean=values.mean(axis=0),
         std=values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common)),
         spent=spent.mean(axis=0),
+        clip_norms=np.asarray([[run.clip_norms.get(at, math.nan) for at in common] for run in runs]).mean(axis=0),
     )
 
 

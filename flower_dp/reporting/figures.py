@@ -27,11 +27,19 @@ def draw(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str]) -> 
 
 
 def figure(curves: Sequence[Curve], metric: str) -> Figure:
-    """Return a figure of the metric over the rounds and, if a curve is private, over the epsilon spent."""
+    """Return a figure of the metric over the rounds and, if a curve is private, over the epsilon spent.
+
+    If a curve has an adaptive clip norm, a last panel has the clip norm over the rounds.
+    """
     panels = 2 if any(curve.private for curve in curves) else 1
+    moving = [place for place, curve in enumerate(curves) if np.isfinite(curve.clip_norms).any()]
     lines = sum(len(_entry(curve)) for curve in curves)
-    result = canvas.empty(5.5 * panels + 0.5, 4.6 + 0.2 * lines / panels)
-    every = result.subplots(1, panels, sharey=True, squeeze=False)[0]
+    result = canvas.empty(5.5 * (panels + bool(moving)) + 0.5, 4.6 + 0.2 * lines / panels)
+    axes = result.subplots(1, panels + bool(moving), squeeze=False)[0]
+    every = axes[:panels]
+    for one in every[1:]:
+        one.sharey(every[0])
+        one.tick_params(labelleft=False)
     for place, curve in enumerate(curves):
         _plot(every[0], curve.rounds.astype(float), curve, place, len(curves))
         if curve.private:
@@ -44,8 +52,10 @@ def figure(curves: Sequence[Curve], metric: str) -> Figure:
         _epsilon_axis(every[-1], curves)
     if metric == "accuracy":
         every[0].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
-    for axes in every:
-        axes.grid(alpha=0.3)
+    if moving:
+        _clip_norms(axes[-1], [(place, curves[place]) for place in moving])
+    for one in axes:
+        one.grid(alpha=0.3)
     if any(len(curve.runs) > 1 for curve in curves):
         result.suptitle(f"{shown[0].upper()}{shown[1:]}: mean of n runs with different seeds; bars: their standard deviation")
     else:
@@ -72,6 +82,15 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: i
         label="\n".join(_entry(curve)),
         **canvas.look(place),
     )
+
+
+def _clip_norms(axes: Axes, curves: Sequence[tuple[int, Curve]]) -> None:
+    for place, curve in curves:
+        axes.plot(curve.rounds, curve.clip_norms, **canvas.look(place))
+    axes.set_yscale("log")
+    axes.set_xlabel("round")
+    axes.set_ylabel("clip norm")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _epsilon_axis(axes: Axes, curves: Sequence[Curve]) -> None:

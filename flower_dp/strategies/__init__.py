@@ -9,11 +9,13 @@ from flower_dp.strategies.fed_smp import FedSMP
 from flower_dp.strategies.fedsgd_dpc import FedSGDDPC
 from flower_dp.strategies.nbafl import NbAFL
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
 __all__ = [
     "DPPASGD",
+    "AdaptiveClip",
     "DPFedAvg",
     "DPFedPAQ",
     "DPFedSAM",

@@ -18,6 +18,7 @@ from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, MovingClip
 from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState, check_relation
 from flower_dp.strategies.releases.planned_cost import PlannedCost
@@ -66,8 +67,9 @@ class ClientLevelRules:
     Args:
         name: the method's name on the wire.
         title: the method's name for people.
-        clip_norm: L2 bound of one client's update.
-        noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
+        clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
+        noise_multiplier: std of the noise on the sum / clip_norm (adaptive: / norm of update and indicator together); 0 runs
+            without privacy, and the statement says so.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
@@ -93,7 +95,7 @@ class ClientLevelRules:
         *,
         name: str,
         title: str,
-        clip_norm: float,
+        clip_norm: float | AdaptiveClip,
         noise_multiplier: float,
         sampling: Sampler,
         num_clients: int,
@@ -130,6 +132,18 @@ class ClientLevelRules:
             "min_reply_ratio", _MIN_REPLY_RATIO if min_reply_ratio is None else min_reply_ratio, above=0, at_most=1
         )
         default_relation: Relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
+        checks.integer("num_clients", num_clients, at_least=1)
+        moving = None
+        if isinstance(clip_norm, AdaptiveClip):
+            if self.lossy_messages:
+                raise ValueError(
+                    f"clip_norm={clip_norm}: does not go with keep_ratio={keep_ratio:g} and "
+                    f"quantization_levels={quantization_levels} under placement='distributed': clients would drop or coarsen the "
+                    "coordinate by which the clip norm moves; use placement='central', or a fixed clip norm"
+                )
+            mechanism, cohort = Gaussian(noise_multiplier=noise_multiplier), sampling.expected_cohort(num_clients)
+            moving = MovingClip(of=clip_norm, noise_multiplier=mechanism.noise_multiplier, expected_cohort=cohort)
+            clip_norm = moving.indicator(clip_norm.smallest).joint_norm
         self._relation = accounting.relation_of(relation) if relation else default_relation
         check_relation(self._relation, sampling, num_clients)
         self.delta = float(delta)
@@ -141,14 +155,14 @@ class ClientLevelRules:
             clip_norm=clip_norm,
             mechanism=Gaussian(noise_multiplier=noise_multiplier),
             sampler=sampling,
-            num_clients=checks.integer("num_clients", num_clients, at_least=1),
+            num_clients=num_clients,
         )
         self.noise = SharedNoise(
             release=self.release,
             placement=self.placement,
             trusted_server=self.trusted_server,
             min_reply_ratio=self.min_reply_ratio,
-            lossy_messages=self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None),
+            lossy_messages=self.lossy_messages,
         )
         self.training = NoisedSum(
             name=name,
@@ -156,6 +170,7 @@ class ClientLevelRules:
             keep_ratio=self.keep_ratio,
             quantization_levels=self.quantization_levels or 0,
             masks=masks,
+            clip=moving,
         )
         self.evaluation: SumEvaluation | None = None
         self._planned_rounds: int | None = None
@@ -170,8 +185,19 @@ class ClientLevelRules:
 
     @property
     def clip_norm(self) -> float:
-        """L2 bound of one client's update."""
-        return self.release.clip_norm
+        """L2 bound of one client's update in the next round."""
+        return self.training.clip_norm
+
+    @property
+    def clip_norms(self) -> tuple[float, float]:
+        """The smallest and the largest clip norm that a round can have."""
+        clip = self.training.clip
+        return (self.clip_norm, self.clip_norm) if clip is None else (clip.of.smallest, clip.of.largest)
+
+    @property
+    def lossy_messages(self) -> bool:
+        """Whether clients send the largest coordinates or the levels of their own noised updates."""
+        return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
 
     @property
     def stock_refusal(self) -> str | None:
@@ -242,8 +268,8 @@ class ClientLevelRules:
         Args:
             dimension: of the model's vector.
         """
-        kept = self.training.num_kept(dimension)
-        return self.release.noise_scale / self.release.expected_cohort * math.sqrt(kept), self.clip_norm
+        release, kept = self.training.next_release, self.training.num_kept(self.training.row_length(dimension))
+        return release.noise_scale / release.expected_cohort * math.sqrt(kept), self.clip_norm
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
@@ -276,9 +302,9 @@ class ClientLevelRules:
         self.training.keep(mean)
         return np.asarray(now.vector + mean)
 
-    def numbers(self) -> dict[str, float]:
-        """Return further public numbers of the last round: none."""
-        return {}
+    def numbers(self, now: Round) -> dict[str, float]:
+        """Return further public numbers of a round: its clip norm, where that moves."""
+        return {} if now.ask.indicator is None else {"clip-norm": now.ask.indicator.clip_norm}
 
     # Cost
 

@@ -31,7 +31,7 @@ def log_constants(now: Round, collected: Collected) -> None:
     """
     if not collected.clients or now.ask.placement != "central":
         return
-    same = [name for name, array in now.layout.unflatten(collected.total).items() if not array.any()]
+    same = [name for name, array in now.layout.unflatten(collected.total[: now.layout.size]).items() if not array.any()]
     if same and len(same) < len(now.layout.names):
         log.warning(
             "round %s: no reply changes %s, which noise is added to; name constant arrays in frozen_arrays",

@@ -199,7 +199,7 @@ class DPFedPAQRules:
         noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
         return factor * noise, factor * self.steps.longest_sum
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of the last round: none."""
         return {}
 

@@ -5,6 +5,7 @@ from typing import Unpack
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.events import Relation
 from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -32,7 +33,7 @@ class DPFedSAM(DPStrategy):
     only, since under central placement a client's message has no noise.
 
     Args:
-        clip_norm: L2 bound of one client's update (paper: C).
+        clip_norm: L2 bound of one client's update (paper: C), or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm (paper: sigma); 0 runs without privacy, as the statement says.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients (paper: M); the run waits until that many have registered.
@@ -66,7 +67,7 @@ class DPFedSAM(DPStrategy):
     def __init__(
         self,
         *,
-        clip_norm: float,
+        clip_norm: float | AdaptiveClip,
         noise_multiplier: float,
         sampling: Sampler,
         num_clients: int,

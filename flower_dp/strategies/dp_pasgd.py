@@ -199,7 +199,7 @@ class DPPASGDRules:
         """An upper bound of the largest cost of a client."""
         return self.books.epsilon
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self, now: Round) -> dict[str, float]:
         """Return the largest resource cost of a device so far, if costs were given."""
         return {"cost-per-device": self.resources.largest} if self.resources.budget.has_costs else {}
 

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flwr.app import ArrayRecord, Message
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.core import clipping
 from flower_dp.strategies.population.roster import Roster
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected, StockReply, collect
@@ -88,11 +90,18 @@ class PlainExchange:
 
 def _stock(now: Round) -> StockReply:
     """Return how the reply of a stock client is read."""
-    model, bounds = now.model, now.ask.metrics
+    model, bounds, indicator = now.model, now.ask.metrics, now.ask.indicator
     if bounds is not None:
         return StockReply(read=lambda content: bounds.counted(wire.reported_metrics(content)))
+
+    def row(content: RecordDict) -> np.ndarray:
+        update = model.read(wire.arrays_of(content)) - model.vector
+        if indicator is None:
+            return np.asarray(update)
+        return np.append(update, clipping.indicator(update, indicator.clip_norm, indicator.scale))
+
     return StockReply(
-        read=lambda content: model.read(wire.arrays_of(content)) - model.vector,
+        read=row,
         num_arrays=len(model.names),
         num_bytes=model.frozen_bytes,
     )

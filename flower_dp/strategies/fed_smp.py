@@ -6,6 +6,7 @@ from flower_dp.core import checks
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.events import Relation
 from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.masks import LargestMasks, Masks, RandomMasks
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
@@ -27,7 +28,7 @@ class FedSMP(DPStrategy):
     the noised sum. The paper's top_k takes its mask from public data.
 
     Args:
-        clip_norm: L2 bound of one client's update.
+        clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
@@ -60,7 +61,7 @@ class FedSMP(DPStrategy):
     def __init__(
         self,
         *,
-        clip_norm: float,
+        clip_norm: float | AdaptiveClip,
         noise_multiplier: float,
         sampling: Sampler,
         num_clients: int,

@@ -123,7 +123,7 @@ class FedSGDDPCRules:
         noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
         return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of the last round: none."""
         return {}
 

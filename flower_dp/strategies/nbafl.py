@@ -176,7 +176,7 @@ class NbAFLRules:
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of the last round: none."""
         return {}
 

@@ -110,8 +110,8 @@ class Rules(Protocol):
             RoundLeftOut: if nothing may be released, or the result would be unusable.
         """
 
-    def numbers(self) -> dict[str, float]:
-        """Return further public numbers of the last round, by the names under which they are reported."""
+    def numbers(self, now: Round) -> dict[str, float]:
+        """Return further public numbers of a round that was just learnt from, by the names under which they are reported."""
 
     def explain(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement on all charges."""

@@ -185,7 +185,7 @@ class Run:
             seconds=time.monotonic() - now.started,
             epsilon=epsilon,
             secret_cohort=release.secret_cohort,
-            numbers=self.rules.numbers(),
+            numbers=self.rules.numbers(now),
         )
         self.note(
             rounds=(*self._own.rounds, report),

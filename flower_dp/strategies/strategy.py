@@ -266,7 +266,7 @@ class DPStrategy(Strategy):
         return run.ask(
             release,
             server_round,
-            length=model.layout.size,
+            length=release.row_length(model.layout.size),
             model=model,
             asked=asked,
             roster=roster,

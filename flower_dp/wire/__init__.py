@@ -10,6 +10,7 @@ from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, A
 from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
 from flower_dp.wire.ask import Ask, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
+from flower_dp.wire.indicator import Indicator
 from flower_dp.wire.instruction import EVALUATION, Instruction
 from flower_dp.wire.mask import PublicMask, RoundMask, SentMask
 from flower_dp.wire.messages import (
@@ -42,6 +43,7 @@ __all__ = [
     "Answer",
     "Ask",
     "Hosted",
+    "Indicator",
     "Instruction",
     "Model",
     "OwnAsk",

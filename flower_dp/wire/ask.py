@@ -10,6 +10,7 @@ import numpy as np
 from flower_dp.core import checks
 from flower_dp.core.compression import MOST_LEVELS
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.wire.indicator import Indicator
 from flower_dp.wire.mask import PublicMask, mask_keys, mask_of
 from flower_dp.wire.text import check_keys
 
@@ -92,6 +93,8 @@ class Ask:
         mask: the coordinates that all clients keep before the clip; None for all.
         keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
         quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantisation.
+        indicator: what every client sends behind its update, where the clip norm is adaptive: `promise.clip_norm` then bounds
+            the norm of both together; None for a fixed clip norm.
         metrics: of an evaluation: the metrics that are asked for, with their bounds; None in training.
         own: under `local`: what is asked of each client, by its name.
         vectors: vectors [d] that the method's clients work with besides the model, finite float32, by name. They are sent as
@@ -114,6 +117,7 @@ class Ask:
     mask: PublicMask | None = None
     keep_ratio: float = 1.0
     quantization_levels: int = 0
+    indicator: Indicator | None = None
     metrics: MetricBounds | None = None
     own: Mapping[str, OwnAsk] = field(default_factory=dict)
     vectors: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
@@ -137,6 +141,8 @@ class Ask:
             )
         if self.placement == "local" and (self.step or self.mask is not None):
             raise ValueError("step, mask: must not be there for placement='local', where both are the client's own")
+        if self.indicator is not None:
+            self._check_indicator(self.indicator)
         if self.metrics is not None and self.promise.clip_norm != 1:
             raise ValueError(f"clip_norm={self.promise.clip_norm:g}: must be 1 for an evaluation, the norm of its vectors")
         less = self.keep_ratio != 1 or self.quantization_levels
@@ -155,6 +161,26 @@ class Ask:
                 raise ValueError(
                     f"vector {name!r} is {vector.dtype} of shape {vector.shape}: must be finite float32 of shape (d,)"
                 )
+
+    def _check_indicator(self, indicator: Indicator) -> None:
+        joint = math.hypot(indicator.clip_norm, indicator.scale / 2)
+        if joint > self.promise.clip_norm * (1 + _ROUNDING):
+            raise ValueError(
+                f"clip_norm={self.promise.clip_norm:g}: is less than {joint:g}, the norm of update and indicator together"
+            )
+        if self.placement == "local":
+            raise ValueError("indicator: must not be there for placement='local', where the clip is the client's own")
+        if self.metrics is not None:
+            raise ValueError("indicator: does not go with metrics; an evaluation has no update")
+        if self.keep_ratio != 1 or self.quantization_levels:
+            raise ValueError(
+                f"indicator: does not go with keep_ratio={self.keep_ratio:g} and "
+                f"quantization_levels={self.quantization_levels}: its coordinate must be sent as it was noised"
+            )
+
+    def row_length(self, length: int) -> int:
+        """Return the length of a client's row, given that of its update: one more with an indicator."""
+        return length + (self.indicator is not None)
 
     def check_vectors(self, names: Sequence[str], length: int) -> None:
         """Check that these vectors came with the model, and no others, each as long as the model.
@@ -177,6 +203,8 @@ class Ask:
                 table[name] = value
         if self.mask is not None:
             table |= self.mask.to_table()
+        if self.indicator is not None:
+            table["indicator"] = self.indicator.to_table()
         if self.metrics is not None:
             table["metrics"] = dict(self.metrics.bounds)
         if self.placement == "local":
@@ -198,13 +226,14 @@ class Ask:
         local = table.get("placement") == "local"
         groups = [("clip_norm", "noise_multiplier", "placement"), mask_keys(table), _OWN if local else ()]
         needed = [name for group in groups for name in group]
-        given = [name for name in (*_PLAIN, "metrics", "vectors") if name in table]
+        given = [name for name in (*_PLAIN, "indicator", "metrics", "vectors") if name in table]
         check_keys("ask", table, [*needed, *given])
         words = {name: table[name] for name in _PLAIN if name in table}
         return cls(
             promise=Promise(clip_norm=table["clip_norm"], noise_multiplier=table["noise_multiplier"]),
             placement=table["placement"],
             mask=mask_of(table),
+            indicator=Indicator.from_table(table["indicator"]) if "indicator" in table else None,
             metrics=MetricBounds(bounds=table["metrics"]) if "metrics" in table else None,
             own=_own(table, clients) if local else {},
             vectors=_vectors(table["vectors"], arrays) if "vectors" in table else {},
@@ -212,6 +241,8 @@ class Ask:
         )
 
 
+# What two ways to compute one norm may differ by.
+_ROUNDING = 1e-10
 _PLAIN = ("step", "noise_std", "keep_ratio", "quantization_levels")
 _OWN = ("weights", "terms", "noise_multipliers")
 # Characters of a forged value that an error shows.

@@ -27,11 +27,12 @@ from flower_dp.clients import (
     ProximalTerm,
     TensorRecords,
 )
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.training.losses import hinge
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.running.apps import flatten
-from flower_dp.strategies import DPPASGD, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
+from flower_dp.strategies import DPPASGD, AdaptiveClip, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
 from flower_dp.strategies.releases.masks import LargestMasks, RandomMasks
 from tests.asks import ask
 from tests.grids import LocalGrid
@@ -452,3 +453,26 @@ def test_the_models_loss_reaches_every_client():
     svm = {"task": "vehicle", "model": "linear-svm"}
     assert client(run_of({**NBAFL, **svm})).recipe.training.loss is hinge
     assert client(run_of(svm)).training.loss is hinge
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "dp-fedsam", "fed-smp"])
+def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_both_ends(name):
+    words = {"clip-quantile": 0.7, "clip-learning-rate": 0.3, "clip-count-noise-std": 9.0, "largest-clip-norm": 7.0}
+    config = {"method": name, f"{name}.clip-norm": 0.25, **{f"{name}.{key}": value for key, value in words.items()}}
+    run = run_of(config)
+    rules = run.strategy(lambda: {}).rules
+    expected = AdaptiveClip(
+        initial=0.25, target_quantile=0.7, learning_rate=0.3, count_noise_std=9.0, smallest=0.00025, largest=7.0
+    )
+    assert rules.training.clip.of == expected
+    policy = run.client(run.model(), {"a": TensorRecords(torch.zeros(1, 1), torch.zeros(1))}, lambda: {}).policy
+    assert (policy.min_clip_norm, policy.max_clip_norm) == (0.00025, 7.0)
+    for clip_norm in (0.00025, 0.25, 7.0):
+        rules.training.state = replace(rules.training.state, clip_norm=clip_norm)
+        asked = rules.training.ask(100, ("a",))
+        policy.check(asked)
+        if asked.noise_std:
+            with pytest.raises(Declined, match="noise_std"):
+                policy.check(replace(asked, noise_std=0.99 * asked.noise_std))
+    with pytest.raises(ValueError, match="largest-clip-norm: is read with clip-quantile > 0 only"):
+        run_of(config | {f"{name}.clip-quantile": 0.0, f"{name}.clip-count-noise-std": 0.0}).strategy(lambda: {})

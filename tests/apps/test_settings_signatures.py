@@ -46,6 +46,13 @@ BESIDE = {
     "evaluation.every": [{"evaluation.every": 1}, {"evaluation.every": 1, "evaluation.epsilon": 0.5}],
     "evaluation.metrics": [{"evaluation.every": 1, "evaluation.metrics": "loss=5"}],
 }
+# Settings that are read beside a quantile alone, which makes the clip norm adaptive.
+ADAPTIVE = {
+    "clip-learning-rate": 0.3,
+    "clip-count-noise-std": 50.0,
+    "smallest-clip-norm": 0.01,
+    "largest-clip-norm": 7.0,
+}
 # Settings of words that no argument depends on: data, and the run's folder.
 DATA = ("task", "data-dir", "partition", "output-dir", "method")
 
@@ -112,6 +119,9 @@ def others(key, value):
     """Changes of one setting."""
     if key in BESIDE:
         return BESIDE[key]
+    table, _, name = key.rpartition(".")
+    if name in ADAPTIVE:
+        return [{f"{table}.clip-quantile": 0.5, key: ADAPTIVE[name]}]
     if isinstance(value, bool):
         return [{key: not value}]
     if isinstance(value, str):

@@ -271,3 +271,17 @@ def test_unfinished_runs_are_taken_if_asked_for(write, call):
     assert curve.epsilon == STATEMENT["epsilon"]
     endless = write("b", [], lines=[line(0, 0.1, 0.0), line(1, 0.2, None)], statement=None)
     assert math.isinf(curves(endless, allow_unfinished=True)[0].epsilon)
+
+
+def test_a_clip_norm_that_moves_has_a_panel_of_its_own(write):
+    fixed = write("fixed", [0.1, 0.5, 0.8], seed=1)
+    lines = [line(0, 0.1, 0.0), *(line(at, 0.3 * at, 0.5 * at, **{"clip-norm": 4.0 / at}) for at in (1, 2))]
+    moving = write("moving", [], lines=lines, clip_quantile=0.5)
+    made = curves(fixed, moving)
+    assert np.isnan(made[0].clip_norms).all()
+    assert made[1].clip_norms[1:].tolist() == [4.0, 2.0]
+    assert len(figure(made[:1], "accuracy").axes) == 2
+    axes = figure(made, "accuracy").axes
+    assert [one.get_ylabel() for one in axes] == ["test accuracy (%)", "", "clip norm"]
+    (drawn,) = axes[-1].get_lines()
+    assert drawn.get_ydata()[1:].tolist() == [4.0, 2.0]

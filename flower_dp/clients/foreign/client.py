@@ -94,7 +94,7 @@ class AppClient:
         with reading():
             pipeline = client_level.pipeline(instruction.ask, train=rows, length=length)
         jobs = [self._job(instruction)] if self.name in instruction.clients else []
-        return Work(groups=[(pipeline, jobs)], length=length, refused={})
+        return Work(groups=[(pipeline, jobs)], length=instruction.ask.row_length(length), refused={})
 
     def _own(self, instruction: Instruction, app: AppCall, train: AppTraining | None, own_terms: OwnTerms) -> Work:
         """Return the work whose row is private on the client's own terms, which were charged for it."""

@@ -4,14 +4,41 @@ They differ in the recipe of training and in what is asked. Sources: McMahan et 
 (DP-FedSAM, top-k); Hu et al. 2024 (Fed-SMP: a mask that all clients share, then clip and noise on its coordinates alone).
 """
 
-from flower_dp.clients.reply.parts import GaussianShare, Mask, Noise, NotPrivate, RowClip, ServerNoise
-from flower_dp.clients.reply.pipeline import Pipeline, Train
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from array_api_compat import array_namespace, device
+
+from flower_dp.clients.reply.parts import Clip, GaussianShare, IndicatorClip, Mask, Noise, NotPrivate, RowClip, ServerNoise
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
+from flower_dp.core.vectors import Array
 from flower_dp.wire import Ask
 
 # The methods that `DPClient` and `privacy_mod` run, by their names: one line a method.
 CLIENT_LEVEL = ("dp-fedavg", "dp-fedsam", "fed-smp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithSlot:
+    """Training whose rows have one more entry at the end, 0, which the clip fills.
+
+    Attributes:
+        train: makes the updates.
+    """
+
+    train: Train
+
+    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's row [d + 1] and training loss, or its error, in order."""
+        for trained in self.train.rows(vector, jobs):
+            if isinstance(trained, Exception):
+                yield trained
+                continue
+            row, loss = trained
+            xp = array_namespace(row)
+            yield xp.concat([row, xp.zeros((1,), dtype=row.dtype, device=device(row))]), loss
 
 
 def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
@@ -23,7 +50,7 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
     Args:
         ask: of a release whose noise is added by the server, or in shares by the clients.
         train: makes the rows.
-        length: of a row.
+        length: of a row as training makes it; what is sent has the length `ask.row_length(length)`.
 
     Raises:
         ValueError: if the ask is of a release that is private message by message, or its lattice is too coarse for the share of
@@ -33,12 +60,15 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
         raise ValueError("placement='local': this client has no terms of its own")
     if ask.noise_std:
         check_lattice(ask.step, scale=ask.noise_std, clip_norm=ask.promise.clip_norm)
-    mask = None if ask.mask is None else Mask(of=ask.mask, length=length)
+    mask = None if ask.mask is None else Mask(of=ask.mask, length=length, num_beside=ask.row_length(0))
+    clip: Clip = RowClip(clip_norm=ask.promise.clip_norm, step=ask.step)
+    if ask.indicator is not None:
+        train, clip = WithSlot(train=train), IndicatorClip(indicator=ask.indicator, step=ask.step)
     noise = _noise(ask)
     return Pipeline(
         train=train,
         before_clip=mask,
-        clip=RowClip(clip_norm=ask.promise.clip_norm, step=ask.step),
+        clip=clip,
         noise=noise,
         after_noise=None if ask.keep_ratio == 1 else TopK(keep_ratio=ask.keep_ratio),
         encode=_encoder(ask, mask, noise),

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace, device, is_numpy_array
 
 from flower_dp import wire
 from flower_dp.core import checks, noise
-from flower_dp.core.clipping import clip_l1, clip_l2
+from flower_dp.core.clipping import clip_l1, clip_l2, indicator
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
@@ -32,6 +32,7 @@ class Mask:
     Attributes:
         of: the round's mask, as the server has asked for it.
         length: of the vector.
+        num_beside: coordinates behind the vector that are always kept.
         indices: the kept coordinates [k], increasing.
 
     Raises:
@@ -47,10 +48,13 @@ class Mask:
 
     of: wire.PublicMask
     length: int
+    num_beside: int = 0
     indices: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", self.of.indices(self.length).copy())  # torch wants an array that can be written
+        beside = np.arange(self.length, self.length + self.num_beside)
+        # A new array: torch wants one that can be written.
+        object.__setattr__(self, "indices", np.concatenate([self.of.indices(self.length), beside]))
 
     def keep(self, row: Array) -> Array:
         """Return the kept coordinates [k] of a row [d]."""
@@ -59,7 +63,7 @@ class Mask:
     def spread(self, kept: Array) -> Array:
         """Return the vector [d] of kept coordinates [k], 0 elsewhere."""
         xp = array_namespace(kept)
-        vector = xp.zeros((self.length,), dtype=kept.dtype, device=device(kept))
+        vector = xp.zeros((self.length + self.num_beside,), dtype=kept.dtype, device=device(kept))
         vector[self._on(kept)] = kept
         return vector
 
@@ -93,6 +97,46 @@ class RowClip:
             ValueError: if an entry is NaN or infinite.
         """
         return noise.toward_zero(clip_l2(row, self.clip_norm), self.step)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndicatorClip:
+    """Clip one client's update, and put behind it whether it was within the clip norm; then round both toward zero.
+
+    Attributes:
+        indicator: the clip norm of the update, and what the indicator counts.
+        step: of the lattice; 0 for none.
+
+    Example:
+        >>> import numpy as np
+        >>> from flower_dp.clients.reply.parts import IndicatorClip
+        >>> from flower_dp.wire import Indicator
+        >>> clip = IndicatorClip(indicator=Indicator(clip_norm=1.0, scale=0.5), step=2.0**-10)
+        >>> clip(np.array([30.0, 40.0, 0.0], np.float32)).tolist()
+        [0.599609375, 0.7998046875, -0.2490234375]
+    """
+
+    indicator: wire.Indicator
+    step: float
+
+    @property
+    def clip_norm(self) -> float:
+        """L2 bound of the whole row."""
+        return self.indicator.joint_norm
+
+    def __call__(self, row: Array) -> Array:
+        """Return the clipped row; what stands in its last entry is replaced by the indicator.
+
+        Raises:
+            ValueError: if an entry is NaN or infinite.
+        """
+        xp = array_namespace(row)
+        update, asked = row[:-1], self.indicator
+        clipped = clip_l2(update, asked.clip_norm)
+        told = indicator(update, asked.clip_norm, asked.scale)
+        last = xp.full((1,), told, dtype=clipped.dtype, device=device(clipped))
+        return noise.toward_zero(xp.concat([clipped, last]), self.step)
 
 
 @final
@@ -246,5 +290,5 @@ class StepNoise:
         return clipped
 
 
-Clip = RowClip | RecordClip
+Clip = RowClip | IndicatorClip | RecordClip
 Noise = NotPrivate | ServerNoise | GaussianShare | FullNoise | StepNoise

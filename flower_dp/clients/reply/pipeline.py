@@ -16,6 +16,7 @@ from flower_dp.clients.reply.parts import (
     Clip,
     FullNoise,
     GaussianShare,
+    IndicatorClip,
     Mask,
     Noise,
     NotPrivate,
@@ -172,8 +173,8 @@ class Pipeline:
         # Check exact types: a subclass could change what its parent does.
         if type(self.before_clip) not in (type(None), Mask):
             raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
-        if type(self.clip) not in (RowClip, RecordClip):
-            raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip or RecordClip")
+        if type(self.clip) not in (RowClip, IndicatorClip, RecordClip):
+            raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip, IndicatorClip or RecordClip")
         if type(self.noise) not in _NOISES:
             names = ", ".join(one.__name__ for one in _NOISES)
             raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")

@@ -21,6 +21,8 @@ class Limits:
         mask: indices [k] of the coordinates that clients were told to send; None for all.
         clip_norm: L2 bound on the vector of one client, which the server enforces by clipping; None where vectors carry their
             own noise, so that only the client can have clipped.
+        honest_indicator: where the last entry of a vector adds up indicators: the largest magnitude that it has for these
+            clients, but for noise of a probability below 1e-20; None where there is none. `clip_norm` bounds the other entries.
         step: of the lattice to which the server rounds clipped vectors, toward zero; 0 for none.
         honest_norm: where clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with a probability
             below 1e-20. A reply of more than twice that is refused.
@@ -29,6 +31,7 @@ class Limits:
     length: int
     mask: np.ndarray | None = None
     clip_norm: float | None = None
+    honest_indicator: Callable[[Sequence[str]], float] | None = None
     step: float = 0.0
     honest_norm: Callable[[Sequence[str]], float]
 
@@ -45,10 +48,19 @@ class Limits:
             raise ValueError("update has NaN or infinite entries")
         if self.clip_norm is not None:
             # Clients are not trusted to have clipped. A node's sum of n clipped vectors is at most n clip norms long.
-            return np.asarray(noise.toward_zero(_clipped(vector, len(clients) * self.clip_norm), self.step))
+            return np.asarray(noise.toward_zero(self._clipped(vector, clients, len(clients) * self.clip_norm), self.step))
         if (norm := float(l2_norms(vector))) > _HONEST_NORMS * self.honest_norm(clients):
             raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
+        if self.honest_indicator is not None and abs(vector[-1]) > self.honest_indicator(clients):
+            raise ValueError(f"indicator is {vector[-1]:.3g}: further from 0 than that of any honest update")
         return vector
+
+    def _clipped(self, vector: np.ndarray, clients: Sequence[str], bound: float) -> np.ndarray:
+        """Return the vector with an L2 norm of at most the bound, and its indicator with the magnitude of honest ones."""
+        if self.honest_indicator is None:
+            return _clipped(vector, bound)
+        largest = self.honest_indicator(clients)
+        return np.append(_clipped(vector[:-1], bound), min(max(float(vector[-1]), -largest), largest))
 
 
 def _clipped(vector: np.ndarray, bound: float) -> np.ndarray:

@@ -15,13 +15,14 @@ from flower_dp.core.stored import stored
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.release import Release
+from flower_dp.strategies.releases.adaptive_clip import MovingClip
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.wire import Ask, Promise
+from flower_dp.wire import Ask, Indicator, Promise
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
@@ -38,10 +39,12 @@ class SumState:
     Attributes:
         shares: for every charge, in how many shares its noise was drawn (`SharedNoise.shares`); the events follow from it.
         released: the last noised mean [d], where masks are made of it; None before any.
+        clip_norm: of the next round, where it is adaptive; None before it has moved.
     """
 
     shares: tuple[int, ...] = ()
     released: np.ndarray | None = None
+    clip_norm: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,10 +55,11 @@ class NoisedSum:
 
     Attributes:
         name: of the release on the wire: the method's, or that of private evaluations.
-        shared: the release, and who draws which part of its noise.
+        shared: the release, and who draws which part of its noise; with an adaptive clip norm, at the smallest one.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
         quantization_levels: levels above 0 of each client's own noised row; 0 for none.
         masks: makes the mask that all clients of a round share; None for no mask.
+        clip: an adaptive clip norm; None for the fixed one of the release.
         metrics: of an evaluation; None in training.
         state: what was released so far.
     """
@@ -65,6 +69,7 @@ class NoisedSum:
     keep_ratio: float = 1.0
     quantization_levels: int = 0
     masks: Masks | None = None
+    clip: MovingClip | None = None
     metrics: MetricBounds | None = None
     state: SumState = field(default_factory=SumState)
 
@@ -124,9 +129,37 @@ class NoisedSum:
             release = self.shared.outside if outside else self.shared.without_one_of(shares)
             ledger.charge(release.event(number), count)
 
+    def row_length(self, size: int) -> int:
+        """Return the length of a client's row, given that of its update: one more with an adaptive clip norm."""
+        return size + self._num_beside
+
     def num_kept(self, length: int) -> int:
-        """Return how many coordinates of a row [length] are noised and sent."""
-        return length if self.masks is None else compression.num_kept(self.masks.keep_ratio, length)
+        """Return how many coordinates of a row [length] are noised and sent: those of its mask, and what is beside the update."""
+        size = length - self._num_beside
+        return self._num_beside + (size if self.masks is None else compression.num_kept(self.masks.keep_ratio, size))
+
+    @property
+    def _num_beside(self) -> int:
+        return int(self.clip is not None)
+
+    @property
+    def indicator(self) -> Indicator | None:
+        """What clients send beside their updates in the next round; None with a fixed clip norm."""
+        return None if self.clip is None else self.clip.indicator(self.state.clip_norm or self.clip.of.initial)
+
+    @property
+    def clip_norm(self) -> float:
+        """L2 bound of one client's update in the next round."""
+        return self.release.clip_norm if self.indicator is None else self.indicator.clip_norm
+
+    @property
+    def next_release(self) -> Release:
+        """The release of the next round, around its own clip norm."""
+        return self._next_shared.release
+
+    @property
+    def _next_shared(self) -> SharedNoise:
+        return self.shared if self.indicator is None else self.shared.at(self.indicator.joint_norm)
 
     def ask(self, length: int, names: Sequence[str]) -> Ask:
         """Return what is asked of the clients of a round; a mask is made anew.
@@ -136,28 +169,32 @@ class NoisedSum:
             names: of the clients that are asked.
         """
         distributed = self.shared.placement == "distributed"
-        share = self.shared.share(len(names))
-        mask = None if self.masks is None else self.masks.mask(length, self.state.released)
-        scale = share if distributed else self.release.noise_scale
-        step = noise.lattice_step(scale, clip_norm=self.release.clip_norm, dimension=self.num_kept(length))
+        indicator, shared = self.indicator, self._next_shared
+        share, clip_norm = shared.share(len(names)), shared.release.clip_norm
+        mask = None if self.masks is None else self.masks.mask(length - self._num_beside, self.state.released)
+        scale = share if distributed else shared.release.noise_scale
+        step = noise.lattice_step(scale, clip_norm=clip_norm, dimension=self.num_kept(length))
+        if indicator is not None:  # else rounding could take most of a small indicator
+            step = min(step, noise.lattice_step(scale, clip_norm=indicator.scale / 2, dimension=1))
         if self.metrics is not None:
             step /= FINER_LATTICE
         return Ask(
-            promise=Promise(clip_norm=self.release.clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
+            promise=Promise(clip_norm=clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
             placement=self.shared.placement,
             step=step,
             noise_std=share,
             mask=mask,
             keep_ratio=self.keep_ratio if distributed else 1.0,
             quantization_levels=self.quantization_levels,
+            indicator=indicator,
             metrics=self.metrics,
         )
 
     def limits(self, now: Round) -> Limits:
         """Return the limits of the replies, from what was asked alone: clip norm and lattice, or the longest honest sum."""
         ask, length = now.ask, now.length
-        clip_norm = ask.promise.clip_norm
-        mask = None if ask.mask is None else ask.mask.indices(length)
+        clip_norm, indicator = ask.promise.clip_norm, ask.indicator
+        mask = _kept(ask, length)
         num_kept = length if mask is None else mask.size
         longest_noise = ask.noise_std * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
 
@@ -168,10 +205,16 @@ class NoisedSum:
             # Quantisation can lengthen a row; each row has the largest norm.
             return count * (clip_norm + longest_noise) * compression.qsgd_norm_ratio(num_kept, ask.quantization_levels)
 
+        def honest_indicator(names: Sequence[str]) -> float:
+            scale = 0.0 if indicator is None else indicator.scale
+            return len(names) * scale / 2 + math.sqrt(len(names)) * _NORM_DEVIATIONS * ask.noise_std
+
+        clipped = clip_norm if indicator is None else indicator.clip_norm
         return Limits(
             length=length,
             mask=mask,
-            clip_norm=clip_norm if ask.placement == "central" else None,
+            clip_norm=clipped if ask.placement == "central" else None,
+            honest_indicator=None if indicator is None else honest_indicator,
             step=ask.step,
             honest_norm=honest_norm,
         )
@@ -192,7 +235,9 @@ class NoisedSum:
         return 4.0 * self.num_kept(now.length)
 
     def noised(self, ask: Ask, total: np.ndarray, *, num_replies: int, cohort_size: int, rng: Generator) -> np.ndarray:
-        """Return the noised mean [length]: the sum with the server's part of the noise, over the *expected* cohort.
+        """Return the noised mean of the updates: the sum with the server's part of the noise, over the *expected* cohort.
+
+        Noise of the same std is on every coordinate of the row. An adaptive clip norm moves by the last one, the indicators'.
 
         Args:
             ask: what was asked.
@@ -206,17 +251,29 @@ class NoisedSum:
         """
         if self.shared.too_few(num_replies, cohort_size):
             raise RoundLeftOut(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
-        std = self.shared.server_std(num_replies)
+        # Of the clip norm that was asked, not of one that has moved since.
+        std = self.shared.at(ask.promise.clip_norm).server_std(num_replies)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
-        kept = slice(None) if ask.mask is None else ask.mask.indices(total.size)
+        kept = slice(None) if ask.mask is None else _kept(ask, total.size)
         total = total.copy()
         total[kept] += noise.gaussian(total[kept], std, ask.step, rng)
         if not noise.exact(total, ask.step):
             raise RoundLeftOut("the replies' sum is too large to be exact")
         mean = total / self.release.expected_cohort
+        if self.clip is not None and ask.indicator is not None:
+            self.state = replace(self.state, clip_norm=self.clip.moved(ask.indicator, float(mean[-1])))
+            mean = mean[:-1]
         if self.keep_ratio < 1 and self.shared.placement == "central":
             mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
         return np.asarray(mean)
+
+
+def _kept(ask: Ask, length: int) -> np.ndarray | None:
+    """Return the coordinates of a row [length] that the ask keeps: its mask is of the update alone; None for all."""
+    if ask.mask is None:
+        return None
+    size = length - ask.row_length(0)
+    return np.concatenate([ask.mask.indices(size), np.arange(size, length)])
 
 
 def check_relation(relation: Relation, sampling: Sampler, num_clients: int) -> None:

@@ -113,6 +113,10 @@ class OwnReplies:
 
     # A round
 
+    def row_length(self, size: int) -> int:
+        """Return the length of a client's row: that of the model."""
+        return size
+
     def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
         """Return the indices of the drawn clients whose budget covers one more reply; count the others.
 

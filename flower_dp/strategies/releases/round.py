@@ -83,6 +83,9 @@ class RoundRelease(Protocol):
     @property
     def open_population(self) -> bool: ...  # noqa: D102
 
+    def row_length(self, size: int) -> int:
+        """Return the length of a client's row, given that of the model."""
+
     def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
         """Return the indices of the clients that are asked next: those drawn whose budget covers it."""
 

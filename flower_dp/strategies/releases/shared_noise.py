@@ -48,6 +48,10 @@ class SharedNoise:
     min_reply_ratio: float
     lossy_messages: bool = False
 
+    def at(self, clip_norm: float) -> "SharedNoise":
+        """Return the same noise around another clip norm; its multiplier and its cost stay."""
+        return self if clip_norm == self.release.clip_norm else replace(self, release=replace(self.release, clip_norm=clip_norm))
+
     # Who draws what
 
     @property

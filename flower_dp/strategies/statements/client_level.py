@@ -30,6 +30,16 @@ def statement_of(rules: "ClientLevelRules", run: RunFacts) -> PrivacyStatement:
         "noise_std_of_the_sum": release.noise_scale,
         "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
     }
+    if (clip := rules.training.clip) is not None:
+        # What stands above is of the smallest clip norm, and of update and indicator together.
+        noise |= {
+            "initial_clip_norm": clip.of.initial,
+            "smallest_clip_norm": clip.of.smallest,
+            "largest_clip_norm": clip.of.largest,
+            "target_quantile": clip.of.target_quantile,
+            "clip_learning_rate": clip.of.learning_rate,
+            "count_noise_std": clip.count_noise_std,
+        }
     parts, evaluations = {}, None
     if evaluation is not None:
         noise["evaluation_noise_multiplier"] = evaluation.release.mechanism.noise_multiplier
@@ -138,6 +148,12 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
     if evaluation is not None and _hides_cohort(evaluation):
         size = ", nor how many do: not from logs or timing either" if evaluation.secret_cohort else ""
         lines.append(f"who evaluates is known to nobody who is protected against{size}")
+    if rules.training.clip is not None:
+        lines.append(
+            "adaptive clipping: whether an update is within the clip norm is part of the same release as the update, under one "
+            "noise, so that epsilon is that of a fixed clip norm; clip norm and noise std told here are those of update and "
+            "indicator together at the smallest clip norm, and grow with it"
+        )
     if rules.delta * release.num_clients >= 1:
         lines.append(
             f"DELTA IS NO GUARANTEE: {delta_in_words(rules.delta)} is at least 1 / {release.num_clients} clients, and a "

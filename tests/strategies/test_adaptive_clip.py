@@ -1,0 +1,459 @@
+"""Adaptive clipping: a clip norm that moves by noised indicators, at the cost of a fixed one."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideAdaptiveClipping, FedAvg
+
+from flower_dp.clients import ClientPolicy, privacy_mod
+from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply import client_level
+from flower_dp.clients.reply.parts import IndicatorClip
+from flower_dp.clients.reply.pipeline import Job, Refusal
+from flower_dp.core.noise import noise_generator
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.stored import from_stored, to_stored
+from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, FedSMP
+from flower_dp.strategies.releases.adaptive_clip import MovingClip
+from flower_dp.strategies.releases.round import Round
+from flower_dp.wire import Ask, Indicator, Instruction, Model, Promise
+from tests.grids import LocalGrid
+from tests.stock import arrays, stock_app
+
+CLIP = AdaptiveClip(initial=0.5, smallest=0.01, largest=100.0)
+WORDS: dict[str, Any] = {
+    "clip_norm": CLIP,
+    "noise_multiplier": 2.0,
+    "sampling": FullSampling(),
+    "num_clients": 100,
+    "delta": 1e-3,
+}
+NAMES = tuple(f"c{place}" for place in range(100))
+
+
+def moving(noise_multiplier: float = 2.0, cohort: float = 100.0, **words: Any) -> MovingClip:
+    return MovingClip(of=replace(CLIP, **words), noise_multiplier=noise_multiplier, expected_cohort=cohort)
+
+
+def round_of(asked: Ask, size: int) -> Round:
+    model = Model.of(ArrayRecord({"w": Array(np.zeros(size, np.float32))}), frozen=())
+    length = asked.row_length(size)
+    return Round(server_round=1, method="dp-fedavg", ask=asked, length=length, model=model, asked={1: NAMES})
+
+
+class Rows:
+    """Training that makes these updates, of any library."""
+
+    def __init__(self, *updates: Any) -> None:
+        self.updates = updates
+
+    def rows(self, vector: Any, jobs: Any) -> Any:
+        return ((update, np.zeros(())) for update in self.updates)
+
+
+def sent(asked: Ask, *updates: Any) -> list[Any]:
+    """Return what clients with these updates send."""
+    made = client_level.pipeline(asked, train=Rows(*updates), length=updates[0].shape[0])
+    jobs = [Job(name=str(place), records=[], seed=0, secret=noise_generator) for place in range(len(updates))]  # type: ignore[arg-type]
+    return [one if isinstance(one, Refusal) else one.row for one in made.replies(np.zeros(3), jobs)]
+
+
+# Privacy
+
+
+@pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.2)])
+@pytest.mark.parametrize("kind", [DPFedAvg, DPFedSAM, FedSMP])
+def test_epsilon_is_that_of_a_fixed_clip_to_the_last_digit(kind: Any, sampling: Any) -> None:
+    told = []
+    for clip_norm in (0.5, CLIP, replace(CLIP, count_noise_std=1.2)):
+        strategy = kind(**WORDS | {"clip_norm": clip_norm, "sampling": sampling})
+        for _ in range(7):
+            strategy.rules.training.charge(NAMES[:20])
+        told.append((strategy.epsilon, strategy.statement.epsilon, strategy.rules.outside_ledger.cost(1e-3).epsilon))
+    assert told[0] == told[1] == told[2]
+    assert 0 < told[0][0] < math.inf
+
+
+@pytest.mark.parametrize("z", [0.3, 2.0, 9.0])
+@pytest.mark.parametrize("count_noise_std", [None, 4.6, 50.0])
+def test_noise_on_update_and_count_is_that_of_one_gaussian_around_their_joint_norm(
+    z: float, count_noise_std: float | None
+) -> None:
+    """Andrew et al. 2021, Theorem 1: z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)."""
+    clip = moving(z, count_noise_std=count_noise_std)
+    made, sigma_b = clip.indicator(0.7), clip.count_noise_std
+    assert sigma_b == (count_noise_std or max(5.0, z))
+    z_delta = (z**-2 - (2 * sigma_b) ** -2) ** -0.5
+    assert made.joint_norm == pytest.approx(0.7 * z_delta / z, rel=1e-9)
+    assert made.joint_norm >= math.hypot(0.7, made.scale / 2)
+    std = z * made.joint_norm
+    assert std / made.scale == pytest.approx(sigma_b, rel=1e-9)
+    assert std / 0.7 == pytest.approx(z_delta, rel=1e-9)
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_no_client_moves_the_sum_by_more_than_the_joint_norm(placement: str, library: Any) -> None:
+    """By search over updates: small, at the clip norm, above it, far above, in one or all coordinates."""
+    asked = DPFedSAM(**WORDS, placement=placement).rules.training.ask(5, NAMES)
+    asked = replace(asked, noise_std=0.0, promise=replace(asked.promise, noise_multiplier=0.0))
+    rng = np.random.default_rng(3)
+    directions = [np.eye(4)[0], np.full(4, 0.5), *rng.standard_normal((20, 4))]
+    norms = [0.0, 1e-30, 0.25, 0.4999999, 0.5, 0.5000001, 0.7, 1e3, 1e30]
+    updates = [library((one / np.linalg.norm(one) * norm).astype(np.float32)) for one in directions for norm in norms]
+    rows = [np.asarray(row, np.float64) for row in sent(asked, *updates)]
+    longest = max(float(np.linalg.norm(row)) for row in rows)
+    assert 0.99 * asked.promise.clip_norm < longest <= asked.promise.clip_norm
+    assert asked.indicator is not None
+    half = asked.indicator.scale / 2
+    for update, row in zip(updates, rows, strict=True):
+        within = np.linalg.norm(np.asarray(update, np.float64)) <= 0.5
+        assert row[-1] == pytest.approx(half if within else -half, rel=0.01)
+        assert abs(row[-1]) <= half
+        assert np.linalg.norm(row[:-1]) <= 0.5
+        if asked.step:
+            assert (row / asked.step == np.rint(row / asked.step)).all()
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+@pytest.mark.parametrize("clip_norm", [0.02, 0.5, 60.0])
+def test_every_coordinate_of_the_row_has_the_noise_of_the_joint_norm(placement: str, clip_norm: float) -> None:
+    """Through the real path: the clients' shares, the server's part, the mean and the step of the clip norm."""
+    size, sums, steps = 40, [], []
+    strategy = DPFedSAM(**WORDS, placement=placement)
+    made = strategy.rules.training
+    z_delta = (2.0**-2 - (2 * 5.0) ** -2) ** -0.5
+    for _ in range(60):
+        made.state = replace(made.state, clip_norm=clip_norm)
+        asked = made.ask(size + 1, NAMES)
+        # As many updates within the clip norm as beyond it, that cancel but for their noise.
+        small, large = np.full(size, 1e-30, np.float32), np.full(size, 1e3, np.float32)
+        rows = sent(asked, *[small] * 50, *[large] * 25, *[-large] * 25)
+        total = np.sum(rows, axis=0, dtype=np.float64)
+        limits = made.limits(round_of(asked, size))
+        assert limits.accepted(total, NAMES).shape == (size + 1,)
+        mean = made.noised(asked, total, num_replies=100, cohort_size=100, rng=noise_generator())
+        assert mean.shape == (size,)
+        sums.append(mean * 100)
+        assert made.state.clip_norm is not None
+        steps.append(math.log(made.state.clip_norm / clip_norm) / -0.2 * 100)
+    assert np.std(sums) == pytest.approx(z_delta * clip_norm, rel=0.05)
+    # 60 draws: their std has an error of 9 %; the exact one is tested on the row, above.
+    assert np.std(steps) == pytest.approx(5.0, rel=0.4)
+    assert abs(np.mean(steps)) < 5.0 * 4 / math.sqrt(60)
+
+
+def test_the_noise_of_the_last_coordinate_alone() -> None:
+    made = DPFedAvg(**WORDS).rules.training
+    asked = made.ask(2, NAMES)
+    steps = []
+    for _ in range(6000):
+        made.noised(asked, np.zeros(2), num_replies=100, cohort_size=100, rng=noise_generator())
+        assert made.state.clip_norm is not None
+        steps.append(math.log(made.state.clip_norm / 0.5) / -0.2 * 100)
+    assert np.std(steps) == pytest.approx(5.0, rel=0.05)
+    assert abs(np.mean(steps)) < 0.3
+
+
+def test_noise_and_limits_follow_from_what_was_asked_not_from_a_clip_norm_that_has_moved_since() -> None:
+    made = DPFedAvg(**WORDS).rules.training
+    asked = made.ask(2001, NAMES)
+    made.state = replace(made.state, clip_norm=50.0)
+    limits = made.limits(round_of(asked, 2000))
+    assert limits.clip_norm == 0.5
+    noised = made.noised(asked, np.zeros(2001), num_replies=100, cohort_size=100, rng=noise_generator())
+    assert np.std(noised) * 100 == pytest.approx(2.0 * asked.promise.clip_norm, rel=0.1)
+    assert made.clip_norm < 1.0
+    assert made.ask(2001, NAMES).promise.clip_norm == pytest.approx(made.state.clip_norm * asked.promise.clip_norm / 0.5)
+
+
+def test_a_lying_client_moves_the_quantile_no_further_than_an_honest_one() -> None:
+    asked = DPFedAvg(**WORDS).rules.training.ask(5, NAMES)
+    assert asked.indicator is not None
+    limits = DPFedAvg(**WORDS).rules.training.limits(round_of(asked, 4))
+    half = asked.indicator.scale / 2
+    for lie in (1e9, 1.0, -1.0, -1e9):
+        row = limits.accepted(np.array([3.0, 0.0, 0.0, 0.0, lie]), ["a"])
+        assert 0.99 * half < abs(row[-1]) <= half
+        assert np.linalg.norm(row[:-1]) <= 0.5
+        assert np.linalg.norm(row) <= asked.promise.clip_norm
+        both = limits.accepted(np.array([3.0, 0.0, 0.0, 0.0, lie]), ["a", "b"])
+        assert 0.99 * 2 * half < abs(both[-1]) <= 2 * half
+        assert 0.99 < np.linalg.norm(both[:-1]) <= 1.0
+    shares = DPFedSAM(**WORDS).rules.training
+    asked = shares.ask(10_001, NAMES)
+    limits = shares.limits(round_of(asked, 10_000))
+    row = np.zeros(10_001)
+    for lie in (1.0, -1.0):
+        row[-1] = lie * 2.1
+        with pytest.raises(ValueError, match="further from 0 than that of any honest update"):
+            limits.accepted(row, ["a"])
+        row[-1] = lie * half
+        assert limits.accepted(row, ["a"])[-1] == lie * half
+
+
+def test_an_update_that_is_not_finite_is_refused_as_ever() -> None:
+    asked = DPFedAvg(**WORDS).rules.training.ask(4, NAMES)
+    for bad in (np.nan, np.inf):
+        (refusal,) = sent(asked, np.array([bad, 1.0, 0.0], np.float32))
+        assert isinstance(refusal, Refusal)
+        with pytest.raises(ValueError, match="NaN"):
+            IndicatorClip(indicator=asked.indicator, step=0.0)(np.array([bad, 0.0]))  # type: ignore[arg-type]
+
+
+# Where it moves
+
+
+def run(norms: np.ndarray, clip: AdaptiveClip, *, rounds: int = 60, noise_multiplier: float = 0.5, **words: Any) -> DPFedAvg:
+    """Run with stock clients whose updates have these norms."""
+
+    def train(node: int, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: (value + norms[node - 1] / math.sqrt(value.size)).astype(np.float32) for name, value in given.items()}
+
+    grid = LocalGrid(stock_app(train), len(norms))
+    strategy = DPFedAvg(
+        clip_norm=clip, noise_multiplier=noise_multiplier, sampling=FullSampling(), num_clients=len(norms), delta=1e-3, **words
+    )
+    strategy.start(grid, arrays(w=np.zeros(16, np.float32)), num_rounds=rounds)
+    return strategy
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.8])
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_from_far_off_it_is_within_twice_the_quantile_after_60_rounds(factor: float, quantile: float) -> None:
+    norms = np.random.default_rng(1).lognormal(0.0, 0.3, 60)
+    true = float(np.quantile(norms, quantile))
+    clip = AdaptiveClip(initial=factor * true, target_quantile=quantile, smallest=1e-4, largest=1e4)
+    clip = replace(clip, learning_rate=0.5 if quantile == 0.8 else 0.2)
+    strategy = run(norms, clip)
+    path = [report.public()["clip-norm"] for report in strategy.rounds]
+    assert path[0] == factor * true
+    assert (path[10] > path[0]) == (factor < 1)
+    assert true / 2 < path[-1] < 2 * true
+    assert true / 2 < strategy.rules.clip_norm < 2 * true
+
+
+def test_it_stays_within_its_limits() -> None:
+    norms = np.full(10, 5.0)
+    strategy = run(norms, AdaptiveClip(initial=1.0, smallest=0.5, largest=1.25), rounds=12)
+    assert strategy.rules.clip_norm == 1.25
+    strategy = run(norms / 100, AdaptiveClip(initial=1.0, smallest=0.75, largest=1.25), rounds=12)
+    assert strategy.rules.clip_norm == 0.75
+    clip = moving(1e4, cohort=1.0)
+    for mean in (1e300, -1e300):
+        assert clip.moved(clip.indicator(1.0), mean) == pytest.approx(0.01 if mean > 0 else 100.0)
+
+
+def test_without_noise_the_step_is_that_of_the_paper() -> None:
+    """C exp(-eta (b - gamma)), b the part of the expected cohort within the clip norm."""
+    strategy = run(np.array([0.1, 0.2, 0.3, 9.0]), CLIP, rounds=1, noise_multiplier=0.0)
+    assert strategy.rules.clip_norm == pytest.approx(0.5 * math.exp(-0.2 * (0.75 - 0.5)), rel=1e-5)
+    strategy = run(np.array([0.1, 8.0, 8.0, 9.0, 9.0]), replace(CLIP, target_quantile=0.9), rounds=1, noise_multiplier=0.0)
+    assert strategy.rules.clip_norm == pytest.approx(0.5 * math.exp(-0.2 * (0.2 - 0.9)), rel=1e-5)
+
+
+def test_a_run_goes_on_from_its_stored_state() -> None:
+    first = run(np.full(10, 5.0), CLIP, rounds=5)
+    assert first.rules.clip_norm != 0.5
+    arrays_, text = to_stored(first.state)
+    other = DPFedAvg(**WORDS | {"num_clients": 10, "noise_multiplier": 0.5})
+    assert other.rules.clip_norm == 0.5
+    other.state = from_stored(arrays_, text)
+    assert other.state == first.state
+    assert other.rules.clip_norm == first.rules.clip_norm
+    assert other.rules.training.ask(4, NAMES[:10]).indicator == first.rules.training.ask(4, NAMES[:10]).indicator
+    other._begin()
+    assert other.rules.clip_norm == 0.5
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"initial": 0.001}, "initial"),
+        ({"initial": 1e3}, "initial"),
+        ({"smallest": 0.0}, "smallest"),
+        ({"largest": 0.001}, "largest"),
+        ({"target_quantile": 0.0}, "target_quantile"),
+        ({"target_quantile": 1.0}, "target_quantile"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"count_noise_std": 0.0}, "count_noise_std"),
+    ],
+)
+def test_nonsense_is_refused(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(CLIP, **words)
+
+
+def test_too_little_noise_on_the_count_is_refused() -> None:
+    for std in (0.5, 1.0):
+        with pytest.raises(ValueError, match=r"count_noise_std=.*must be more than 1"):
+            DPFedAvg(**WORDS | {"clip_norm": replace(CLIP, count_noise_std=std)})
+    DPFedAvg(**WORDS | {"clip_norm": replace(CLIP, count_noise_std=1.01)})
+
+
+@pytest.mark.parametrize("words", [{"keep_ratio": 0.5}, {"quantization_levels": 4}])
+def test_lossy_messages_are_refused_before_any_client_is_asked(words: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="does not go with keep_ratio"):
+        DPFedSAM(**WORDS, **words)
+
+
+def test_central_selection_is_of_the_update_alone() -> None:
+    made = DPFedSAM(**WORDS, placement="central", keep_ratio=0.25).rules.training
+    asked = made.ask(9, NAMES)
+    mean = made.noised(asked, np.zeros(9), num_replies=100, cohort_size=100, rng=noise_generator())
+    assert mean.shape == (8,)
+    assert np.count_nonzero(mean) == 2
+
+
+PROMISE = Promise(clip_norm=5.0, noise_multiplier=1.0)
+INDICATOR = Indicator(clip_norm=4.0, scale=6.0)
+
+
+def test_the_indicator_travels_and_is_not_sent_where_it_is_not_used() -> None:
+    asked = Ask(promise=PROMISE, placement="central", indicator=INDICATOR)
+    instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=asked)
+    assert Instruction.from_json(instruction.to_json()) == instruction
+    assert asked.to_table(("a",))["indicator"] == {"clip_norm": 4.0, "scale": 6.0}
+    assert "indicator" not in Ask(promise=PROMISE, placement="central").to_table(("a",))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"promise": Promise(clip_norm=4.999, noise_multiplier=1.0)},
+        {"placement": "local"},
+        {"placement": "distributed", "noise_std": 1.0, "keep_ratio": 0.5},
+        {"placement": "distributed", "noise_std": 1.0, "quantization_levels": 3},
+    ],
+)
+def test_asks_that_make_no_sense_with_an_indicator_are_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"indicator"):
+        Ask(**{"promise": PROMISE, "placement": "central", "indicator": INDICATOR} | words)
+
+
+@pytest.mark.parametrize(
+    "table", [3, {}, {"clip_norm": 1.0}, {"clip_norm": -1.0, "scale": 1.0}, {"clip_norm": 1.0, "scale": 0.0}]
+)
+def test_forged_indicators_are_refused(table: Any) -> None:
+    with pytest.raises(ValueError, match="indicator"):
+        Indicator.from_table(table)
+
+
+# Policies
+
+
+def test_a_policy_limits_the_clip_norm_of_the_round_on_both_sides() -> None:
+    policy = ClientPolicy(max_clip_norm=4.0, min_clip_norm=2.0, min_noise_multiplier=0.5)
+    policy.check(Ask(promise=PROMISE, placement="central", indicator=INDICATOR))
+    for clip_norm in (4.1, 1.9):
+        with pytest.raises(Declined, match="clip_norm"):
+            policy.check(
+                Ask(
+                    promise=Promise(clip_norm=6.0, noise_multiplier=1.0),
+                    placement="central",
+                    indicator=Indicator(clip_norm=clip_norm, scale=6.0),
+                )
+            )
+    with pytest.raises(Declined, match="clip_norm"):
+        policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="central"))
+
+
+def test_a_policy_holds_the_noise_on_the_device_against_the_whole_row() -> None:
+    """The same share under a larger row protects less; a server that scales the indicator up gets nothing."""
+    policy = ClientPolicy(max_clip_norm=4.0, min_noise_std=2.0)
+    words: dict[str, Any] = {"placement": "distributed", "indicator": INDICATOR}
+    policy.check(Ask(promise=PROMISE, noise_std=2.5, **words))
+    with pytest.raises(Declined, match="noise_std"):
+        policy.check(Ask(promise=PROMISE, noise_std=2.49, **words))
+    # A row of a tenth with a tenth of the noise is as well protected.
+    small = Indicator(clip_norm=0.4, scale=0.6)
+    policy.check(
+        Ask(promise=Promise(clip_norm=0.5, noise_multiplier=1.0), placement="distributed", noise_std=0.25, indicator=small)
+    )
+    scaled = replace(INDICATOR, scale=600.0)
+    with pytest.raises(Declined, match="noise_std"):
+        policy.check(
+            Ask(promise=Promise(clip_norm=301.0, noise_multiplier=1.0), placement="distributed", noise_std=2.5, indicator=scaled)
+        )
+
+
+# Through this package's clients
+
+
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+def test_under_a_mask_the_indicator_is_of_the_kept_coordinates_and_always_sent(placement: str) -> None:
+    made = FedSMP(**WORDS, keep_ratio=0.25, placement=placement).rules.training
+    asked = made.ask(1001, NAMES)
+    assert asked.mask is not None
+    assert asked.indicator is not None
+    kept = asked.mask.indices(1000)
+    assert len(kept) == 250
+    inside, outside = np.zeros(1000, np.float32), np.zeros(1000, np.float32)
+    outside[np.setdiff1d(np.arange(1000), kept)] = 9.0
+    inside[kept] = 9.0
+    quiet = replace(asked, noise_std=0.0, promise=replace(asked.promise, noise_multiplier=0.0))
+    rows = sent(quiet, inside, outside)
+    assert [row.shape for row in rows] == [(251,), (251,)]
+    half = asked.indicator.scale / 2
+    assert [float(row[-1]) for row in rows] == pytest.approx([-half, half], rel=0.01)
+    limits = made.limits(round_of(asked, 1000))
+    assert limits.mask is not None
+    np.testing.assert_array_equal(limits.mask, [*kept, 1000])
+    mean = made.noised(asked, np.zeros(1001), num_replies=0, cohort_size=100, rng=noise_generator())
+    assert set(np.flatnonzero(mean)) <= set(kept)
+    assert made.clip_norm != 0.5
+    assert made.num_kept(1001) == 251
+
+
+def own_app(norms: list[float]) -> ClientApp:
+    """Clients of `privacy_mod` around an app whose updates have these norms."""
+
+    def train(node: int, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: (value + norms[node - 1] / math.sqrt(value.size)).astype(np.float32) for name, value in given.items()}
+
+    return stock_app(
+        train, mods=[privacy_mod(policy=ClientPolicy(max_clip_norm=100.0, min_clip_norm=0.01, min_noise_multiplier=0.4))]
+    )
+
+
+@pytest.mark.parametrize("kind", [DPFedAvg, DPFedSAM, FedSMP])
+def test_a_run_of_own_clients_moves_the_right_way(kind: Any) -> None:
+    words = WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)}
+    strategy = kind(**words)
+    strategy.start(LocalGrid(own_app([2.0] * 20), 20), arrays(w=np.zeros(16, np.float32)), num_rounds=8)
+    path = [report.public()["clip-norm"] for report in strategy.rounds]
+    assert path[0] == 0.1
+    assert path[-1] > 0.15
+    assert not strategy.missing.total
+    statement = str(strategy.statement)
+    assert "adaptive clipping: whether an update is within the clip norm" in statement
+    noise = strategy.statement.to_dict()["noise"]
+    assert (noise["initial_clip_norm"], noise["smallest_clip_norm"], noise["largest_clip_norm"]) == (0.1, 0.01, 100.0)
+    assert (noise["target_quantile"], noise["count_noise_std"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_flowers_own_moves_away_from_the_quantile_on_the_same_inputs(factor: float) -> None:
+    """It counts the updates that are *not* within the clip norm, so it grows where it should shrink."""
+    norms = np.random.default_rng(1).lognormal(0.0, 0.3, 20)
+
+    def train(node: int, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: (value + norms[node - 1] / math.sqrt(value.size)).astype(np.float32) for name, value in given.items()}
+
+    grid = LocalGrid(stock_app(train), 20)
+    theirs = DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(fraction_evaluate=0.0), noise_multiplier=0.5, num_sampled_clients=20, initial_clipping_norm=factor
+    )
+    theirs.start(grid, arrays(w=np.zeros(16, np.float32)), num_rounds=10)
+    ours = run(norms, AdaptiveClip(initial=factor, smallest=1e-4, largest=1e4), rounds=10)
+    assert (theirs.clipping_norm < factor) == (factor < 1)
+    assert (ours.rules.clip_norm < factor) == (factor > 1)
