@@ -121,6 +121,7 @@ class Method:
         fewest: with fewer replies a round is charged, but not released.
         replaces_model: whether a round puts a new model in the place of the last one, and does not add to it.
         carries_noise: whether a round's messages have noise of earlier rounds in them as well.
+        num_beside: entries of a message behind those of the update.
         exact: whether sums are exact, so that hosting changes no bit; else models agree up to the rounding of float32.
         poisson: whether the method takes a Poisson sampler.
         target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
@@ -146,6 +147,7 @@ class Method:
     fewest: int = 1
     replaces_model: bool = False
     carries_noise: bool = False
+    num_beside: int = 0
     exact: bool
     poisson: bool
     target: bool
@@ -259,6 +261,11 @@ def adaptive(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]
         return client_level(cls, **own | {"clip_norm": clip})(words)
 
     return make
+
+
+def adaptive_numbers(words: Words) -> dict[str, float]:
+    of_both = client_level_numbers(joint(words))
+    return of_both | {"clip_norm": words.clip_norm, "joint_norm": of_both["clip_norm"], "initial_clip_norm": words.clip_norm}
 
 
 def noise_of_the_mean(words: Words, heard: int) -> float:
@@ -609,6 +616,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedavg, adaptive clip",
+        num_beside=1,
         name="dp-fedavg",
         title="DP-FedAvg",
         strategy=adaptive(DPFedAvg),
@@ -617,11 +625,12 @@ METHODS = (
         | {
             "noise": lambda words, heard: noise_of_the_mean(joint(words), heard),
             "server_noise": lambda words, heard: noise_of_the_mean(joint(words), heard),
-            "numbers": lambda words: client_level_numbers(joint(words)),
+            "numbers": adaptive_numbers,
         },
     ),
     Method(
         label="dp-fedsam distributed, adaptive clip",
+        num_beside=1,
         name="dp-fedsam",
         title="DP-FedSAM",
         strategy=adaptive(DPFedSAM, placement="distributed"),
@@ -631,7 +640,7 @@ METHODS = (
         noise=lambda words, heard: noise_of_the_mean(joint(words), heard),
         message_noise=lambda words: NOISE_MULTIPLIER * joint(words).clip_norm / math.sqrt(words.num_clients),
         server_noise=lambda words, heard: noise_of_the_mean(joint(words), heard) * math.sqrt(1 - heard / words.num_clients),
-        **CLIENT_LEVEL | {"numbers": lambda words: client_level_numbers(joint(words))},
+        **CLIENT_LEVEL | {"numbers": adaptive_numbers},
     ),
     Method(
         label="dp-fedsam distributed",
