@@ -39,6 +39,7 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.strategies import (
     DPPASGD,
+    AdaptiveClip,
     DPFedAvg,
     DPFedPAQ,
     DPFedSAM,
@@ -120,6 +121,7 @@ class Method:
         fewest: with fewer replies a round is charged, but not released.
         replaces_model: whether a round puts a new model in the place of the last one, and does not add to it.
         carries_noise: whether a round's messages have noise of earlier rounds in them as well.
+        num_beside: entries of a message behind those of the update.
         exact: whether sums are exact, so that hosting changes no bit; else models agree up to the rounding of float32.
         poisson: whether the method takes a Poisson sampler.
         target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
@@ -145,6 +147,7 @@ class Method:
     fewest: int = 1
     replaces_model: bool = False
     carries_noise: bool = False
+    num_beside: int = 0
     exact: bool
     poisson: bool
     target: bool
@@ -198,16 +201,16 @@ BLURS = replace(TRAINING, regularizers=(BLUR(strength=1.0, bound=0.01),), sparsi
 def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
     def make(words: Words) -> DPStrategy:
         sampling = PoissonSampling(sampling_rate=words.sampling_rate) if words.sampling_rate else FullSampling()
-        return cls(
-            clip_norm=words.clip_norm,
-            noise_multiplier=NOISE_MULTIPLIER,
-            sampling=sampling,
-            num_clients=words.num_clients,
-            delta=words.delta,
-            target_epsilon=words.target_epsilon,
-            noise_seed=words.noise_seed,
-            **own,
-        )
+        common = {
+            "clip_norm": words.clip_norm,
+            "noise_multiplier": NOISE_MULTIPLIER,
+            "sampling": sampling,
+            "num_clients": words.num_clients,
+            "delta": words.delta,
+            "target_epsilon": words.target_epsilon,
+            "noise_seed": words.noise_seed,
+        }
+        return cls(**common | own)
 
     return make
 
@@ -239,6 +242,30 @@ def client_level_numbers(words: Words) -> dict[str, float]:
         "noise_std_of_the_sum": std,
         "noise_std_of_the_mean": std / words.num_clients,
     }
+
+
+# Andrew et al. 2021: z_delta with sigma_b = z, the default in small cohorts; noise of std z_delta C on every coordinate.
+Z_DELTA = (NOISE_MULTIPLIER**-2 - (2 * NOISE_MULTIPLIER) ** -2) ** -0.5
+
+
+def joint(words: Words) -> Words:
+    """The same words, with the norm of update and indicator together as the clip norm."""
+    return replace(words, clip_norm=words.clip_norm * Z_DELTA / NOISE_MULTIPLIER)
+
+
+def adaptive(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
+    """An adaptive clip norm without room to move, so that all rounds have the same noise."""
+
+    def make(words: Words) -> DPStrategy:
+        clip = AdaptiveClip(initial=words.clip_norm, smallest=words.clip_norm, largest=words.clip_norm)
+        return client_level(cls, **own | {"clip_norm": clip})(words)
+
+    return make
+
+
+def adaptive_numbers(words: Words) -> dict[str, float]:
+    of_both = client_level_numbers(joint(words))
+    return of_both | {"clip_norm": words.clip_norm, "joint_norm": of_both["clip_norm"], "initial_clip_norm": words.clip_norm}
 
 
 def noise_of_the_mean(words: Words, heard: int) -> float:
@@ -586,6 +613,34 @@ METHODS = (
         strategy=client_level(DPFedAvg),
         client=blurs_client,
         **CENTRAL,
+    ),
+    Method(
+        label="dp-fedavg, adaptive clip",
+        num_beside=1,
+        name="dp-fedavg",
+        title="DP-FedAvg",
+        strategy=adaptive(DPFedAvg),
+        client=dp_client,
+        **CENTRAL
+        | {
+            "noise": lambda words, heard: noise_of_the_mean(joint(words), heard),
+            "server_noise": lambda words, heard: noise_of_the_mean(joint(words), heard),
+            "numbers": adaptive_numbers,
+        },
+    ),
+    Method(
+        label="dp-fedsam distributed, adaptive clip",
+        num_beside=1,
+        name="dp-fedsam",
+        title="DP-FedSAM",
+        strategy=adaptive(DPFedSAM, placement="distributed"),
+        client=dp_client,
+        stock=False,
+        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        noise=lambda words, heard: noise_of_the_mean(joint(words), heard),
+        message_noise=lambda words: NOISE_MULTIPLIER * joint(words).clip_norm / math.sqrt(words.num_clients),
+        server_noise=lambda words, heard: noise_of_the_mean(joint(words), heard) * math.sqrt(1 - heard / words.num_clients),
+        **CLIENT_LEVEL | {"numbers": adaptive_numbers},
     ),
     Method(
         label="dp-fedsam distributed",

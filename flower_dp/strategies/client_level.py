@@ -268,7 +268,8 @@ class ClientLevelRules:
         Args:
             dimension: of the model's vector.
         """
-        release, kept = self.training.next_release, self.training.num_kept(self.training.row_length(dimension))
+        training = self.training
+        release, kept = training.next_release, training.num_kept(training.row_length(dimension)) - training.row_length(0)
         return release.noise_scale / release.expected_cohort * math.sqrt(kept), self.clip_norm
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:

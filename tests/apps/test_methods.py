@@ -465,7 +465,7 @@ def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_bo
         initial=0.25, target_quantile=0.7, learning_rate=0.3, count_noise_std=9.0, smallest=0.00025, largest=7.0
     )
     assert rules.training.clip.of == expected
-    policy = run.client(run.model(), {"a": TensorRecords(torch.zeros(1, 1), torch.zeros(1))}, lambda: {}).policy
+    policy = run.client(run.model(), {"a": TensorRecords(inputs=torch.zeros(1, 1), targets=torch.zeros(1))}, lambda: {}).policy
     assert (policy.min_clip_norm, policy.max_clip_norm) == (0.00025, 7.0)
     for clip_norm in (0.00025, 0.25, 7.0):
         rules.training.state = replace(rules.training.state, clip_norm=clip_norm)

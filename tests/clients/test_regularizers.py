@@ -68,12 +68,13 @@ def test_no_row_of_a_pull_depends_on_another(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_blur_by_hand(engine: str) -> None:
+def test_blur_by_hand(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     """From x = 2 with gradient x: x1 = 1.8, 0.2 away; the penalty's is -3 (0.2 - 0.1): x2 = 1.8 - 0.1 (1.8 - 0.3) = 1.65."""
     training = LocalTraining(
         learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), regularizers=(BLUR(strength=3.0, bound=0.1),)
     )
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.65 - 2], rtol=1e-6)
+    assert "one by one" not in caplog.text  # the row is the engine's own
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -97,11 +98,12 @@ class Rest:
 
 @pytest.mark.parametrize("training", [LocalTraining(learning_rate=0.1, batch_size=3), RECIPE], ids=["plain", "everything"])
 @pytest.mark.parametrize("part", [BLUR(strength=2.0, bound=0.02), Rest()], ids=["BLUR", "own"])
-def test_the_engines_agree(training: LocalTraining, part: Regularizer) -> None:
+def test_the_engines_agree(training: LocalTraining, part: Regularizer, caplog: pytest.LogCaptureFixture) -> None:
     """Where BLUR acts: its bound is far below these updates' norms."""
     clients, pulled = [_classes(size, size) for size in (9, 4, 7)], replace(training, regularizers=(part,))
     one, other = (rows_of(_net, clients, pulled, engine=engine) for engine in ENGINES)
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert "one by one" not in caplog.text
     without = rows_of(_net, clients, training, engine="one_by_one")
     assert all((row - plain).norm() > 0.02 * plain.norm() for row, plain in zip(one, without, strict=True))
     assert all(plain.norm() > 0.1 for plain in without)

@@ -252,7 +252,7 @@ def test_it_stays_within_its_limits() -> None:
 
 def test_without_noise_the_step_is_that_of_the_paper() -> None:
     """C exp(-eta (b - gamma)), b the part of the expected cohort within the clip norm."""
-    strategy = run(np.array([0.1, 0.2, 0.3, 9.0]), CLIP, rounds=1, noise_multiplier=0.0)
+    strategy = run(np.array([0.1, 0.2, 0.3, 1.0]), CLIP, rounds=1, noise_multiplier=0.0)
     assert strategy.rules.clip_norm == pytest.approx(0.5 * math.exp(-0.2 * (0.75 - 0.5)), rel=1e-5)
     strategy = run(np.array([0.1, 8.0, 8.0, 9.0, 9.0]), replace(CLIP, target_quantile=0.9), rounds=1, noise_multiplier=0.0)
     assert strategy.rules.clip_norm == pytest.approx(0.5 * math.exp(-0.2 * (0.2 - 0.9)), rel=1e-5)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, TensorRecords, model_arrays
@@ -18,6 +19,7 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinS
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
 from flower_dp.wire import KEY as ANSWER
+from tests.grids import LocalGrid
 from tests.local_grids import NAMES, context_of, grid_of, linear, records, start
 
 STEPS = FedPAQSteps(
@@ -179,6 +181,20 @@ def test_hosting_makes_no_difference(nodes):
         strategy, recipe = pair({"noise_seed": 1})
         models.append(start(strategy, grid_of(recipe, FOUR, num_nodes=count, seeds=lambda context: 3), 3))
     torch.testing.assert_close(models[0], models[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_numpy_client_finds_the_servers_vector_behind_the_model():
+    """Flower gives it the arrays in order, without names; everything else is as with `client_app`, to the last bit."""
+    strategy, recipe = pair({"noise_seed": 1})
+
+    def client_fn(context):
+        name = sorted(FOUR)[int(context.node_config["partition-id"])]
+        words = {"recipe": recipe, "noise_seed": 3, "device": "cpu", "context": context}
+        return LocalDPClient(model=linear(), clients={name: FOUR[name]}, **words).to_client()
+
+    named = start(pair({"noise_seed": 1})[0], grid_of(recipe, FOUR, seeds=lambda context: 3), 3)
+    assert torch.equal(start(strategy, LocalGrid(ClientApp(client_fn=client_fn), 4), 3), named)
+    assert not strategy.statement.incidents
 
 
 def test_missing_messages_are_no_part_of_c():

@@ -170,7 +170,9 @@ class LocalDPClient(NodeClient):
 
     def _kept(self, names: Iterable[str], vector: Tensor) -> dict[str, Tensor]:
         """Return what clients have kept from earlier rounds, of those that have something."""
-        found = {name: self.context and kept_of(self.context.state, name, vector.numel()) for name in names}
+        if self.context is None:  # `account_of` refuses that
+            return {}
+        found = {name: kept_of(self.context.state, name, vector.numel()) for name in names}
         return {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
 
     def _agreed(self, instruction: Instruction, recipe: LocalRecipe) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:

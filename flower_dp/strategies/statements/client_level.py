@@ -31,8 +31,10 @@ def statement_of(rules: "ClientLevelRules", run: RunFacts) -> PrivacyStatement:
         "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
     }
     if (clip := rules.training.clip) is not None:
-        # What stands above is of the smallest clip norm, and of update and indicator together.
+        # The std above are of the smallest clip norm, around update and indicator together.
         noise |= {
+            "clip_norm": clip.of.smallest,
+            "joint_norm": release.clip_norm,
             "initial_clip_norm": clip.of.initial,
             "smallest_clip_norm": clip.of.smallest,
             "largest_clip_norm": clip.of.largest,
@@ -151,8 +153,8 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
     if rules.training.clip is not None:
         lines.append(
             "adaptive clipping: whether an update is within the clip norm is part of the same release as the update, under one "
-            "noise, so that epsilon is that of a fixed clip norm; clip norm and noise std told here are those of update and "
-            "indicator together at the smallest clip norm, and grow with it"
+            "noise, so that epsilon is that of a fixed clip norm; clip norm, joint norm of update and indicator, and noise "
+            "std are told at the smallest clip norm, and grow in proportion to it"
         )
     if rules.delta * release.num_clients >= 1:
         lines.append(
