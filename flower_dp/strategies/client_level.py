@@ -228,9 +228,11 @@ class ClientLevelRules:
         self._planned = self._plan_of()
         if state.planned_rounds is not None:
             self._planned.plan(state.planned_rounds)
-        self.training.state = state.training
-        if self.evaluation is not None and state.evaluation is not None:
-            self.evaluation.release.state = state.evaluation
+        self.training.go_on(state.training)
+        if self.evaluation is not None:
+            self.evaluation.release.go_on(state.evaluation)
+        elif state.evaluation is not None and state.evaluation.shares:
+            raise ValueError("state: private evaluations were charged, and this strategy has none; give the same evaluation=...")
 
     def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
         """Make private evaluation a second release of this method's rounds: its plan and its target count it from now on.

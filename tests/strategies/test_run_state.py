@@ -8,9 +8,9 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-from flower_dp.core.sampling import FullSampling, RoundRobinSampling
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.core.stored import from_stored, same, stored, to_stored
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, PrivateEvaluation
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import SumState
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -60,6 +60,43 @@ def test_a_ledger_goes_on_where_the_stored_one_has_ended():
     assert other.rules.outside_ledger.lines() == strategy.rules.outside_ledger.lines()
     assert other.rules.evaluation.release.num_charged == 1
     assert not other.rules.evaluation.due(2)
+
+
+def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
+    """With more noise, another sampling or placement the stored rounds would seem to have cost less."""
+    evaluation = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling())
+    strategy = DPFedAvg(**WORDS, evaluation=evaluation)
+    fresh = strategy.state
+    strategy.rules.training.charge(("a",) * 4)
+    strategy.rules.evaluation.release.charge(("a",) * 4)
+    for changed in ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5}):
+        with pytest.raises(ValueError, match="state: what was charged is"):
+            moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), strategy.state)
+        moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), fresh)
+    with pytest.raises(ValueError, match="state: what was charged is"):
+        moved(DPFedAvg(**WORDS, evaluation=replace(evaluation, noise_multiplier=4.0)), strategy.state)
+    with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
+        moved(DPFedAvg(**WORDS), strategy.state)
+
+
+def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
+    words = {"num_clients": 2, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
+    words |= {"num_local_steps": 1, "learning_rate": 0.1}
+    evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
+    strategy = DPPASGD(**words, evaluation=evaluation)
+    strategy.rules.open(("a", "b"))
+    strategy.rules.training.charge(("a",))
+    strategy.rules.evaluation.release.charge(("b",))
+    same_terms = moved(DPPASGD(**words, evaluation=evaluation), strategy.state)
+    assert same_terms.rules.evaluation.release.replies("b") == 1
+    for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}):
+        with pytest.raises(ValueError, match="charged for dp-pasgd by other terms"):
+            moved(DPPASGD(**words | changed, evaluation=evaluation), strategy.state)
+    smaller = replace(evaluation, budget=EvaluationBudget(epsilon=0.25, num_evaluations=2))
+    with pytest.raises(ValueError, match="charged for private-evaluation by other terms"):
+        moved(DPPASGD(**words, evaluation=smaller), strategy.state)
+    with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
+        moved(DPPASGD(**words), strategy.state)
 
 
 def test_in_turn_the_next_cohort_follows_from_the_stored_state():

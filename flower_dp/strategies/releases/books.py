@@ -156,9 +156,13 @@ class ClientBooks:
     def state(self, state: BooksState) -> None:
         self._planned_rounds = state.planned_rounds
         self._open(state.names)
-        self.training.state = state.training
-        if self.evaluation is not None and state.evaluation is not None:
-            self.evaluation.state = state.evaluation
+        if not state.names:
+            return
+        self.training.go_on(state.training)
+        if self.evaluation is not None:
+            self.evaluation.go_on(state.evaluation)
+        elif state.evaluation is not None and state.evaluation.num_rounds:
+            raise ValueError("state: private evaluations were charged, and this strategy has none; give the same evaluation=...")
 
     def evaluate(self, evaluation: OwnReplies, terms_of: Callable[[str, Terms], Terms]) -> None:
         """Charge private evaluations too: `terms_of` returns a client's terms, from its name and its terms of training."""
@@ -189,6 +193,8 @@ class ClientBooks:
 
     def _open(self, names: tuple[str, ...]) -> None:
         self.training.open({})
+        if self.evaluation is not None:
+            self.evaluation.open({})
         self._costs, self._worst = {}, None
         if not names:
             return

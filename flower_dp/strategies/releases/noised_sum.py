@@ -40,11 +40,13 @@ class SumState:
         shares: for every charge, in how many shares its noise was drawn (`SharedNoise.shares`); the events follow from it.
         released: the last noised mean [d], where masks are made of it; None before any.
         clip_norm: of the next round, where it is adaptive; None before it has moved.
+        kind: the release that was charged, as text: what the charges cost follows from it.
     """
 
     shares: tuple[int, ...] = ()
     released: np.ndarray | None = None
     clip_norm: float | None = None
+    kind: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +121,18 @@ class NoisedSum:
         What it costs follows from how often this release was charged, and not from the number of a round, which a caller may
         repeat or skip.
         """
-        self.state = replace(self.state, shares=(*self.state.shares, self.shared.shares(len(names))))
+        self.state = replace(self.state, shares=(*self.state.shares, self.shared.shares(len(names))), kind=repr(self.shared))
+
+    def go_on(self, state: SumState | None) -> None:
+        """Go on from an earlier state; None: from none.
+
+        Raises:
+            ValueError: if another release was charged, for example with other noise: its charges would get another cost.
+        """
+        state = SumState() if state is None else state
+        if state.shares and state.kind != repr(self.shared):
+            raise ValueError(f"state: what was charged is {state.kind}, and this strategy releases {self.shared!r}")
+        self.state = state
 
     def charge_to(self, ledger: Ledger, *, outside: bool = False) -> None:
         """Charge all rounds so far to a ledger: as any single client sees them, or those who are no clients."""

@@ -1,5 +1,6 @@
 """Replies that are private one by one: what is asked of every client by its own terms, and how often each was charged."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -38,11 +39,13 @@ class ReplyState:
         replies: charged to each client, in the order of their names.
         num_rounds: rounds that were charged.
         num_unasked: times that a drawn client was not asked, since its budget was spent.
+        kind: a digest of the terms of all clients, by which they were charged.
     """
 
     replies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     num_rounds: int = 0
     num_unasked: int = 0
+    kind: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +87,20 @@ class OwnReplies:
     def open(self, terms: Mapping[str, Terms]) -> None:
         """Open a ledger for every client, on its terms."""
         self.terms = terms
-        self.state = ReplyState(replies=np.zeros(len(terms), np.int64))
+        self.state = ReplyState(replies=np.zeros(len(terms), np.int64), kind=_digest(terms))
         self._places = {name: place for place, name in enumerate(terms)}
+
+    def go_on(self, state: ReplyState | None) -> None:
+        """Go on from an earlier state of these clients, whose ledgers are open; None: from none.
+
+        Raises:
+            ValueError: if the clients were charged by other terms: their charges would get another cost.
+        """
+        if state is None:
+            return
+        if state.num_rounds and state.kind != self.state.kind:
+            raise ValueError(f"state: clients were charged for {self.name} by other terms than those of this strategy")
+        self.state = state
 
     @property
     def num_charged(self) -> int:
@@ -157,3 +172,11 @@ class OwnReplies:
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean size of a client's own message; it reveals nothing, since messages are private."""
         return collected.payload_bytes / len(collected.clients) if collected.clients else 0.0
+
+
+def _digest(terms: Mapping[str, Terms]) -> str:
+    """Return a digest of the clients' names and terms; noise is compared to six digits, for a calibration may change its last."""
+    digest = hashlib.sha256()
+    for name, own in terms.items():
+        digest.update(f"{name!r}: {own.kind}, {own.release.mechanism.noise_multiplier:.6g}\n".encode())
+    return digest.hexdigest()
