@@ -562,6 +562,8 @@ def test_a_second_run_starts_with_an_empty_ledger():
     once = strategy.statement.epsilon
     strategy.start(grid, flat(), num_rounds=1)
     assert strategy.statement.epsilon == once
+    assert strategy.rules.evaluation.release.num_charged == 1
+    assert set(strategy.evaluations) == {1}  # it was due again
 
 
 # refusals
