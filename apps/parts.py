@@ -14,10 +14,10 @@ from flower_dp.clients import (
     ClientPolicy,
     DPClient,
     LocalDPClient,
-    LocalTraining,
     ProximalTerm,
     Records,
     Regularizer,
+    Training,
 )
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
@@ -32,7 +32,7 @@ N = TypeVar("N", int, float)
 Sizes = Callable[[], Mapping[str, int]]
 # Arguments of any method that no setting changes, and those with another default in the app (`apps.methods.Method`).
 UNSET = (
-    "LocalTraining.num_local_steps",
+    "Training.num_local_steps",
     "Options.frozen_arrays",
     "Options.most_clients_per_node",
     "Options.most_newcomers",
@@ -40,7 +40,7 @@ UNSET = (
     "Options.registration_timeout",
     "Options.server_optimizer",
 )
-OTHER_DEFAULTS = ("LocalTraining.batch_size", "LocalTraining.learning_rate_decay", "LocalTraining.momentum")
+OTHER_DEFAULTS = ("Training.batch_size", "Training.learning_rate_decay", "Training.momentum")
 # The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 # From the first adaptive clip norm to the smallest and the largest by default.
@@ -87,10 +87,10 @@ def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str,
     return dict(zip(names, values, strict=True))
 
 
-def training_of(settings: Settings, *, sam_radius: float = 0.0) -> LocalTraining:
+def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
     """Return the recipe of local training."""
     keep_ratio = checks.number("update-keep-ratio", settings.update_keep_ratio, above=0, at_most=1)
-    return LocalTraining(
+    return Training(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
         num_local_epochs=settings.local_epochs,
@@ -144,9 +144,9 @@ def clip_norm_of(own: Any) -> float | AdaptiveClip:
     Raises:
         ValueError: for settings of an adaptive clip norm without a quantile.
     """
-    beside = ("clip_count_noise_std", "smallest_clip_norm", "largest_clip_norm")
+    options = ("clip_count_noise_std", "smallest_clip_norm", "largest_clip_norm")
     if not own.clip_quantile:
-        if given := [name.replace("_", "-") for name in beside if getattr(own, name)]:
+        if given := [name.replace("_", "-") for name in options if getattr(own, name)]:
             raise ValueError(f"{given[0]}: is read with clip-quantile > 0 only, where the clip norm is adaptive")
         return float(own.clip_norm)
     return AdaptiveClip(
@@ -232,7 +232,7 @@ def local_client(
 
 
 def client_level_client(
-    settings: Settings, rules: ClientLevelRules, training: LocalTraining, model: nn.Module, clients: Mapping[str, Records]
+    settings: Settings, rules: ClientLevelRules, training: Training, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
     """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
     evaluating = None if rules.evaluation is None else rules.evaluation.release

@@ -105,7 +105,7 @@ def _rows(dealt: Mapping[str, TensorRecords], classes: tuple[int, ...], rng: np.
 
 def _what(settings: Settings, dealt: Mapping[str, TensorRecords], clients: list[Client]) -> str:
     total, used = sum(map(len, dealt.values())), sum(len(labels) for _, labels in clients)
-    words = f"{used} records of {len(clients)} clients, dealt as in a run (partition={settings.partition}, seed={settings.seed})"
+    sample = f"{used} records of {len(clients)} clients, dealt as in a run (partition={settings.partition}, seed={settings.seed})"
     if (used, len(clients)) == (total, len(dealt)):
-        return f"estimated from all {words}"
-    return f"estimated from {words}, a random part of the {total} records of {len(dealt)} clients: largest values may be missed"
+        return f"estimated from all {sample}"
+    return f"estimated from {sample}, a random part of the {total} records of {len(dealt)} clients: largest values may be missed"

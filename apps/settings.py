@@ -98,8 +98,8 @@ class Settings:
             raise ValueError(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
         for name, samplings in _SAMPLED.items():
             if self.is_set(name) and self.sampling not in samplings:
-                value, words = getattr(self, name), " or ".join(samplings)
-                raise ValueError(f"{key_of(name)}={value!r}: is not read with sampling={self.sampling!r}, but with {words}")
+                value, kinds = getattr(self, name), " or ".join(samplings)
+                raise ValueError(f"{key_of(name)}={value!r}: is not read with sampling={self.sampling!r}, but with {kinds}")
 
     def _check_split(self) -> None:
         """Check the settings of held-out records: they are not protected, so no client may train on another's."""

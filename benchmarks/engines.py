@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 from apps.tasks.models import make  # noqa: E402
 from flower_dp.clients.training.engines import ENGINES, local_updates  # noqa: E402
 from flower_dp.clients.training.engines.batched import num_slots  # noqa: E402
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining  # noqa: E402
+from flower_dp.clients.training.recipe import FlatModel, Training  # noqa: E402
 from flower_dp.clients.training.records import TensorRecords  # noqa: E402
 
 
@@ -77,17 +77,17 @@ class Job:
 
     name: str
     model: Callable[[], nn.Module]
-    training: LocalTraining
+    training: Training
     records_per_client: int
     shape: tuple[int, ...] = (784,)
 
 
-PLAIN = LocalTraining(learning_rate=0.1, batch_size=10)
+PLAIN = Training(learning_rate=0.1, batch_size=10)
 JOBS = (
     Job(
         name="default",
         model=lambda: make("logistic", seed=0),
-        training=LocalTraining(learning_rate=0.15, batch_size=4, momentum=0.5, sam_radius=0.05),
+        training=Training(learning_rate=0.15, batch_size=4, momentum=0.5, sam_radius=0.05),
         records_per_client=5,
     ),
     Job(name="mlp", model=lambda: make("mlp", seed=0), training=PLAIN, records_per_client=60),
@@ -123,8 +123,8 @@ class Runner:
     def rows(self, engine: str, places: list[int]) -> Any:
         """Return the rows of some clients, one at a time."""
         clients = [self._clients[place] for place in places]
-        words: dict[str, Any] = {"model": self.model, "server_round": 1, "seeds": places, "engine": engine}
-        return local_updates(self._vector, clients, self._training, **words)
+        arguments: dict[str, Any] = {"model": self.model, "server_round": 1, "seeds": places, "engine": engine}
+        return local_updates(self._vector, clients, self._training, **arguments)
 
     def seconds(self, engine: str) -> float:
         """Train all clients; return the time it took."""

@@ -46,7 +46,7 @@ def points(full: bool, rounds: int) -> list[Point]:
                 "dp-fedpaq.num-replies": rounds,
                 **_steps(epsilon, chosen),
             },
-            words={"epsilon": epsilon, "s": levels or "none"},
+            arguments={"epsilon": epsilon, "s": levels or "none"},
             numbers=_numbers,
         )
         for epsilon in EPSILONS
@@ -88,8 +88,8 @@ def rows(results: list[Measured]) -> list[Row]:
         plain = results[index // len(LEVELS) * len(LEVELS) + len(LEVELS) - 1]
         made.append(
             {
-                "epsilon": f"{result.words['epsilon']:g}",
-                "s": result.words["s"],
+                "epsilon": f"{result.arguments['epsilon']:g}",
+                "s": result.arguments["s"],
                 "noise std of an update": result.numbers["noise std"],
                 "bits a coordinate": result.numbers["bits"],
                 "loss": spread(result.losses),

@@ -52,7 +52,7 @@ def _point(name: str, tau: int, rate: float, batch_sizes: str) -> Point:
             "dp-pasgd.clip-norm": CLIP_NORM,
             "dp-pasgd.calibration": "zcdp",
         },
-        words={"data": name, "tau": tau, "learning rate": rate},
+        arguments={"data": name, "tau": tau, "learning rate": rate},
         numbers=_numbers,
     )
 
@@ -111,7 +111,7 @@ def report(results: list[Measured]) -> str:
     """Return the table of all points."""
     rows = [
         {
-            **result.words,
+            **result.arguments,
             "rounds": result.numbers["rounds"],
             "cost": f"{result.numbers['cost']:.0f}",
             "loss": spread(result.losses),
@@ -128,19 +128,23 @@ def verdicts(results: list[Measured]) -> list[str]:
     """Say for every data set how the claim does, and where the grid's best tau is; differences of loss are seed by seed."""
     lines = []
     for name in DATA:
-        one, ten = ([r for r in results if r.words["data"] == name and r.words["tau"] == tau] for tau in (1, 10))
+        one, ten = ([r for r in results if r.arguments["data"] == name and r.arguments["tau"] == tau] for tau in (1, 10))
         for rate in LEARNING_RATES[10]:
-            pair: list[Any] = [next(r for r in row if r.words["learning rate"] == rate) for row in (one, ten)]
+            pair: list[Any] = [next(r for r in row if r.arguments["learning rate"] == rate) for row in (one, ten)]
             lines.append(f"{name}: loss of DP-SGD less that of tau = 10, both at learning rate {rate:g}: {difference(*pair)}")
         best = [min(row, key=lambda result: result.loss) for row in (one, ten)]
-        rates = " and ".join(f"{result.words['learning rate']:g}" for result in best)
+        rates = " and ".join(f"{result.arguments['learning rate']:g}" for result in best)
         lines.append(f"{name}: the same, each at its own best learning rate ({rates}): {difference(*best)}")
     for name in GRID_DATA:
-        row = [r for r in results if r.words["data"] == name and r.words["learning rate"] == GRID_RATE and r.words["tau"] in GRID]
-        row.sort(key=lambda result: int(result.words["tau"]))
+        row = [
+            r
+            for r in results
+            if r.arguments["data"] == name and r.arguments["learning rate"] == GRID_RATE and r.arguments["tau"] in GRID
+        ]
+        row.sort(key=lambda result: int(result.arguments["tau"]))
         best_of_grid = min(row, key=lambda result: result.loss)
         inside = best_of_grid not in (row[0], row[-1])
-        others = ", ".join(f"tau={r.words['tau']}: {difference(r, best_of_grid)}" for r in row if r is not best_of_grid)
-        found = f"{'yes' if inside else 'no'}, tau={best_of_grid.words['tau']}"
+        others = ", ".join(f"tau={r.arguments['tau']}: {difference(r, best_of_grid)}" for r in row if r is not best_of_grid)
+        found = f"{'yes' if inside else 'no'}, tau={best_of_grid.arguments['tau']}"
         lines.append(f"{name}: an interior best tau: {found} (loss more than there: {others})")
     return lines

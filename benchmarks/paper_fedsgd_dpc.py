@@ -87,7 +87,7 @@ def points(
         pairs.append((estimated[epsilon].best.cohort_size, estimated[epsilon].best.num_rounds))
         plan_of = {0: "Table I", len(pairs) - 1: "data"}
         for index, (cohort, rounds) in enumerate(pairs):
-            words = {"epsilon": f"{epsilon:g}", "b": cohort, "T": rounds, "plan": plan_of.get(index, "")}
+            arguments = {"epsilon": f"{epsilon:g}", "b": cohort, "T": rounds, "plan": plan_of.get(index, "")}
             settings = {
                 "records-per-client": num_records,
                 "fedsgd-dpc.epsilon": epsilon,
@@ -97,7 +97,7 @@ def points(
             if cohort * rounds > most_replies:
                 left_out.append(f"epsilon={epsilon:g} b={cohort} T={rounds}")
             else:
-                chosen.append(Point(preset=PRESET, settings=settings, words=words, numbers=_numbers))
+                chosen.append(Point(preset=PRESET, settings=settings, arguments=arguments, numbers=_numbers))
     return chosen, left_out
 
 
@@ -117,14 +117,14 @@ def report(results: list[Measured]) -> str:
     """Return the table, with every loss against that of the plan of the same epsilon, seed by seed."""
     rows = []
     for result in results:
-        planned = next(r for r in results if r.words["epsilon"] == result.words["epsilon"])
+        planned = next(r for r in results if r.arguments["epsilon"] == result.arguments["epsilon"])
         own = result is planned
         rows.append(
             {
-                "planned from": result.words["plan"],
-                "ε": result.words["epsilon"],
-                "b": result.words["b"],
-                "T": result.words["T"],
+                "planned from": result.arguments["plan"],
+                "ε": result.arguments["epsilon"],
+                "b": result.arguments["b"],
+                "T": result.arguments["T"],
                 "replies a client": result.numbers["replies"],
                 "noise scale": result.numbers["noise scale"],
                 "loss": spread(result.losses),
@@ -140,13 +140,13 @@ def report(results: list[Measured]) -> str:
 def verdicts(results: list[Measured]) -> list[str]:
     """Say for each epsilon whether the plan has the least mean loss."""
     lines = []
-    for epsilon in dict.fromkeys(result.words["epsilon"] for result in results):
-        own = [result for result in results if result.words["epsilon"] == epsilon]
-        planned, others = own[0], [result for result in own[1:] if result.words["plan"] != "data"]
+    for epsilon in dict.fromkeys(result.arguments["epsilon"] for result in results):
+        own = [result for result in results if result.arguments["epsilon"] == epsilon]
+        planned, others = own[0], [result for result in own[1:] if result.arguments["plan"] != "data"]
         best = min(own, key=lambda result: result.loss)
         beaten = sum(planned.loss < other.loss for other in others)
         lines.append(
-            f"epsilon={epsilon}: planned b={planned.words['b']}, T={planned.words['T']} beats {beaten} of {len(others)} others; "
-            f"least loss of all: b={best.words['b']}, T={best.words['T']}"
+            f"epsilon={epsilon}: planned b={planned.arguments['b']}, T={planned.arguments['T']} beats {beaten} of {len(others)} "
+            f"others; least loss of all: b={best.arguments['b']}, T={best.arguments['T']}"
         )
     return lines

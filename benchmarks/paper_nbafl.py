@@ -27,21 +27,21 @@ def points(num_records: int, scale: float) -> list[Point]:
     chosen += [BASE | {"epsilon": epsilon} for epsilon in EPSILONS]
     chosen += [BASE | {"N": clients} for clients in CLIENTS]
     chosen += [BASE | {"T": rounds} for rounds in ROUNDS]
-    unique = list({tuple(words.values()): words for words in chosen}.values())
+    unique = list({tuple(arguments.values()): arguments for arguments in chosen}.values())
     return [
         Point(
             preset=PRESET,
             settings={
-                "nbafl.epsilon": words["epsilon"],
-                "num-clients": words["N"],
-                "num-rounds": (rounds := max(1, round(scale * words["T"]))),
+                "nbafl.epsilon": arguments["epsilon"],
+                "num-clients": arguments["N"],
+                "num-rounds": (rounds := max(1, round(scale * arguments["T"]))),
                 "nbafl.num-replies": rounds,
                 "records-per-client": num_records,
             },
-            words=words,
+            arguments=arguments,
             numbers=_numbers,
         )
-        for words in unique
+        for arguments in unique
     ]
 
 
@@ -62,8 +62,8 @@ def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
 def sweep(results: list[Measured], key: str) -> list[Measured]:
     """Return the results that differ from the base in one word only, in its order."""
     others = {name: value for name, value in BASE.items() if name != key}
-    found = [r for r in results if all(r.words[name] == value for name, value in others.items())]
-    return sorted(found, key=lambda result: float(result.words[key]))
+    found = [r for r in results if all(r.arguments[name] == value for name, value in others.items())]
+    return sorted(found, key=lambda result: float(result.arguments[key]))
 
 
 def report(results: list[Measured]) -> str:
@@ -75,9 +75,9 @@ def report(results: list[Measured]) -> str:
             rows.append(
                 {
                     "sweep": key.replace("epsilon", "ε"),
-                    "paper's ε": f"{result.words['epsilon']:g}" + (" (not valid)" if numbers["paper valid"] is False else ""),
-                    "N": result.words["N"],
-                    "T": result.words["T"],
+                    "paper's ε": f"{result.arguments['epsilon']:g}" + (" (not valid)" if numbers["paper valid"] is False else ""),
+                    "N": result.arguments["N"],
+                    "T": result.arguments["T"],
                     "uplink std": numbers["uplink std"],
                     "downlink std": numbers["downlink std"],
                     "loss": spread(result.losses),
@@ -96,12 +96,13 @@ def verdicts(results: list[Measured]) -> list[str]:
         row = sweep(results, key)
         falls = all(before.loss > after.loss for before, after in pairwise(row))
         steps = ", ".join(
-            f"{before.words[key]:g} less {after.words[key]:g}: {difference(before, after)}" for before, after in pairwise(row)
+            f"{before.arguments[key]:g} less {after.arguments[key]:g}: {difference(before, after)}"
+            for before, after in pairwise(row)
         )
         lines.append(f"loss falls with {key}: {'yes' if falls else 'no'} ({steps})")
     row = sweep(results, "T")
     best = min(row, key=lambda result: result.loss)
     inside = best not in (row[0], row[-1])
-    against = ", ".join(f"T={other.words['T']}: {difference(other, best)}" for other in row if other is not best)
-    lines.append(f"an interior best T: {'yes' if inside else 'no'}, T={best.words['T']} (loss more than there: {against})")
+    against = ", ".join(f"T={other.arguments['T']}: {difference(other, best)}" for other in row if other is not best)
+    lines.append(f"an interior best T: {'yes' if inside else 'no'}, T={best.arguments['T']} (loss more than there: {against})")
     return lines

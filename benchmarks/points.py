@@ -41,7 +41,7 @@ class Point:
 
     preset: str
     settings: Mapping[str, Any]
-    words: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     numbers: Callable[[DPStrategy, PrivacyStatement], Row]
 
 
@@ -49,7 +49,7 @@ class Point:
 class Measured:
     """What a point gave, one entry a seed; `numbers` are the last seed's: all seeds have the same noise and privacy."""
 
-    words: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure(point: Point, seeds: int, data_dir: str) -> Measured:
     """Run a point with seeds 0, 1, ...; a seed governs data split, initial model and order of records, never noise."""
-    measured = Measured(words=point.words, settings=point.settings)
+    measured = Measured(arguments=point.arguments, settings=point.settings)
     for seed in range(seeds):
         started = time.monotonic()
         config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
@@ -82,14 +82,16 @@ def measure(point: Point, seeds: int, data_dir: str) -> Measured:
         grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
         result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
         if strategy.missing.total or strategy.incidents:
-            raise SystemExit(f"{dict(point.words)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}")
+            raise SystemExit(
+                f"{dict(point.arguments)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}"
+            )
         loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
         measured.losses.append(loss)
         measured.accuracies.append(accuracy)
         measured.seconds.append(round(time.monotonic() - started, 2))
         measured.numbers = point.numbers(strategy, strategy.statement)
-    words = " ".join(f"{key}={value}" for key, value in point.words.items())
-    print(f"{words}: loss {spread(measured.losses)}, {sum(measured.seconds):.0f} s", file=sys.stderr, flush=True)
+    arguments = " ".join(f"{key}={value}" for key, value in point.arguments.items())
+    print(f"{arguments}: loss {spread(measured.losses)}, {sum(measured.seconds):.0f} s", file=sys.stderr, flush=True)
     return measured
 
 
@@ -152,10 +154,10 @@ def remember_costs() -> None:
     """Account equal events once: cost is a function of the events, and points of an experiment charge the same few."""
     compute, known = accounting.epsilon, {}
 
-    def epsilon(event: Any, **words: Any) -> Any:
-        key = (repr(event), *sorted(words.items()))
+    def epsilon(event: Any, **arguments: Any) -> Any:
+        key = (repr(event), *sorted(arguments.items()))
         if key not in known:
-            known[key] = compute(event, **words)
+            known[key] = compute(event, **arguments)
         return known[key]
 
     accounting.epsilon = epsilon

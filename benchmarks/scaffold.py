@@ -87,7 +87,7 @@ def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -
     return (reached[0] if reached else never), stays, time.monotonic() - started
 
 
-def told(values: list[int], most: int) -> str:
+def answer(values: list[int], most: int) -> str:
     """Return mean, spread and every value."""
     each = ", ".join("never" if value > most else str(value) for value in values)
     if max(values) > most:
@@ -120,8 +120,8 @@ def main() -> None:
                 {
                     "E": steps,
                     "method": "SCAFFOLD" if method == "scaffold" else "FedAvg",
-                    "first round at 85 %": told([one for one, _, _ in measured], options.most_rounds),
-                    "stays there from round": told([one for _, one, _ in measured], options.most_rounds),
+                    "first round at 85 %": answer([one for one, _, _ in measured], options.most_rounds),
+                    "stays there from round": answer([one for _, one, _ in measured], options.most_rounds),
                 }
             )
     print(table(rows))

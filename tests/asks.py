@@ -16,29 +16,33 @@ from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Prom
 GONE = object()
 
 
-def ask(*, clip_norm: float = 1.0, noise_multiplier: float = 1.0, placement: str = "central", size: int = 0, **words: Any) -> Ask:
+def ask(
+    *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, placement: str = "central", size: int = 0, **arguments: Any
+) -> Ask:
     """Return an ask; its lattice is that of a server whose clients noise and send `size` coordinates."""
     promise = Promise(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
     if placement == "distributed":
-        words.setdefault("noise_std", clip_norm * noise_multiplier)
-    if placement != "local" and "step" not in words:
-        scale = words.get("noise_std", 0.0) or promise.noise_scale
-        finer = FINER_LATTICE if words.get("metrics") is not None else 1.0
-        words["step"] = noise.lattice_step(scale, clip_norm=clip_norm, dimension=size) / finer
-    return Ask(promise=promise, placement=placement, **words)
+        arguments.setdefault("noise_std", clip_norm * noise_multiplier)
+    if placement != "local" and "step" not in arguments:
+        scale = arguments.get("noise_std", 0.0) or promise.noise_scale
+        finer = FINER_LATTICE if arguments.get("metrics") is not None else 1.0
+        arguments["step"] = noise.lattice_step(scale, clip_norm=clip_norm, dimension=size) / finer
+    return Ask(promise=promise, placement=placement, **arguments)
 
 
-def masked(*, keep_ratio: float, seed: int, size: int, **words: Any) -> Ask:
+def masked(*, keep_ratio: float, seed: int, size: int, **arguments: Any) -> Ask:
     """Return an ask of rows [size] under a mask."""
     mask = RoundMask(seed=seed, keep_ratio=keep_ratio)
-    return ask(mask=mask, size=mask.indices(size).size, **words)
+    return ask(mask=mask, size=mask.indices(size).size, **arguments)
 
 
-def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1.0, **words: Any) -> Ask:
+def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1.0, **arguments: Any) -> Ask:
     """Return an ask under local placement: weight, terms and noise multiplier of every client."""
     each = {name: OwnAsk(weight=weight, terms=terms, noise_multiplier=z) for name, (weight, terms, z) in own.items()}
     least = min((one.noise_multiplier for one in each.values()), default=0.0)
-    return ask(clip_norm=clip_norm, noise_multiplier=words.pop("noise_multiplier", least), placement="local", own=each, **words)
+    return ask(
+        clip_norm=clip_norm, noise_multiplier=arguments.pop("noise_multiplier", least), placement="local", own=each, **arguments
+    )
 
 
 def promised(asked: Instruction, **changes: float) -> Instruction:
@@ -93,9 +97,9 @@ def evaluated(text: str, instruction: Instruction) -> Evaluated:
     return Evaluated(refused=answer.refused, total=total, seeded_noise=answer.seeded_noise)
 
 
-def forged_total(total: Any, *, length: int, **words: Any) -> str:
+def forged_total(total: Any, *, length: int, **arguments: Any) -> str:
     """Return an answer to an evaluation whose payload has these numbers, or this text in their place."""
     values = base64.b64encode(np.asarray(total, "<f8").tobytes()).decode() if isinstance(total, list) else total
     payload = {"encoding": "inline", "length": length, "values": values}
     table = {"refused": {}, "payload": payload, "seeded_noise": False, "metrics": {}, "payload_bytes": 0, "fresh": []}
-    return json.dumps({"protocol": PROTOCOL, **table, **words})
+    return json.dumps({"protocol": PROTOCOL, **table, **arguments})

@@ -28,9 +28,9 @@ from flower_dp.clients import (
     DPPASGDRecipe,
     FedSGDDPCRecipe,
     LocalDPClient,
-    LocalTraining,
     NbAFLRecipe,
     ScaffoldRecipe,
+    Training,
 )
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy import accounting
@@ -121,7 +121,7 @@ class Method:
         fewest: with fewer replies a round is charged, but not released.
         replaces_model: whether a round puts a new model in the place of the last one, and does not add to it.
         carries_noise: whether a round's messages have noise of earlier rounds in them as well.
-        num_beside: entries of a message behind those of the update.
+        num_extra: entries of a message behind those of the update.
         exact: whether sums are exact, so that hosting changes no bit; else models agree up to the rounding of float32.
         poisson: whether the method takes a Poisson sampler.
         target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
@@ -147,16 +147,18 @@ class Method:
     fewest: int = 1
     replaces_model: bool = False
     carries_noise: bool = False
-    num_beside: int = 0
+    num_extra: int = 0
     exact: bool
     poisson: bool
     target: bool
     numbers: Callable[[Words], Mapping[str, float]]
     sampling: Callable[[Words], str]
 
-    def epsilon(self, words: Words, num_rounds: int) -> float:
+    def epsilon(self, arguments: Words, num_rounds: int) -> float:
         """The epsilon of so many rounds, in closed form."""
-        return max(closed_epsilon(charge.event(words), num_rounds, self.relation, self.delta(words)) for charge in self.charges)
+        return max(
+            closed_epsilon(charge.event(arguments), num_rounds, self.relation, self.delta(arguments)) for charge in self.charges
+        )
 
     def excess(self, num_clients: int) -> float:
         """The excess kurtosis of a sum of the noise of so many clients."""
@@ -194,53 +196,53 @@ def gaussian_multiplier(epsilon: float, delta: float) -> float:
 # Methods with one noised sum
 
 NOISE_MULTIPLIER = 4.0
-TRAINING = LocalTraining(learning_rate=0.1, batch_size=4)
+TRAINING = Training(learning_rate=0.1, batch_size=4)
 BLURS = replace(TRAINING, regularizers=(BLUR(strength=1.0, bound=0.01),), sparsifier=LUS(keep_ratio=0.5))
 
 
 def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
-    def make(words: Words) -> DPStrategy:
-        sampling = PoissonSampling(sampling_rate=words.sampling_rate) if words.sampling_rate else FullSampling()
+    def make(arguments: Words) -> DPStrategy:
+        sampling = PoissonSampling(sampling_rate=arguments.sampling_rate) if arguments.sampling_rate else FullSampling()
         common = {
-            "clip_norm": words.clip_norm,
+            "clip_norm": arguments.clip_norm,
             "noise_multiplier": NOISE_MULTIPLIER,
             "sampling": sampling,
-            "num_clients": words.num_clients,
-            "delta": words.delta,
-            "target_epsilon": words.target_epsilon,
-            "noise_seed": words.noise_seed,
+            "num_clients": arguments.num_clients,
+            "delta": arguments.delta,
+            "target_epsilon": arguments.target_epsilon,
+            "noise_seed": arguments.noise_seed,
         }
         return cls(**common | own)
 
     return make
 
 
-def dp_client(words: Words, **node: Any) -> DPClient:
+def dp_client(arguments: Words, **node: Any) -> DPClient:
     return DPClient(**node, training=TRAINING, device="cpu")
 
 
-def blurs_client(words: Words, **node: Any) -> DPClient:
+def blurs_client(arguments: Words, **node: Any) -> DPClient:
     return DPClient(**node, training=BLURS, device="cpu")
 
 
 def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
     """Participants know their own share of the noise, if they have one; outsiders do not."""
     return (
-        Charge(ledgers=lambda strategy: [strategy.rules.ledger], event=lambda words: GaussianDpEvent(multiplier(words))),
+        Charge(ledgers=lambda strategy: [strategy.rules.ledger], event=lambda arguments: GaussianDpEvent(multiplier(arguments))),
         Charge(
             ledgers=lambda strategy: [strategy.rules.outside_ledger],
-            event=lambda words: GaussianDpEvent(NOISE_MULTIPLIER),
+            event=lambda arguments: GaussianDpEvent(NOISE_MULTIPLIER),
         ),
     )
 
 
-def client_level_numbers(words: Words) -> dict[str, float]:
-    std = NOISE_MULTIPLIER * words.clip_norm
+def client_level_numbers(arguments: Words) -> dict[str, float]:
+    std = NOISE_MULTIPLIER * arguments.clip_norm
     return {
-        "clip_norm": words.clip_norm,
+        "clip_norm": arguments.clip_norm,
         "noise_multiplier": NOISE_MULTIPLIER,
         "noise_std_of_the_sum": std,
-        "noise_std_of_the_mean": std / words.num_clients,
+        "noise_std_of_the_mean": std / arguments.num_clients,
     }
 
 
@@ -248,51 +250,55 @@ def client_level_numbers(words: Words) -> dict[str, float]:
 Z_DELTA = (NOISE_MULTIPLIER**-2 - (2 * NOISE_MULTIPLIER) ** -2) ** -0.5
 
 
-def joint(words: Words) -> Words:
+def joint(arguments: Words) -> Words:
     """The same words, with the norm of update and indicator together as the clip norm."""
-    return replace(words, clip_norm=words.clip_norm * Z_DELTA / NOISE_MULTIPLIER)
+    return replace(arguments, clip_norm=arguments.clip_norm * Z_DELTA / NOISE_MULTIPLIER)
 
 
 def adaptive(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
     """An adaptive clip norm without room to move, so that all rounds have the same noise."""
 
-    def make(words: Words) -> DPStrategy:
-        clip = AdaptiveClip(initial=words.clip_norm, smallest=words.clip_norm, largest=words.clip_norm)
-        return client_level(cls, **own | {"clip_norm": clip})(words)
+    def make(arguments: Words) -> DPStrategy:
+        clip = AdaptiveClip(initial=arguments.clip_norm, smallest=arguments.clip_norm, largest=arguments.clip_norm)
+        return client_level(cls, **own | {"clip_norm": clip})(arguments)
 
     return make
 
 
-def adaptive_numbers(words: Words) -> dict[str, float]:
-    of_both = client_level_numbers(joint(words))
-    return of_both | {"clip_norm": words.clip_norm, "joint_norm": of_both["clip_norm"], "initial_clip_norm": words.clip_norm}
+def adaptive_numbers(arguments: Words) -> dict[str, float]:
+    of_both = client_level_numbers(joint(arguments))
+    return of_both | {
+        "clip_norm": arguments.clip_norm,
+        "joint_norm": of_both["clip_norm"],
+        "initial_clip_norm": arguments.clip_norm,
+    }
 
 
-def noise_of_the_mean(words: Words, heard: int) -> float:
-    return NOISE_MULTIPLIER * words.clip_norm / words.num_clients
+def noise_of_the_mean(arguments: Words, heard: int) -> float:
+    return NOISE_MULTIPLIER * arguments.clip_norm / arguments.num_clients
 
 
-def shares(words: Words) -> int:
+def shares(arguments: Words) -> int:
     """How many clients must answer where nobody tops up the noise of the others: 3 of 4."""
-    return math.ceil(0.75 * words.num_clients)
+    return math.ceil(0.75 * arguments.num_clients)
 
 
 CLIENT_LEVEL: dict[str, Any] = {
     "unit": "client",
     "relation": "add-or-remove-one",
-    "delta": lambda words: words.delta,
+    "delta": lambda arguments: arguments.delta,
     "exact": True,
     "poisson": True,
     "target": True,
     "numbers": client_level_numbers,
-    "reach": lambda words: words.clip_norm,
-    "sampling": lambda words: f"{words.num_clients} of {words.num_clients} clients expected a round",
+    "reach": lambda arguments: arguments.clip_norm,
+    "sampling": lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected a round",
 }
 CENTRAL: dict[str, Any] = CLIENT_LEVEL | {
     "stock": True,
-    "charges": charged_to_all(lambda words: NOISE_MULTIPLIER),
+    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER),
     "noise": noise_of_the_mean,
-    "message_noise": lambda words: 0.0,
+    "message_noise": lambda arguments: 0.0,
     "server_noise": noise_of_the_mean,
 }
 
@@ -306,50 +312,50 @@ STEP_SIZE = 0.25
 def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
     """Both mechanisms of FedSGD-DPC; all clients are asked in every round (b = N), and weigh the same."""
 
-    def delta(words: Words) -> float:
-        return 0.0 if mechanism == "laplace" else words.delta
+    def delta(arguments: Words) -> float:
+        return 0.0 if mechanism == "laplace" else arguments.delta
 
-    def multiplier(words: Words) -> float:
+    def multiplier(arguments: Words) -> float:
         """Noise scale / clip norm of the sum of gradients, under replace-one, for all replies together."""
         if mechanism == "laplace":
-            return 2 * words.replies / EPSILON  # Theorem 1
-        return 2 * math.sqrt(words.replies) * gaussian_multiplier(EPSILON, words.delta)
+            return 2 * arguments.replies / EPSILON  # Theorem 1
+        return 2 * math.sqrt(arguments.replies) * gaussian_multiplier(EPSILON, arguments.delta)
 
-    def strategy(words: Words) -> DPStrategy:
+    def strategy(arguments: Words) -> DPStrategy:
         return FedSGDDPC(
             mechanism=mechanism,
-            num_clients=words.num_clients,
-            cohort_size=words.num_clients,
+            num_clients=arguments.num_clients,
+            cohort_size=arguments.num_clients,
             num_records=NUM_RECORDS,
-            clip_norm=words.clip_norm,
+            clip_norm=arguments.clip_norm,
             epsilon=EPSILON,
-            delta=delta(words),
+            delta=delta(arguments),
             learning_rate=STEP_SIZE,
-            num_replies=words.num_replies,
-            noise_seed=words.noise_seed,
+            num_replies=arguments.num_replies,
+            noise_seed=arguments.noise_seed,
         )
 
-    def client(words: Words, **node: Any) -> LocalDPClient:
+    def client(arguments: Words, **node: Any) -> LocalDPClient:
         recipe = FedSGDDPCRecipe(
             mechanism=mechanism,
-            clip_norm=words.clip_norm,
+            clip_norm=arguments.clip_norm,
             epsilon=EPSILON,
-            delta=delta(words),
-            num_replies=words.replies,
+            delta=delta(arguments),
+            num_replies=arguments.replies,
         )
         return LocalDPClient(**node, recipe=recipe, device="cpu")
 
-    def message_noise(words: Words) -> float:
+    def message_noise(arguments: Words) -> float:
         """Of the mean over the records, with the client's weight 1/N on it."""
-        std = multiplier(words) * words.clip_norm * (math.sqrt(2) if mechanism == "laplace" else 1)
-        return std / NUM_RECORDS / words.num_clients
+        std = multiplier(arguments) * arguments.clip_norm * (math.sqrt(2) if mechanism == "laplace" else 1)
+        return std / NUM_RECORDS / arguments.num_clients
 
-    def numbers(words: Words) -> dict[str, float]:
-        scale = multiplier(words) * words.clip_norm / NUM_RECORDS
+    def numbers(arguments: Words) -> dict[str, float]:
+        scale = multiplier(arguments) * arguments.clip_norm / NUM_RECORDS
         return {
-            "clip_norm": words.clip_norm,
-            "least_noise_multiplier": multiplier(words),
-            "largest_noise_multiplier": multiplier(words),
+            "clip_norm": arguments.clip_norm,
+            "least_noise_multiplier": multiplier(arguments),
+            "largest_noise_multiplier": multiplier(arguments),
             "least_noise_scale_of_a_mean_gradient": scale,
             "largest_noise_scale_of_a_mean_gradient": scale,
         }
@@ -367,57 +373,57 @@ def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
         "charges": (
             Charge(
                 ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
-                event=lambda words: event(multiplier(words)),
+                event=lambda arguments: event(multiplier(arguments)),
             ),
         ),
-        "noise": lambda words, heard: STEP_SIZE * math.sqrt(heard) * message_noise(words),
-        "reach": lambda words: STEP_SIZE * words.clip_norm,
+        "noise": lambda arguments, heard: STEP_SIZE * math.sqrt(heard) * message_noise(arguments),
+        "reach": lambda arguments: STEP_SIZE * arguments.clip_norm,
         "message_noise": message_noise,
         "laplace": mechanism == "laplace",
-        "server_noise": lambda words, heard: 0.0,
+        "server_noise": lambda arguments, heard: 0.0,
         "exact": False,
         "poisson": False,
         "target": False,
         "numbers": numbers,
-        "sampling": lambda words: f"at most {words.replies} replies a client; all records in each",
+        "sampling": lambda arguments: f"at most {arguments.replies} replies a client; all records in each",
     }
 
 
 NBAFL_EPSILON = 0.2
 
 
-def nbafl_unit(words: Words) -> float:
+def nbafl_unit(arguments: Words) -> float:
     """The noise of one exposure, c (2 C / m) / epsilon (Wei et al. 2020, Section III-A); L is 1 here, so it is sigma_U."""
-    return math.sqrt(2 * math.log(1.25 / words.delta)) * 2 * words.clip_norm / NUM_RECORDS / NBAFL_EPSILON
+    return math.sqrt(2 * math.log(1.25 / arguments.delta)) * 2 * arguments.clip_norm / NUM_RECORDS / NBAFL_EPSILON
 
 
-def nbafl_rounds(words: Words) -> float:
+def nbafl_rounds(arguments: Words) -> float:
     """Theorem 1: with sigma_D, a broadcast of N clients has noise of std sigma_U T / N, or of that of the clients alone."""
-    return max(float(words.num_rounds), math.sqrt(words.num_clients))
+    return max(float(arguments.num_rounds), math.sqrt(arguments.num_clients))
 
 
-def nbafl_strategy(words: Words) -> DPStrategy:
+def nbafl_strategy(arguments: Words) -> DPStrategy:
     return NbAFL(
-        num_clients=words.num_clients,
+        num_clients=arguments.num_clients,
         num_records=NUM_RECORDS,
-        clip_norm=words.clip_norm,
+        clip_norm=arguments.clip_norm,
         epsilon=NBAFL_EPSILON,
-        delta=words.delta,
+        delta=arguments.delta,
         uplink_exposures=1,
-        num_replies=words.replies,
-        noise_seed=words.noise_seed,
+        num_replies=arguments.replies,
+        noise_seed=arguments.noise_seed,
     )
 
 
-def nbafl_client(words: Words, **node: Any) -> LocalDPClient:
+def nbafl_client(arguments: Words, **node: Any) -> LocalDPClient:
     recipe = NbAFLRecipe(
         training=TRAINING,
-        clip_norm=words.clip_norm,
+        clip_norm=arguments.clip_norm,
         epsilon=NBAFL_EPSILON,
-        delta=words.delta,
+        delta=arguments.delta,
         uplink_exposures=1,
         min_records=NUM_RECORDS,
-        num_replies=words.replies,
+        num_replies=arguments.replies,
     )
     return LocalDPClient(**node, recipe=recipe, device="cpu")
 
@@ -425,17 +431,19 @@ def nbafl_client(words: Words, **node: Any) -> LocalDPClient:
 NBAFL_CHARGES = (
     Charge(
         ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
-        event=lambda words: GaussianDpEvent(nbafl_unit(words) / words.clip_norm),
+        event=lambda arguments: GaussianDpEvent(nbafl_unit(arguments) / arguments.clip_norm),
     ),
     # A client's part in an average is C / heard, and the noise on it grows as 1 / heard: the multiplier is the same for any.
     Charge(
         ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers.values()),
-        event=lambda words: GaussianDpEvent(nbafl_unit(words) * nbafl_rounds(words) / words.clip_norm),
+        event=lambda arguments: GaussianDpEvent(nbafl_unit(arguments) * nbafl_rounds(arguments) / arguments.clip_norm),
         rounds_late=1,
     ),
     Charge(
         ledgers=lambda strategy: list(strategy.rules.participant_ledgers.values()),
-        event=lambda words: GaussianDpEvent(nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - 1) / words.clip_norm),
+        event=lambda arguments: GaussianDpEvent(
+            nbafl_unit(arguments) * math.sqrt(nbafl_rounds(arguments) ** 2 - 1) / arguments.clip_norm
+        ),
         rounds_late=1,
     ),
 )
@@ -448,37 +456,37 @@ PASGD_BATCH = 4
 def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
     """All clients take so many noised steps in every round (tau); with one step the method is DP-SGD."""
 
-    def words_of(words: Words) -> dict[str, Any]:
+    def words_of(arguments: Words) -> dict[str, Any]:
         """What both sides must agree on."""
         return {
             "batch_size": PASGD_BATCH,
-            "clip_norm": words.clip_norm,
+            "clip_norm": arguments.clip_norm,
             "epsilon": EPSILON,
-            "delta": words.delta,
-            "num_steps": words.replies * num_local_steps,
+            "delta": arguments.delta,
+            "num_steps": arguments.replies * num_local_steps,
             "num_local_steps": num_local_steps,
             "learning_rate": PASGD_STEP_SIZE,
         }
 
-    def strategy(words: Words) -> DPStrategy:
-        return DPPASGD(**words_of(words), num_clients=words.num_clients, noise_seed=words.noise_seed)
+    def strategy(arguments: Words) -> DPStrategy:
+        return DPPASGD(**words_of(arguments), num_clients=arguments.num_clients, noise_seed=arguments.noise_seed)
 
-    def client(words: Words, **node: Any) -> LocalDPClient:
-        return LocalDPClient(**node, recipe=DPPASGDRecipe(**words_of(words)), device="cpu")
+    def client(arguments: Words, **node: Any) -> LocalDPClient:
+        return LocalDPClient(**node, recipe=DPPASGDRecipe(**words_of(arguments)), device="cpu")
 
-    def multiplier(words: Words) -> float:
+    def multiplier(arguments: Words) -> float:
         """Noise std / clip norm of the sum of a batch; a replaced record moves the sum by twice the clip norm in every step."""
-        return 2 * math.sqrt(words.replies * num_local_steps) * gaussian_multiplier(EPSILON, words.delta)
+        return 2 * math.sqrt(arguments.replies * num_local_steps) * gaussian_multiplier(EPSILON, arguments.delta)
 
-    def of_a_mean(words: Words) -> float:
-        return multiplier(words) * words.clip_norm / PASGD_BATCH
+    def of_a_mean(arguments: Words) -> float:
+        return multiplier(arguments) * arguments.clip_norm / PASGD_BATCH
 
-    def message_noise(words: Words) -> float:
+    def message_noise(arguments: Words) -> float:
         """Of the movement of the weights: the steps' noises add up."""
-        return PASGD_STEP_SIZE * math.sqrt(num_local_steps) * of_a_mean(words)
+        return PASGD_STEP_SIZE * math.sqrt(num_local_steps) * of_a_mean(arguments)
 
-    def event(words: Words) -> DpEvent:
-        one = GaussianDpEvent(multiplier(words))
+    def event(arguments: Words) -> DpEvent:
+        one = GaussianDpEvent(multiplier(arguments))
         return one if num_local_steps == 1 else SelfComposedDpEvent(one, num_local_steps)
 
     return {
@@ -488,24 +496,24 @@ def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
         "stock": False,
         "unit": "record",
         "relation": "replace-one",
-        "delta": lambda words: words.delta,
+        "delta": lambda arguments: arguments.delta,
         "charges": (Charge(ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()), event=event),),
-        "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
-        "reach": lambda words: num_local_steps * PASGD_STEP_SIZE * words.clip_norm,
+        "noise": lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
+        "reach": lambda arguments: num_local_steps * PASGD_STEP_SIZE * arguments.clip_norm,
         "message_noise": message_noise,
-        "server_noise": lambda words, heard: 0.0,
+        "server_noise": lambda arguments, heard: 0.0,
         "exact": False,
         "poisson": False,
         "target": False,
-        "numbers": lambda words: {
-            "clip_norm": words.clip_norm,
-            "least_noise_multiplier": multiplier(words),
-            "largest_noise_multiplier": multiplier(words),
-            "least_noise_std_of_a_mean_gradient": of_a_mean(words),
-            "largest_noise_std_of_a_mean_gradient": of_a_mean(words),
+        "numbers": lambda arguments: {
+            "clip_norm": arguments.clip_norm,
+            "least_noise_multiplier": multiplier(arguments),
+            "largest_noise_multiplier": multiplier(arguments),
+            "least_noise_std_of_a_mean_gradient": of_a_mean(arguments),
+            "largest_noise_std_of_a_mean_gradient": of_a_mean(arguments),
         },
-        "sampling": lambda words: (
-            f"all clients of {words.num_clients} in every round, at most {words.replies * num_local_steps} local "
+        "sampling": lambda arguments: (
+            f"all clients of {arguments.num_clients} in every round, at most {arguments.replies * num_local_steps} local "
             f"steps of one client, {num_local_steps} a round"
         ),
     }
@@ -521,39 +529,43 @@ def local_steps(
     num_steps = 2
     batch = NUM_RECORDS // num_steps
 
-    def steps(words: Words) -> FedPAQSteps:
+    def steps(arguments: Words) -> FedPAQSteps:
         return FedPAQSteps(
             learning_rate=STEP_SIZE,
             num_local_steps=num_steps,
             batch_size=batch,
-            clip_norm=words.clip_norm,
+            clip_norm=arguments.clip_norm,
             sensitivity="per-step",
             decay_iterations=None,
         )
 
-    def multiplier(words: Words) -> float:
-        return 2 * math.sqrt(words.replies) * gaussian_multiplier(EPSILON, words.delta)
+    def multiplier(arguments: Words) -> float:
+        return 2 * math.sqrt(arguments.replies) * gaussian_multiplier(EPSILON, arguments.delta)
 
-    def message_noise(words: Words) -> float:
+    def message_noise(arguments: Words) -> float:
         """Half of 2 eta C (E - 1 + 1 / b) times the multiplier."""
-        return multiplier(words) * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm
+        return multiplier(arguments) * (num_steps - 1 + 1 / batch) * STEP_SIZE * arguments.clip_norm
 
-    def strategy(words: Words) -> DPStrategy:
+    def strategy(arguments: Words) -> DPStrategy:
         return cls(
-            steps=steps(words),
+            steps=steps(arguments),
             sampling=FullSampling(),
-            num_clients=words.num_clients,
+            num_clients=arguments.num_clients,
             num_records=NUM_RECORDS,
             epsilon=EPSILON,
-            delta=words.delta,
+            delta=arguments.delta,
             quantization_levels=None,
-            num_replies=words.num_replies,
-            noise_seed=words.noise_seed,
+            num_replies=arguments.num_replies,
+            noise_seed=arguments.noise_seed,
         )
 
-    def client(words: Words, **node: Any) -> LocalDPClient:
+    def client(arguments: Words, **node: Any) -> LocalDPClient:
         recipe = recipe_cls(
-            steps=steps(words), epsilon=EPSILON, delta=words.delta, num_replies=words.replies, quantization_levels=None
+            steps=steps(arguments),
+            epsilon=EPSILON,
+            delta=arguments.delta,
+            num_replies=arguments.replies,
+            quantization_levels=None,
         )
         return LocalDPClient(**node, recipe=recipe, device="cpu")
 
@@ -565,27 +577,27 @@ def local_steps(
         "stock": False,
         "unit": "record",
         "relation": "replace-one",
-        "delta": lambda words: words.delta,
+        "delta": lambda arguments: arguments.delta,
         "charges": (
             Charge(
                 ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
-                event=lambda words: GaussianDpEvent(multiplier(words)),
+                event=lambda arguments: GaussianDpEvent(multiplier(arguments)),
             ),
         ),
-        "noise": lambda words, heard: message_noise(words) / math.sqrt(heard),
-        "reach": lambda words: num_steps * STEP_SIZE * words.clip_norm,
+        "noise": lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
+        "reach": lambda arguments: num_steps * STEP_SIZE * arguments.clip_norm,
         "message_noise": message_noise,
-        "server_noise": lambda words, heard: 0.0,
+        "server_noise": lambda arguments, heard: 0.0,
         "exact": False,
         "poisson": False,
         "target": False,
-        "numbers": lambda words: {
-            "clip_norm": words.clip_norm,
-            "update_sensitivity_of_round_1": 2 * (num_steps - 1 + 1 / batch) * STEP_SIZE * words.clip_norm,
-            "least_noise_multiplier": multiplier(words),
-            "largest_noise_std_of_an_update_of_round_1": message_noise(words),
+        "numbers": lambda arguments: {
+            "clip_norm": arguments.clip_norm,
+            "update_sensitivity_of_round_1": 2 * (num_steps - 1 + 1 / batch) * STEP_SIZE * arguments.clip_norm,
+            "least_noise_multiplier": multiplier(arguments),
+            "largest_noise_std_of_an_update_of_round_1": message_noise(arguments),
         },
-        "sampling": lambda words: f"at most {words.replies} replies a client; all records, {NUM_RECORDS} in each",
+        "sampling": lambda arguments: f"at most {arguments.replies} replies a client; all records, {NUM_RECORDS} in each",
     }
 
 
@@ -616,30 +628,32 @@ METHODS = (
     ),
     Method(
         label="dp-fedavg, adaptive clip",
-        num_beside=1,
+        num_extra=1,
         name="dp-fedavg",
         title="DP-FedAvg",
         strategy=adaptive(DPFedAvg),
         client=dp_client,
         **CENTRAL
         | {
-            "noise": lambda words, heard: noise_of_the_mean(joint(words), heard),
-            "server_noise": lambda words, heard: noise_of_the_mean(joint(words), heard),
+            "noise": lambda arguments, heard: noise_of_the_mean(joint(arguments), heard),
+            "server_noise": lambda arguments, heard: noise_of_the_mean(joint(arguments), heard),
             "numbers": adaptive_numbers,
         },
     ),
     Method(
         label="dp-fedsam distributed, adaptive clip",
-        num_beside=1,
+        num_extra=1,
         name="dp-fedsam",
         title="DP-FedSAM",
         strategy=adaptive(DPFedSAM, placement="distributed"),
         client=dp_client,
         stock=False,
-        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
-        noise=lambda words, heard: noise_of_the_mean(joint(words), heard),
-        message_noise=lambda words: NOISE_MULTIPLIER * joint(words).clip_norm / math.sqrt(words.num_clients),
-        server_noise=lambda words, heard: noise_of_the_mean(joint(words), heard) * math.sqrt(1 - heard / words.num_clients),
+        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
+        noise=lambda arguments, heard: noise_of_the_mean(joint(arguments), heard),
+        message_noise=lambda arguments: NOISE_MULTIPLIER * joint(arguments).clip_norm / math.sqrt(arguments.num_clients),
+        server_noise=lambda arguments, heard: (
+            noise_of_the_mean(joint(arguments), heard) * math.sqrt(1 - heard / arguments.num_clients)
+        ),
         **CLIENT_LEVEL | {"numbers": adaptive_numbers},
     ),
     Method(
@@ -649,10 +663,10 @@ METHODS = (
         strategy=client_level(DPFedSAM, placement="distributed"),
         client=dp_client,
         stock=False,
-        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
         noise=noise_of_the_mean,
-        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(words.num_clients),
-        server_noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(1 - heard / words.num_clients),
+        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
+        server_noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
         **CLIENT_LEVEL,
     ),
     Method(
@@ -662,10 +676,10 @@ METHODS = (
         strategy=client_level(FedSMP, keep_ratio=1.0),
         client=dp_client,
         stock=False,
-        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
         noise=noise_of_the_mean,
-        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(words.num_clients),
-        server_noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(1 - heard / words.num_clients),
+        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
+        server_noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
         **CLIENT_LEVEL,
     ),
     Method(
@@ -675,10 +689,10 @@ METHODS = (
         strategy=client_level(FedSMP, keep_ratio=1.0, mask="top-k"),
         client=dp_client,
         stock=False,
-        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / words.num_clients)),
+        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
         noise=noise_of_the_mean,
-        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(words.num_clients),
-        server_noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(1 - heard / words.num_clients),
+        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
+        server_noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
         **CLIENT_LEVEL,
     ),
     Method(
@@ -696,10 +710,10 @@ METHODS = (
         strategy=client_level(DPFedSAM, placement="distributed", trusted_server=False),
         client=dp_client,
         stock=False,
-        charges=charged_to_all(lambda words: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(words))),
-        noise=lambda words, heard: noise_of_the_mean(words, heard) * math.sqrt(heard / shares(words)),
-        message_noise=lambda words: NOISE_MULTIPLIER * words.clip_norm / math.sqrt(shares(words)),
-        server_noise=lambda words, heard: 0.0,
+        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(arguments))),
+        noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(heard / shares(arguments)),
+        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(shares(arguments)),
+        server_noise=lambda arguments, heard: 0.0,
         fewest=3,
         **CLIENT_LEVEL,
     ),
@@ -718,22 +732,26 @@ METHODS = (
         stock=False,
         unit="client",
         relation="replace-one",
-        delta=lambda words: words.delta,
+        delta=lambda arguments: arguments.delta,
         charges=NBAFL_CHARGES,
-        noise=lambda words, heard: nbafl_unit(words) * nbafl_rounds(words) / heard,
-        reach=lambda words: words.clip_norm,
-        message_noise=lambda words: nbafl_unit(words) / words.num_clients,
-        server_noise=lambda words, heard: nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - heard) / heard,
+        noise=lambda arguments, heard: nbafl_unit(arguments) * nbafl_rounds(arguments) / heard,
+        reach=lambda arguments: arguments.clip_norm,
+        message_noise=lambda arguments: nbafl_unit(arguments) / arguments.num_clients,
+        server_noise=lambda arguments, heard: nbafl_unit(arguments) * math.sqrt(nbafl_rounds(arguments) ** 2 - heard) / heard,
         replaces_model=True,
         exact=False,
         poisson=False,
         target=False,
-        numbers=lambda words: {
-            "clip_norm": words.clip_norm,
-            "uplink_noise_std": nbafl_unit(words),
-            "downlink_noise_std": nbafl_unit(words) * math.sqrt(nbafl_rounds(words) ** 2 - words.num_clients) / words.num_clients,
+        numbers=lambda arguments: {
+            "clip_norm": arguments.clip_norm,
+            "uplink_noise_std": nbafl_unit(arguments),
+            "downlink_noise_std": nbafl_unit(arguments)
+            * math.sqrt(nbafl_rounds(arguments) ** 2 - arguments.num_clients)
+            / arguments.num_clients,
         },
-        sampling=lambda words: f"all clients of {words.num_clients} in every round, at most {words.num_rounds} replies",
+        sampling=lambda arguments: (
+            f"all clients of {arguments.num_clients} in every round, at most {arguments.num_rounds} replies"
+        ),
     ),
 )
 

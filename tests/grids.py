@@ -16,8 +16,8 @@ TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
 
 def asks_to_train(message: Message) -> bool:
-    """Whether a message is of a round of training; a roll call may come as a train message too, without a model."""
-    return message.metadata.message_type == "train" and not wire.is_roll_call(message)
+    """Whether a message is of a round of training; a client query may come as a train message too, without a model."""
+    return message.metadata.message_type == "train" and not wire.is_client_query(message)
 
 
 class LocalGrid(Grid):

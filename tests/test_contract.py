@@ -98,31 +98,31 @@ class WatchedGrid(LocalGrid):
         return [message for message in self.sent if message.metadata.message_type == "train"]
 
 
-def app_of(method: Method, words: Words, problem: Problem, *, num_nodes: int, noise_seed: int | None = None) -> ClientApp:
+def app_of(method: Method, arguments: Words, problem: Problem, *, num_nodes: int, noise_seed: int | None = None) -> ClientApp:
     """An app whose nodes host the clients in turn, and make their client anew for every message, as Flower does."""
     if method.client is None:
         return stock_app(shifted(problem.shift))
-    names = [f"c{index}" for index in range(words.num_clients)]
+    names = [f"c{index}" for index in range(arguments.num_clients)]
 
     def client_fn(context: Context) -> Any:
         part = int(context.node_config["partition-id"])
         hosted = {name: problem.data(name) for name in names[part::num_nodes]}
-        return method.client(words, model=problem.model(), clients=hosted, noise_seed=noise_seed)
+        return method.client(arguments, model=problem.model(), clients=hosted, noise_seed=noise_seed)
 
     return client_app(client_fn)
 
 
 def grid_of(
     method: Method,
-    words: Words,
+    arguments: Words,
     problem: Problem = SMALL,
     *,
     num_nodes: int | None = None,
     noise_seed: int | None = None,
     tamper: Any = None,
 ) -> WatchedGrid:
-    nodes = num_nodes or words.num_clients
-    return WatchedGrid(app_of(method, words, problem, num_nodes=nodes, noise_seed=noise_seed), nodes, tamper=tamper)
+    nodes = num_nodes or arguments.num_clients
+    return WatchedGrid(app_of(method, arguments, problem, num_nodes=nodes, noise_seed=noise_seed), nodes, tamper=tamper)
 
 
 @dataclass(slots=True)
@@ -138,18 +138,18 @@ class Run:
         return [model.tobytes() for model in self.models]
 
 
-def start(strategy: DPStrategy, grid: WatchedGrid, words: Words, problem: Problem = SMALL) -> Run:
+def start(strategy: DPStrategy, grid: WatchedGrid, arguments: Words, problem: Problem = SMALL) -> Run:
     run = Run(strategy, grid)
 
     def keep(server_round: int, arrays: ArrayRecord) -> None:
         run.models.append(np.concatenate([array.numpy().ravel() for array in arrays.values()]))
 
-    strategy.start(grid, model_arrays(problem.model()), num_rounds=words.num_rounds, evaluate_fn=keep)
+    strategy.start(grid, model_arrays(problem.model()), num_rounds=arguments.num_rounds, evaluate_fn=keep)
     return run
 
 
-def run_of(method: Method, words: Words = Words(), problem: Problem = SMALL, **clients: Any) -> Run:  # noqa: B008
-    return start(method.strategy(words), grid_of(method, words, problem, **clients), words, problem)
+def run_of(method: Method, arguments: Words = Words(), problem: Problem = SMALL, **clients: Any) -> Run:  # noqa: B008
+    return start(method.strategy(arguments), grid_of(method, arguments, problem, **clients), arguments, problem)
 
 
 def silent(*nodes: int) -> Callable[[int, Message], list[Message]]:
@@ -170,7 +170,7 @@ def messages_of(grid: WatchedGrid, method: Method) -> np.ndarray:
     """What each node has sent of its clients' updates in each round [replies x d]."""
     payloads = [list(next(iter(reply.content.array_records.values())).values()) for reply in grid.received]
     rows = np.stack([payload[-1].numpy().astype(np.float64) for payload in payloads])
-    return rows[:, : rows.shape[1] - method.num_beside]
+    return rows[:, : rows.shape[1] - method.num_extra]
 
 
 def fits(samples: np.ndarray, std: float, excess: float) -> bool:
@@ -241,12 +241,12 @@ def entry(value: float) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
-def answer_with(**words: Any) -> Callable[[Message], list[Message]]:
+def answer_with(**arguments: Any) -> Callable[[Message], list[Message]]:
     """Change the answer that describes a payload."""
 
     def forge(reply: Message) -> list[Message]:
         record = next(record for record in reply.content.config_records.values() if wire.KEY in record)
-        record[wire.KEY] = json.dumps(json.loads(record[wire.KEY]) | words)
+        record[wire.KEY] = json.dumps(json.loads(record[wire.KEY]) | arguments)
         return [reply]
 
     return forge
@@ -346,14 +346,14 @@ def test_a_node_that_was_not_asked_does_not_count(method):
 
 @every_method
 def test_clients_that_do_not_run_the_method_are_not_asked(method):
-    words = Words()
+    arguments = Words()
     for other in METHODS:
-        grid = grid_of(other, words)
+        grid = grid_of(other, arguments)
         if method.stock if other.client is None else method.name in methods_of(other):
             continue
-        strategy = method.strategy(words)
+        strategy = method.strategy(arguments)
         with pytest.raises(ValueError, match=method.name if other.client else "stock clients"):
-            start(strategy, grid, words)
+            start(strategy, grid, arguments)
         assert not grid.train_messages
         assert strategy.statement.num_rounds == 0
 
@@ -366,8 +366,8 @@ def methods_of(method: Method) -> list[str]:
 
 @own_clients
 def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
-    words = Words(num_rounds=1)
-    run = run_of(method, words)
+    arguments = Words(num_rounds=1)
+    run = run_of(method, arguments)
     (config,) = run.grid.train_messages[0].content.config_records.values()
     honest = json.loads(config[wire.KEY])
     foreign = [name for name in {one.name for one in METHODS} | {"method-to-come"} if name not in methods_of(method)]
@@ -389,29 +389,31 @@ def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
 @pytest.mark.slow
 @every_method
 def test_the_noise_of_a_released_model_has_the_stated_scale(method):
-    words = Words(num_rounds=4)
-    run = run_of(method, words, STILL)
-    assert_noise(increments(method, run), method.noise(words, 4), method.excess(4))
+    arguments = Words(num_rounds=4)
+    run = run_of(method, arguments, STILL)
+    assert_noise(increments(method, run), method.noise(arguments, 4), method.excess(4))
 
 
 @every_method
 def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mean(method, caplog):
-    words = Words(num_rounds=1)
+    arguments = Words(num_rounds=1)
     with caplog.at_level(logging.INFO, "flwr"):
-        run = run_of(method, words, STILL)
-    heard = method.fewest if method.fewest > 1 else words.num_clients
+        run = run_of(method, arguments, STILL)
+    heard = method.fewest if method.fewest > 1 else arguments.num_clients
     dimension = run.models[0].size
     norm, reach = run.strategy.rules.noise_and_signal(dimension)
-    assert (norm, reach) == pytest.approx((method.noise(words, heard) * math.sqrt(dimension), method.reach(words)), rel=1e-3)
+    assert (norm, reach) == pytest.approx(
+        (method.noise(arguments, heard) * math.sqrt(dimension), method.reach(arguments)), rel=1e-3
+    )
     assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in caplog.text
     assert f"the noise on the mean is {norm / reach:.1f} times as long as any mean without it" in caplog.text
 
 
 @own_clients
 def test_the_noise_of_a_message_has_the_stated_scale(method):
-    words = Words(num_rounds=1)
-    grid = run_of(method, words, STILL).grid
-    std = method.message_noise(words)
+    arguments = Words(num_rounds=1)
+    grid = run_of(method, arguments, STILL).grid
+    std = method.message_noise(arguments)
     if std:
         assert_noise(messages_of(grid, method), std, method.excess(1))
     else:
@@ -421,10 +423,10 @@ def test_the_noise_of_a_message_has_the_stated_scale(method):
 @pytest.mark.slow
 @own_clients
 def test_each_of_the_clients_of_a_node_adds_its_own_noise(method):
-    words = Words(num_rounds=4)
-    run = run_of(method, words, STILL, num_nodes=1)
-    assert_noise(increments(method, run), method.noise(words, 4), method.excess(4))
-    if std := method.message_noise(words):
+    arguments = Words(num_rounds=4)
+    run = run_of(method, arguments, STILL, num_nodes=1)
+    assert_noise(increments(method, run), method.noise(arguments, 4), method.excess(4))
+    if std := method.message_noise(arguments):
         assert_noise(messages_of(run.grid, method), 2 * std, method.excess(4))
 
 
@@ -435,16 +437,16 @@ def test_each_of_the_clients_of_a_node_adds_its_own_noise(method):
 @pytest.mark.parametrize("heard", [3, 1])
 @fresh_rounds
 def test_missing_replies_leave_no_less_noise_than_the_ledger_says(method, heard):
-    words = Words(num_rounds=4)
-    run = run_of(method, words, STILL, tamper=silent(*range(heard + 1, 5)))
+    arguments = Words(num_rounds=4)
+    run = run_of(method, arguments, STILL, tamper=silent(*range(heard + 1, 5)))
     assert [report.replies for report in run.strategy.rounds] == [heard] * 4
     if heard < method.fewest:
         assert len(set(run.bits)) == 1
         assert sum("was left out" in line for line in run.strategy.statement.incidents) == 4
     else:
-        std = method.noise(words, heard)
+        std = method.noise(arguments, heard)
         assert_noise(increments(method, run), std, method.excess(heard))
-    assert_charged(method, run.strategy, words, 4, messages=True)
+    assert_charged(method, run.strategy, arguments, 4, messages=True)
     missing = 4 * (4 - heard)
     assert sum(line.startswith(f"{missing} ") and "did not count" in line for line in run.strategy.statement.incidents) == 1
 
@@ -452,31 +454,31 @@ def test_missing_replies_leave_no_less_noise_than_the_ledger_says(method, heard)
 @pytest.mark.slow
 @every_method
 def test_a_run_in_which_every_reply_is_missing_fails_and_leaves_its_statement(method):
-    words = Words(num_rounds=5)
-    strategy = method.strategy(words)
-    grid = grid_of(method, words, tamper=silent(1, 2, 3, 4))
+    arguments = Words(num_rounds=5)
+    strategy = method.strategy(arguments)
+    grid = grid_of(method, arguments, tamper=silent(1, 2, 3, 4))
     with pytest.raises(RuntimeError, match="no client has sent a usable update"):
-        start(strategy, grid, words)
+        start(strategy, grid, arguments)
     rounds = len(grid.train_messages) // 4
     assert 1 <= rounds < 5
     statement = strategy.statement
     assert statement.num_rounds == rounds
     assert statement.private
-    assert statement.epsilon >= 0.999 * uplink_epsilon(method, words, rounds)
+    assert statement.epsilon >= 0.999 * uplink_epsilon(method, arguments, rounds)
     assert sum(line.startswith(f"{4 * rounds} ") for line in statement.incidents) == 1
 
 
-def uplink_epsilon(method: Method, words: Words, num_rounds: int) -> float:
+def uplink_epsilon(method: Method, arguments: Words, num_rounds: int) -> float:
     """The epsilon of messages alone: nothing else has left where nothing came back."""
     now = tuple(charge for charge in method.charges if not charge.rounds_late)
-    return replace(method, charges=now).epsilon(words, num_rounds)
+    return replace(method, charges=now).epsilon(arguments, num_rounds)
 
 
 @some_methods(lambda method: method.poisson)
 def test_an_empty_cohort_pays_and_its_noise_is_released(method):
     # The probability that any client is drawn is 1.6e-7.
-    words = Words(num_rounds=4, sampling_rate=1e-8, delta=1e-10)
-    run = run_of(method, words, STILL)
+    arguments = Words(num_rounds=4, sampling_rate=1e-8, delta=1e-10)
+    run = run_of(method, arguments, STILL)
     assert not run.grid.train_messages
     assert [report.cohort_size for report in run.strategy.rounds] == [0] * 4
     assert run.strategy.statement.num_rounds == 4
@@ -485,7 +487,7 @@ def test_an_empty_cohort_pays_and_its_noise_is_released(method):
         assert len(set(run.bits)) == 1
     else:
         # The mean is over the expected cohort, 4e-8 clients.
-        assert_noise(increments(method, run), method.noise(replace(words, num_clients=1), 1) / 4e-8)
+        assert_noise(increments(method, run), method.noise(replace(arguments, num_clients=1), 1) / 4e-8)
 
 
 # Ledgers
@@ -496,7 +498,7 @@ def plain(event: DpEvent) -> tuple[DpEvent, int]:
     return (event.event, event.count) if isinstance(event, SelfComposedDpEvent) else (event, 1)
 
 
-def assert_charged(method: Method, strategy: DPStrategy, words: Words, num_rounds: int, *, messages: bool = False) -> None:
+def assert_charged(method: Method, strategy: DPStrategy, arguments: Words, num_rounds: int, *, messages: bool = False) -> None:
     """The ledgers hold so many rounds: those of messages at least, or all."""
     for charge in method.charges:
         if charge.rounds_late and messages:
@@ -505,7 +507,7 @@ def assert_charged(method: Method, strategy: DPStrategy, words: Words, num_round
             rounds = max(0, num_rounds)
             assert ledger.num_charges == rounds
             held = [(one.event, one.count) for one in ledger.event.events]
-            expected, times = plain(charge.event(words))
+            expected, times = plain(charge.event(arguments))
             assert [count for _, count in held] == ([rounds] if rounds else [])
             for event, _ in held:
                 one, count = plain(event)
@@ -517,8 +519,8 @@ def assert_charged(method: Method, strategy: DPStrategy, words: Words, num_round
 @pytest.mark.slow
 @every_method
 def test_the_ledger_is_charged_before_a_message_leaves(method):
-    words = Words(num_rounds=4)
-    strategy, grid = method.strategy(words), grid_of(method, words)
+    arguments = Words(num_rounds=4)
+    strategy, grid = method.strategy(arguments), grid_of(method, arguments)
     seen = []
 
     def look():
@@ -526,12 +528,12 @@ def test_the_ledger_is_charged_before_a_message_leaves(method):
         for charge in method.charges:
             assert charge.ledgers(strategy)
             one = replace(method, charges=(charge,))
-            assert_charged(one, strategy, words, len(seen) - charge.rounds_late)
+            assert_charged(one, strategy, arguments, len(seen) - charge.rounds_late)
 
     grid.watch = look
-    start(strategy, grid, words)
+    start(strategy, grid, arguments)
     assert seen == [1, 2, 3, 4]
-    assert_charged(method, strategy, words, 4)
+    assert_charged(method, strategy, arguments, 4)
 
 
 # The statement
@@ -549,37 +551,37 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS)
 @every_method
 def test_the_statement_says_what_the_settings_say(method, settings):
-    words = SETTINGS[settings]
-    strategy = run_of(method, words).strategy
+    arguments = SETTINGS[settings]
+    strategy = run_of(method, arguments).strategy
     statement, text = strategy.statement, str(strategy.statement)
     assert statement.method == method.title
     assert f"Privacy statement: {method.title}\n" in text
     assert (statement.unit, statement.relation) == (method.unit, method.relation)
-    assert statement.delta == method.delta(words)
-    assert statement.num_rounds == words.num_rounds
-    assert f"over {words.num_rounds} rounds" in text
-    assert method.sampling(words) in statement.sampling
-    for name, value in method.numbers(words).items():
+    assert statement.delta == method.delta(arguments)
+    assert statement.num_rounds == arguments.num_rounds
+    assert f"over {arguments.num_rounds} rounds" in text
+    assert method.sampling(arguments) in statement.sampling
+    for name, value in method.numbers(arguments).items():
         assert statement.noise[name] == pytest.approx(value, rel=2e-3), name
-    assert statement.noise["clip_norm"] == words.clip_norm
+    assert statement.noise["clip_norm"] == arguments.clip_norm
     # Never less than the exact value; numerical accountants give a little more.
-    exact = method.epsilon(words, words.num_rounds)
+    exact = method.epsilon(arguments, arguments.num_rounds)
     assert exact * (1 - 1e-3) <= statement.epsilon <= exact * 1.01
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
     against = {one.name: one for one in statement.adversaries}
-    assert against["the server"].noise_std == pytest.approx(method.message_noise(words), rel=2e-3)
+    assert against["the server"].noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
     assert text.count("Against ") == len({replace(one, name="", sees="") for one in statement.adversaries})
     assert f"Not covered: {OTHER_RUNS}" in text
     assert statement.private
     assert not statement.incidents
 
 
-def with_answer(reply: Message, **words: Any) -> Message:
+def with_answer(reply: Message, **arguments: Any) -> Message:
     """The same reply with other words in its answer."""
     copied = copy.deepcopy(reply)
     for record in copied.content.config_records.values():
         if wire.KEY in record:
-            record[wire.KEY] = json.dumps(json.loads(str(record[wire.KEY])) | words)
+            record[wire.KEY] = json.dumps(json.loads(str(record[wire.KEY])) | arguments)
     return copied
 
 
@@ -596,13 +598,13 @@ def test_noise_from_a_seed_is_not_private(method):
 @own_clients
 def test_a_client_with_noise_from_a_seed_is_refused_and_changes_no_other_statement(method):
     """As if it had not replied: a client that lies can't make the run of the others count as not private."""
-    words = Words(num_rounds=1)
+    arguments = Words(num_rounds=1)
 
     def seeded_one(node, reply):
         return [with_answer(reply, seeded_noise=True) if node == 1 else reply]
 
-    refused = run_of(method, words, tamper=seeded_one).strategy
-    missing = run_of(method, words, tamper=silent(1)).strategy
+    refused = run_of(method, arguments, tamper=seeded_one).strategy
+    missing = run_of(method, arguments, tamper=silent(1)).strategy
     assert refused.statement.private == missing.statement.private
     assert refused.statement.private
     assert refused.statement.epsilon == missing.statement.epsilon
@@ -623,8 +625,8 @@ def test_a_run_whose_clients_all_have_noise_from_a_seed_fails(method):
 @pytest.mark.slow
 @own_clients
 def test_one_client_a_node_or_many_makes_no_difference(method):
-    words = Words(noise_seed=SEED)
-    runs = [run_of(method, words, num_nodes=nodes, noise_seed=SEED) for nodes in (4, 2, 1)]
+    arguments = Words(noise_seed=SEED)
+    runs = [run_of(method, arguments, num_nodes=nodes, noise_seed=SEED) for nodes in (4, 2, 1)]
     apart = runs[0]
     assert len(set(apart.bits)) == 4
     for together in runs[1:]:
@@ -642,17 +644,17 @@ def test_one_client_a_node_or_many_makes_no_difference(method):
 @pytest.mark.slow
 @fresh_rounds
 def test_a_second_run_starts_with_an_empty_ledger_and_fresh_noise(method):
-    words = Words(num_rounds=2)
-    strategy = method.strategy(words)
-    first = start(strategy, grid_of(method, words, STILL, tamper=silent(1)), words, STILL)
+    arguments = Words(num_rounds=2)
+    strategy = method.strategy(arguments)
+    first = start(strategy, grid_of(method, arguments, STILL, tamper=silent(1)), arguments, STILL)
     assert strategy.statement.incidents
     before = strategy.statement
-    grid = grid_of(method, words, STILL)
+    grid = grid_of(method, arguments, STILL)
     charged = []
     grid.watch = lambda: charged.append([ledger.num_charges for ledger in method.charges[0].ledgers(strategy)])
-    second = start(strategy, grid, words, STILL)
+    second = start(strategy, grid, arguments, STILL)
     assert [set(counts) for counts in charged] == [{1}, {2}]
-    assert_charged(method, strategy, words, 2)
+    assert_charged(method, strategy, arguments, 2)
     assert strategy.statement.num_rounds == len(strategy.rounds) == 2
     assert not strategy.statement.incidents
     assert strategy.statement.epsilon == pytest.approx(before.epsilon)
@@ -675,25 +677,25 @@ def timeless(strategy: DPStrategy) -> RunState:
 def test_a_run_goes_on_from_its_stored_state(method, monkeypatch):
     """Read by a new strategy after every round: models, cost and state are those of the run that was not interrupted."""
     monkeypatch.setattr("flower_dp.strategies.releases.masks.secrets.randbits", lambda bits: 5)  # seeds of public masks
-    words, ended = Words(num_rounds=3, noise_seed=SEED), []
+    arguments, ended = Words(num_rounds=3, noise_seed=SEED), []
     for interrupted in (False, True):
-        grid, strategy = grid_of(method, words, noise_seed=SEED), method.strategy(words)
+        grid, strategy = grid_of(method, arguments, noise_seed=SEED), method.strategy(arguments)
         fresh, arrays = timeless(strategy), model_arrays(linear())
-        strategy.plan(words.num_rounds)
-        for server_round in range(1, words.num_rounds + 1):
+        strategy.plan(arguments.num_rounds)
+        for server_round in range(1, arguments.num_rounds + 1):
             messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
             arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             if interrupted:
                 kept, text = to_stored(strategy.state)
-                strategy = method.strategy(words)
+                strategy = method.strategy(arguments)
                 assert timeless(strategy) == fresh
                 strategy.state = from_stored(kept, text)
         assert timeless(strategy) != fresh
         bits = [array.numpy().tobytes() for array in arrays.values()]
-        ended.append((bits, timeless(strategy), strategy.epsilon, strategy.rules.explain(strategy.facts).to_dict()))
+        ended.append((bits, timeless(strategy), strategy.epsilon, strategy.rules.statement(strategy.facts).to_dict()))
     for one, other in zip(*ended, strict=True):
         assert one == other
-    assert len(ended[0][1].rounds) == words.num_rounds
+    assert len(ended[0][1].rounds) == arguments.num_rounds
 
 
 @pytest.mark.slow
@@ -706,15 +708,15 @@ def test_copies_of_a_strategy_repeat_no_noise(method, how):
         """Clients do not say that their noise is fixed: the server would refuse it."""
         return [] if node == 1 else [with_answer(reply, seeded_noise=False) if method.client else reply]
 
-    words = Words(num_rounds=1)
-    strategy = method.strategy(words)
-    start(strategy, grid_of(method, words, STILL), words, STILL)
+    arguments = Words(num_rounds=1)
+    strategy = method.strategy(arguments)
+    start(strategy, grid_of(method, arguments, STILL), arguments, STILL)
     released = []
     for one in copies(strategy, how):
-        grid = grid_of(method, words, STILL, tamper=unsaid, noise_seed=SEED)
-        run = start(one, grid, words, STILL)
+        grid = grid_of(method, arguments, STILL, tamper=unsaid, noise_seed=SEED)
+        run = start(one, grid, arguments, STILL)
         released.append(increments(method, run)[0])
-    if std := method.server_noise(words, 3):
+    if std := method.server_noise(arguments, 3):
         # What the clients have sent is in all four, and in no difference of two.
         pairs = np.stack([released[0] - released[1], released[2] - released[3]])
         assert_noise(pairs, math.sqrt(2) * std)
@@ -726,10 +728,10 @@ def test_copies_of_a_strategy_repeat_no_noise(method, how):
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 @some_methods(lambda method: method.client is not None and method.message_noise(Words()) > 0)
 def test_copies_of_a_client_repeat_no_noise(method, how):
-    words = Words(num_rounds=1)
-    grid = run_of(method, words, STILL).grid
+    arguments = Words(num_rounds=1)
+    grid = run_of(method, arguments, STILL).grid
     message, context = grid.train_messages[0], grid.contexts[1]
-    client = method.client(words, model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
+    client = method.client(arguments, model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
 
     def payload(one: Any) -> np.ndarray:
         context.state = RecordDict()
@@ -745,20 +747,20 @@ def test_copies_of_a_client_repeat_no_noise(method, how):
 
 def limited(method: Method, num_rounds: int) -> tuple[Words, float]:
     """Settings that pay for so many rounds out of 6, and the epsilon that they allow."""
-    words = Words(num_rounds=6)
+    arguments = Words(num_rounds=6)
     if not method.target:
-        words = replace(words, num_replies=num_rounds)
-        return words, method.epsilon(words, num_rounds) * 1.01
-    target = method.epsilon(words, num_rounds) * 1.01
-    return replace(words, target_epsilon=target), target
+        arguments = replace(arguments, num_replies=num_rounds)
+        return arguments, method.epsilon(arguments, num_rounds) * 1.01
+    target = method.epsilon(arguments, num_rounds) * 1.01
+    return replace(arguments, target_epsilon=target), target
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rounds", [2, 5])
 @every_method
 def test_the_target_is_never_passed(method, num_rounds):
-    words, target = limited(method, num_rounds)
-    run = run_of(method, words)
+    arguments, target = limited(method, num_rounds)
+    run = run_of(method, arguments)
     assert run.strategy.statement.num_rounds == len(run.strategy.rounds) == num_rounds
     assert len(run.grid.train_messages) == 4 * num_rounds
     assert run.strategy.statement.epsilon <= target
@@ -769,10 +771,10 @@ def test_the_target_is_never_passed(method, num_rounds):
 
 @some_methods(lambda method: method.target)
 def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
-    words = Words(target_epsilon=0.5 * method.epsilon(Words(), 1))
-    grid, strategy = grid_of(method, words), method.strategy(words)
+    arguments = Words(target_epsilon=0.5 * method.epsilon(Words(), 1))
+    grid, strategy = grid_of(method, arguments), method.strategy(arguments)
     with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon="):
-        start(strategy, grid, words)
+        start(strategy, grid, arguments)
     assert not grid.train_messages
     assert not strategy.rounds
     statement = strategy.statement
@@ -783,13 +785,13 @@ def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
 @some_methods(lambda method: not method.target)
 def test_a_client_whose_account_is_spent_sends_nothing(method):
     """The server has forgotten the run that spent it; the clients' own accounts have not."""
-    words = Words(num_rounds=3)
-    grid = grid_of(method, words)
-    start(method.strategy(words), grid, words)
+    arguments = Words(num_rounds=3)
+    grid = grid_of(method, arguments)
+    start(method.strategy(arguments), grid, arguments)
     del grid.received[:]
-    strategy = method.strategy(words)
+    strategy = method.strategy(arguments)
     with pytest.raises(RuntimeError, match="budget is spent"):
-        start(strategy, grid, words)
+        start(strategy, grid, arguments)
     assert grid.received
     for reply in grid.received:
         values = list(next(iter(reply.content.array_records.values())).values())[-1].numpy()

@@ -291,7 +291,7 @@ def compose():
     return yaml.safe_load((EXAMPLE / "compose.yaml").read_text())["services"]
 
 
-def words(command, device="", port=""):
+def arguments(command, device="", port=""):
     """A command's words, without the settings of the environment before it."""
     text = command if isinstance(command, str) else shlex.join(command)
     for name, value in (("$PWD", "/deployment"), ("$DEVICE", device), ("$RUNTIME_PORT", port)):
@@ -302,11 +302,11 @@ def words(command, device="", port=""):
 
 def test_the_commands_of_the_compose_file_are_the_guides():
     services = compose()
-    assert words(services["superlink"]["command"]) == words(steps()["2"])
-    assert words(steps()["3"]) == ["nginx", "-p", "proxy", "-c", "/deployment/nginx.conf"]
+    assert arguments(services["superlink"]["command"]) == arguments(steps()["2"])
+    assert arguments(steps()["3"]) == ["nginx", "-p", "proxy", "-c", "/deployment/nginx.conf"]
     assert "exec nginx -p /tmp -c /deployment/nginx.conf" in services["proxy"]["command"]
     for index, device in enumerate(DEVICES, 1):
-        assert words(services[device]["command"]) == words(steps()["5d"], device, f"910{index}")
+        assert arguments(services[device]["command"]) == arguments(steps()["5d"], device, f"910{index}")
 
 
 def test_the_containers_can_do_no_more_than_they_must():

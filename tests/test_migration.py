@@ -30,14 +30,14 @@ class Stock(NumPyClient):
 
 @pytest.mark.slow
 def test_the_code_after_the_change_runs_with_the_clients_of_before():
-    told = {"make_model": lambda: nn.Linear(3, 2)}
+    answer = {"make_model": lambda: nn.Linear(3, 2)}
     for block in blocks():
-        exec(block.replace("num_clients=100", "num_clients=4").replace("sampling_rate=0.1", "sampling_rate=0.9"), told)  # noqa: S102
+        exec(block.replace("num_clients=100", "num_clients=4").replace("sampling_rate=0.1", "sampling_rate=0.9"), answer)  # noqa: S102
     grid = LocalGrid(ClientApp(client_fn=lambda context: Stock().to_client()), 4)
-    told["app"](grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
-    statement = told["strategy"].statement
+    answer["app"](grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
+    statement = answer["strategy"].statement
     assert (statement.num_rounds, statement.delta) == (3, 1e-4)
-    assert sum(report.replies for report in told["strategy"].rounds) > 0
+    assert sum(report.replies for report in answer["strategy"].rounds) > 0
 
 
 def test_the_noise_multipliers_are_the_same():
@@ -54,9 +54,9 @@ def test_the_noise_multipliers_are_the_same():
         ({"sampling": "none"}, 91.8),
     ],
 )
-def test_the_numbers(words, epsilon):
+def test_the_numbers(arguments, epsilon):
     options = {"mechanism": "gaussian", "sampling_rate": None, "cohort_size": None, "num_clients": None, "relation": None}
-    cost = planned_run.from_options(**options | words, num_rounds=100, delta=1e-5).cost(1.0)
+    cost = planned_run.from_options(**options | arguments, num_rounds=100, delta=1e-5).cost(1.0)
     assert cost["epsilon"] == pytest.approx(epsilon, rel=6e-3)
     assert f"{epsilon:g}" in GUIDE
 

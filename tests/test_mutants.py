@@ -58,8 +58,8 @@ def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, change
     monkeypatch.syspath_prepend(str(PLANT.parent))  # where its processes look for what they run
     (tmp_path / "part.py").write_text("ONE = 1\n")
     (tmp_path / "test_part.py").write_text(TESTS)
-    words = {"name": "One is two.", "file": "part.py", "old": "1", "new": "2", "tests": ("test_part.py",)}
-    assert plant.plant(plant.Mutant(**words | changes), tmp_path).word == word
+    arguments = {"name": "One is two.", "file": "part.py", "old": "1", "new": "2", "tests": ("test_part.py",)}
+    assert plant.plant(plant.Mutant(**arguments | changes), tmp_path).word == word
     assert (tmp_path / "part.py").read_text() == "ONE = 1\n"
     assert (tmp_path / "test_part.py").read_text() == TESTS
 

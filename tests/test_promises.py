@@ -26,9 +26,9 @@ from flower_dp.clients import (
     DPClient,
     FedSGDDPCRecipe,
     LocalDPClient,
-    LocalTraining,
     NbAFLRecipe,
     TensorRecords,
+    Training,
     client_app,
     model_arrays,
 )
@@ -40,7 +40,7 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.privacy import accounting
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
-from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
@@ -49,7 +49,7 @@ from tests.local_grids import FEATURES, context_of, grid_of, linear, one_reply, 
 from tests.stock import arrays, shifted, stock_app
 
 NAMES = ("c0", "c1", "c2", "c3")
-TRAINING = LocalTraining(learning_rate=0.1)
+TRAINING = Training(learning_rate=0.1)
 CLIENT_LEVEL = {"clip_norm": 0.5, "noise_multiplier": 4.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
 STRATEGIES = {
     "dp-fedavg": lambda: DPFedAvg(**CLIENT_LEVEL),
@@ -81,10 +81,10 @@ def clients(kind):
 
     def client_fn(context):
         name = NAMES[int(context.node_config["partition-id"])]
-        words = {"model": linear(), "clients": {name: records(name)}, "device": "cpu"}
+        arguments = {"model": linear(), "clients": {name: records(name)}, "device": "cpu"}
         if kind == "DPClient":
-            return DPClient(**words, training=TRAINING)
-        return LocalDPClient(**words, recipe=RECIPES[kind])
+            return DPClient(**arguments, training=TRAINING)
+        return LocalDPClient(**arguments, recipe=RECIPES[kind])
 
     return client_app(client_fn)
 
@@ -121,7 +121,7 @@ def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
 def test_a_client_refuses_an_instruction_of_another_method(method, kind, monkeypatch):
     """Also where the server does not ask who runs what."""
     for name in ("why_unfit", "why_none_fits"):
-        monkeypatch.setattr(f"flower_dp.strategies.strategy.{name}", lambda rules, told: None)
+        monkeypatch.setattr(f"flower_dp.strategies.strategy.{name}", lambda rules, reported: None)
     strategy, grid = STRATEGIES[method](), LocalGrid(clients(kind), 4)
     if kind in RUNS[method]:
         strategy.start(grid, model_arrays(linear()), num_rounds=1)
@@ -130,9 +130,9 @@ def test_a_client_refuses_an_instruction_of_another_method(method, kind, monkeyp
         strategy.start(grid, model_arrays(linear()), num_rounds=1)
 
 
-def asked(**words):
+def asked(**arguments):
     return Instruction(
-        server_round=1, method="dp-fedsam", clients=("c0",), ask=ask(placement="distributed", noise_std=0.2, size=18, **words)
+        server_round=1, method="dp-fedsam", clients=("c0",), ask=ask(placement="distributed", noise_std=0.2, size=18, **arguments)
     )
 
 
@@ -181,10 +181,10 @@ def big_linear():
 
 def still_client(cls=DPClient):
     data = TensorRecords(inputs=torch.ones(4, 1), targets=torch.zeros(4, dtype=torch.int64))
-    words = {"model": big_linear(), "clients": {"c0": data}, "device": "cpu"}
+    arguments = {"model": big_linear(), "clients": {"c0": data}, "device": "cpu"}
     if cls is DPClient:
-        return DPClient(**words, training=LocalTraining(learning_rate=1e-30))
-    return LocalDPClient(**words, recipe=FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1e-3, num_replies=99))
+        return DPClient(**arguments, training=Training(learning_rate=1e-30))
+    return LocalDPClient(**arguments, recipe=FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1e-3, num_replies=99))
 
 
 def reply_of(client):
@@ -260,15 +260,18 @@ def test_clients_that_reach_rays_workers_as_copies_do_not_repeat_their_noise(mon
 
 @pytest.mark.parametrize("strategy_class", [DPFedAvg, DPFedSAM])
 def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
-    words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 40, "delta": 1e-3}
-    strategy = strategy_class(**words, sampling=PoissonSampling(sampling_rate=0.5))
-    roster = Roster(names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True)
+    arguments = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 40, "delta": 1e-3}
+    strategy = strategy_class(**arguments, sampling=PoissonSampling(sampling_rate=0.5))
+    known_clients = KnownClients(
+        names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True
+    )
     chosen = [
-        tuple(one._run.drawn(one.rules.training, roster, "cohort", 1)) for one in (copy.deepcopy(strategy) for _ in range(6))
+        tuple(one._run.drawn(one.rules.training, known_clients, "cohort", 1))
+        for one in (copy.deepcopy(strategy) for _ in range(6))
     ]
     assert len(set(chosen)) == 6
     app = stock_app(shifted(lambda node: 0.0))
-    strategy = DPFedAvg(**words | {"num_clients": 2}, sampling=FullSampling())
+    strategy = DPFedAvg(**arguments | {"num_clients": 2}, sampling=FullSampling())
     models = [
         one.start(LocalGrid(app, 2), arrays(w=np.zeros(1000, np.float32)), num_rounds=1).arrays["w"].numpy()
         for one in (pickle.loads(cloudpickle.dumps(strategy)) for _ in range(3))  # noqa: S301
@@ -438,7 +441,7 @@ class OwnStart(DPFedAvg):
 
 @pytest.mark.slow
 def test_a_start_of_ones_own_does_not_pass_the_target():
-    words = {
+    arguments = {
         "clip_norm": 1.0,
         "noise_multiplier": 1.0,
         "sampling": PoissonSampling(sampling_rate=0.5),
@@ -446,9 +449,9 @@ def test_a_start_of_ones_own_does_not_pass_the_target():
         "delta": 1e-3,
     }
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
-    strategy = OwnStart(**words, target_epsilon=8.0)
+    strategy = OwnStart(**arguments, target_epsilon=8.0)
     strategy.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=40)
-    planned = DPFedAvg(**words, target_epsilon=8.0)
+    planned = DPFedAvg(**arguments, target_epsilon=8.0)
     planned.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=40)
     assert len(strategy.rounds) == len(planned.rounds) < 40
     assert 7.0 < strategy.statement.epsilon == planned.statement.epsilon <= 8.0
@@ -536,13 +539,13 @@ def test_instructions_do_not_tell_how_many_clients_take_part():
     strategy = DPFedSAM(**CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)})
     grid = LocalGrid(clients("DPClient"), 4)
     strategy.start(grid, model_arrays(linear()), num_rounds=12)
-    told = set()
+    reported = set()
     for message in grid.sent:
         if message.metadata.message_type == "train":
             instruction = wire.instruction_of(dict(message.content.config_records["config"]))
-            told.add(json.dumps(table_of(instruction)))
+            reported.add(json.dumps(table_of(instruction)))
     assert len({report.cohort_size for report in strategy.rounds}) > 1
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 @pytest.mark.slow
@@ -551,20 +554,20 @@ def test_instructions_do_not_tell_how_many_clients_take_part():
 def test_metrics_tell_the_cohort_only_where_it_is_no_secret(strategy_class, sampling, secret):
     strategy = strategy_class(**CLIENT_LEVEL | {"sampling": sampling})
     result = strategy.start(LocalGrid(clients("DPClient"), 4), model_arrays(linear()), num_rounds=12)
-    told = [dict(metrics) for metrics in result.train_metrics_clientapp.values()]
+    reported = [dict(metrics) for metrics in result.train_metrics_clientapp.values()]
     hidden = {"cohort-size", "replies", "bytes-down", "bytes-up", "seconds"}
-    for metrics, report in zip(told, strategy.rounds, strict=True):
+    for metrics, report in zip(reported, strategy.rounds, strict=True):
         assert set(metrics) == set(report.public()) == {"bytes-per-client", "epsilon"} | (set() if secret else hidden)
     if secret:
-        assert len({metrics["bytes-per-client"] for metrics in told}) == 1
+        assert len({metrics["bytes-per-client"] for metrics in reported}) == 1
         assert "nor its size" in str(strategy.statement)
 
 
 @pytest.mark.parametrize("num_clients", [2, 10])
 def test_a_participant_knows_its_own_share(num_clients):
     """With two clients half of the variance is known to each of them."""
-    words = CLIENT_LEVEL | {"num_clients": num_clients}
-    strategy = DPFedSAM(**words)
+    arguments = CLIENT_LEVEL | {"num_clients": num_clients}
+    strategy = DPFedSAM(**arguments)
     names = [f"c{index}" for index in range(num_clients)]
     grid = grid_for(names)
     strategy.start(grid, model_arrays(linear()), num_rounds=3)
@@ -824,8 +827,8 @@ def test_a_node_that_does_not_run_the_method_does_not_count():
 
     def client_fn(context):
         part = int(context.node_config["partition-id"])
-        words = {"model": linear(), "clients": {NAMES[part]: records(NAMES[part])}, "device": "cpu"}
-        return LocalDPClient(**words, recipe=RECIPES["nbafl"]) if part == 2 else DPClient(**words, training=TRAINING)
+        arguments = {"model": linear(), "clients": {NAMES[part]: records(NAMES[part])}, "device": "cpu"}
+        return LocalDPClient(**arguments, recipe=RECIPES["nbafl"]) if part == 2 else DPClient(**arguments, training=TRAINING)
 
     strategy, grid = DPFedAvg(**CLIENT_LEVEL, registration_timeout=0.3), LocalGrid(client_app(client_fn), 4)
     with pytest.raises(
@@ -860,8 +863,8 @@ def test_the_fewest_who_may_answer_are_rounded_up():
 
 def test_a_plan_counts_on_the_worst_cohort():
     """Of two shares each participant knows one; larger cohorts leave more."""
-    words = CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)}
-    strategy = DPFedSAM(**words, trusted_server=False)
+    arguments = CLIENT_LEVEL | {"sampling": PoissonSampling(sampling_rate=0.5)}
+    strategy = DPFedSAM(**arguments, trusted_server=False)
     assert strategy.rules.noise.charged.mechanism.noise_multiplier == pytest.approx(4.0 / math.sqrt(2))
     for size in range(5):
         charged = strategy.rules.noise.without_one_of(strategy.rules.noise.shares(size))
@@ -880,9 +883,9 @@ def test_sampling_does_not_protect_against_the_server():
 
 def test_adversaries_are_told_the_worst_clients_epsilon():
     budgets = dict(zip(NAMES, (0.5, 2.0, 1.0, 0.1), strict=True))
-    words = {"mechanism": "laplace", "clip_norm": 1.0, "num_replies": 3}
-    strategy = FedSGDDPC(**words, num_clients=4, cohort_size=4, num_records=8, epsilon=budgets, learning_rate=0.1)
-    grid = grid_of(FedSGDDPCRecipe(**words, epsilon=budgets), {name: records(name) for name in NAMES})
+    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "num_replies": 3}
+    strategy = FedSGDDPC(**arguments, num_clients=4, cohort_size=4, num_records=8, epsilon=budgets, learning_rate=0.1)
+    grid = grid_of(FedSGDDPCRecipe(**arguments, epsilon=budgets), {name: records(name) for name in NAMES})
     strategy.start(grid, model_arrays(linear()), num_rounds=3)
     statement = strategy.statement
     assert statement.epsilon == pytest.approx(2.0)
@@ -901,9 +904,10 @@ def test_broadcasts_lie_on_their_lattice():
 
 
 def test_nbafls_noise_is_made_for_the_client_with_the_fewest_records():
-    words = {"num_clients": 4, "clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 9}
+    arguments = {"num_clients": 4, "clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 9}
     assert (
-        NbAFL(**words, num_records=[40, 8, 20, 30]).rules.uplink_noise_std == NbAFL(**words, num_records=8).rules.uplink_noise_std
+        NbAFL(**arguments, num_records=[40, 8, 20, 30]).rules.uplink_noise_std
+        == NbAFL(**arguments, num_records=8).rules.uplink_noise_std
     )
 
 
@@ -922,8 +926,8 @@ def test_weights_are_rounded_to_the_lattice_before_their_noise():
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
 def test_sums_of_laplace_shares_never_pass_the_budget(budget, relation):
     for replies in range(1, 200):
-        words = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": budget, "delta": 0.0, "num_replies": replies}
-        terms = gradient_terms(**words, num_records=8, relation=relation)
+        arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": budget, "delta": 0.0, "num_replies": replies}
+        terms = gradient_terms(**arguments, num_records=8, relation=relation)
         cost = accounting.epsilon(accounting.repeated(terms.event, replies), delta=0.0, relation=relation)
         assert cost.epsilon <= budget
 

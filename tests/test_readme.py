@@ -41,8 +41,8 @@ def test_the_drop_in_server_and_the_client_run_together(caplog):
         server_names["main"](grid, Context)
     shown = [record.getMessage() for record in caplog.records]
     assert shown.count("Privacy statement: DP-FedAvg") == 1
-    told = re.search(r"^```\nPrivacy statement: DP-FedAvg\n(.*\n.*)\n```", README.read_text(encoding="utf-8"), re.MULTILINE)[1]
-    assert [line for line in shown if "over 50 rounds" in line or line.startswith("Protected")] == told.splitlines()
+    answer = re.search(r"^```\nPrivacy statement: DP-FedAvg\n(.*\n.*)\n```", README.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert [line for line in shown if "over 50 rounds" in line or line.startswith("Protected")] == answer.splitlines()
 
 
 @pytest.mark.parametrize("page", [README, OWN_APP])
@@ -50,8 +50,8 @@ def test_the_lines_for_a_model_and_data_of_ones_own_make_both_apps(page, monkeyp
     own = types.ModuleType("my_model")
     own.make_model, own.evaluate, own.load_records = make_model, lambda model: {}, lambda client, num_clients: None
     monkeypatch.setitem(sys.modules, "my_model", own)
-    exec(block(page, "flower_dp.app("), told := {})  # noqa: S102
-    assert (type(told["app"].server), type(told["app"].client)) == (ServerApp, ClientApp)
+    exec(block(page, "flower_dp.app("), answer := {})  # noqa: S102
+    assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
 
 
 def test_links_of_the_readme_lead_somewhere():

@@ -11,7 +11,7 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedAvg
 
 READS = TRAINING
-UNSET = ("LocalTraining.sam_radius",)
+UNSET = ("Training.sam_radius",)
 OTHER_DEFAULTS = ("DPFedAvg.target_epsilon",)
 
 

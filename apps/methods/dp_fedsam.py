@@ -12,7 +12,7 @@ from flower_dp.strategies import DPFedSAM
 
 READS = TRAINING
 UNSET: tuple[str, ...] = ()
-OTHER_DEFAULTS = ("DPFedSAM.target_epsilon", "LocalTraining.sam_radius")
+OTHER_DEFAULTS = ("DPFedSAM.target_epsilon", "Training.sam_radius")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

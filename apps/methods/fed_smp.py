@@ -11,7 +11,7 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import FedSMP
 
 READS = TRAINING
-UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "LocalTraining.sam_radius")
+UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "Training.sam_radius")
 OTHER_DEFAULTS = ("FedSMP.target_epsilon",)
 
 

@@ -15,7 +15,7 @@ from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import NbAFL
 
 READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
-UNSET = ("NbAFL.min_records", "LocalTraining.sam_radius", "LocalTraining.sparsifier")
+UNSET = ("NbAFL.min_records", "Training.sam_radius", "Training.sparsifier")
 OTHER_DEFAULTS = ("NbAFL.num_replies", "NbAFLRecipe.num_replies")
 
 

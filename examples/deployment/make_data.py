@@ -22,14 +22,14 @@ def main() -> None:
     parser.add_argument("place", choices=list(PLACES))
     parser.add_argument("output", type=Path)
     parser.add_argument("--records", type=int, default=300)
-    words = parser.parse_args()
-    mean, odds = PLACES[words.place]
-    rng = np.random.default_rng(list(PLACES).index(words.place))
-    features = rng.normal(mean, 1.0, (words.records, NUM_FEATURES))
+    arguments = parser.parse_args()
+    mean, odds = PLACES[arguments.place]
+    rng = np.random.default_rng(list(PLACES).index(arguments.place))
+    features = rng.normal(mean, 1.0, (arguments.records, NUM_FEATURES))
     effects = np.where(np.arange(NUM_FEATURES) % 2, -1.0, 1.0)
-    ill = rng.random(words.records) < 1 / (1 + np.exp(-2 * features @ effects - odds))
+    ill = rng.random(arguments.records) < 1 / (1 + np.exp(-2 * features @ effects - odds))
     header = ",".join([*(f"m{index}" for index in range(1, NUM_FEATURES + 1)), "ill"])
-    np.savetxt(words.output, np.column_stack([features, ill]), delimiter=",", header=header, comments="", fmt="%.6g")
+    np.savetxt(arguments.output, np.column_stack([features, ill]), delimiter=",", header=header, comments="", fmt="%.6g")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flower_dp.clients.training.engines import local_updates
     from flower_dp.clients.training.fixes import fix_batchnorm
     from flower_dp.clients.training.lus import LUS
-    from flower_dp.clients.training.recipe import FlatModel, LocalTraining, model_arrays
+    from flower_dp.clients.training.recipe import FlatModel, Training, model_arrays
     from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.training.regularizers import ProximalTerm, Regularizer
 
@@ -41,7 +41,6 @@ __all__ = [
     "FedSGDDPCRecipe",
     "FlatModel",
     "LocalDPClient",
-    "LocalTraining",
     "NbAFLRecipe",
     "NbAFLTerms",
     "ProximalTerm",
@@ -50,6 +49,7 @@ __all__ = [
     "Regularizer",
     "ScaffoldRecipe",
     "TensorRecords",
+    "Training",
     "as_records",
     "client_app",
     "fix_batchnorm",
@@ -71,7 +71,7 @@ _WITH_TORCH = {
     "FlatModel": "training.recipe",
     "LUS": "training.lus",
     "LocalDPClient": "local.client",
-    "LocalTraining": "training.recipe",
+    "Training": "training.recipe",
     "NbAFLRecipe": "nbafl",
     "ProximalTerm": "training.regularizers",
     "RecordMetrics": "local.evaluation",

@@ -73,7 +73,7 @@ class StateAccount:
             spent, opened = self._entries.get(name, (0, None))
             if reason := terms.why_not(spent, opened):
                 log.warning("client %s: no reply: %s", name, reason.own)
-                refused[name] = reason.told
+                refused[name] = reason.public
             else:
                 paid[name] = (spent + 1, opened or terms.text)
         self.note(paid)
@@ -128,7 +128,7 @@ class FileAccount:
             self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
             for name, reason in spent.items():
                 log.warning("client %s: no reply: %s", name, reason.own)
-                refused[name] = reason.told
+                refused[name] = reason.public
         return refused
 
     def _by_file(self, names: Iterable[str]) -> list[tuple[LedgerFile, list[str]]]:

@@ -21,11 +21,11 @@ from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
 from flower_dp.clients.reply.pipeline import Job, Train, failure
-from flower_dp.clients.reply.updates import LocalUpdates
+from flower_dp.clients.reply.updates import TrainedUpdates
 from flower_dp.clients.reply.work import Work, add_up
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
@@ -236,12 +236,12 @@ class DPClient(NodeClient):
 
     Example:
         >>> import torch
-        >>> from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords
+        >>> from flower_dp.clients import ClientPolicy, DPClient, Training, TensorRecords
         >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
         >>> client = DPClient(
         ...     model=torch.nn.Linear(3, 2),
         ...     clients={"hospital-7": records},
-        ...     training=LocalTraining(learning_rate=0.1),
+        ...     training=Training(learning_rate=0.1),
         ...     policy=ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8),
         ... )
         >>> client.methods
@@ -253,7 +253,7 @@ class DPClient(NodeClient):
         *,
         model: nn.Module,
         clients: Mapping[str, Records],
-        training: LocalTraining,
+        training: Training,
         policy: ClientPolicy | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -283,7 +283,7 @@ class DPClient(NodeClient):
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
         ask, number = instruction.ask, instruction.server_round
-        train: Train = LocalUpdates(training=self.training, model=self.model, server_round=number, engine=self.engine)
+        train: Train = TrainedUpdates(training=self.training, model=self.model, server_round=number, engine=self.engine)
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted

@@ -24,7 +24,7 @@ _UNCLIPPED = 1 + 2.0**-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Rescale:
     """The update from a noised sum of gradients: the sum times a public number, plus a public vector.
 
     Attributes:
@@ -141,6 +141,6 @@ def steps_pipeline(
         train=train,
         clip=clip,
         noise=FullNoise(release=release),
-        after_noise=Update(factor=steps.update_factor(server_round), shift=shift),
+        after_noise=Rescale(factor=steps.update_factor(server_round), shift=shift),
         encode=SinglePrecision() if quantization_levels is None else QSGD(levels=quantization_levels),
     )

@@ -15,7 +15,7 @@ from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import PoissonSampling, Sampler
-from flower_dp.core.steps import LocalSteps
+from flower_dp.core.steps import StepSchedule
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.release import Release
@@ -37,7 +37,7 @@ class NoisedSteps:
     model: FlatModel
     record_clip: RecordClip
     step_noise: StepNoise
-    steps: LocalSteps
+    steps: StepSchedule
     server_round: int
     loss: Callable[[Tensor, Tensor], Tensor]
 
@@ -177,8 +177,8 @@ class DPPASGDRecipe:
         )
         return Pipeline(train=train, clip=clip, noise=noise, encode=SinglePrecision())
 
-    def _steps(self) -> LocalSteps:
-        return LocalSteps(
+    def _steps(self) -> StepSchedule:
+        return StepSchedule(
             num_local_steps=self.num_local_steps,
             learning_rate=self.learning_rate,
             learning_rate_decay=self.learning_rate_decay,

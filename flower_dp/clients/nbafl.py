@@ -13,7 +13,7 @@ from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records, each, made_up, outputs_of
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
@@ -33,7 +33,7 @@ class TrainedWeights:
         server_round: 1, 2, ...
     """
 
-    training: LocalTraining
+    training: Training
     model: FlatModel
     server_round: int
 
@@ -103,9 +103,9 @@ class NbAFLRecipe:
 
     Example:
         >>> import torch
-        >>> from flower_dp.clients import LocalTraining, NbAFLRecipe, TensorRecords
+        >>> from flower_dp.clients import Training, NbAFLRecipe, TensorRecords
         >>> recipe = NbAFLRecipe(
-        ...     training=LocalTraining(learning_rate=0.1),
+        ...     training=Training(learning_rate=0.1),
         ...     clip_norm=2.0,
         ...     epsilon=8.0,
         ...     delta=1e-3,
@@ -117,7 +117,7 @@ class NbAFLRecipe:
         0.4721
     """
 
-    training: LocalTraining
+    training: Training
     clip_norm: float
     epsilon: float | Mapping[str, float]
     delta: float

@@ -21,12 +21,12 @@ def number(
     Raises:
         ValueError: naming the field, the value and the valid range. Booleans are not numbers here.
     """
-    words = [
+    bounds = [
         f"{sign} {bound:g}"
         for sign, bound in ((">", above), (">=", at_least), ("<", below), ("<=", at_most))
         if bound is not None
     ]
-    wanted = "a finite number" + (" " + " and ".join(words) if words else "")
+    wanted = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     try:
@@ -51,8 +51,8 @@ def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int 
     Raises:
         ValueError: naming the field, the value and the valid range.
     """
-    words = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
-    wanted = "a whole number" + (" " + " and ".join(words) if words else "")
+    bounds = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
+    wanted = "a whole number" + (" " + " and ".join(bounds) if bounds else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     result = int(value)
@@ -110,7 +110,7 @@ def one_line(text: str, *, most: int) -> str:
 def _shown(value: Any) -> str:
     """Return the value's repr, shortened if it is long."""
     try:
-        words = repr(value)
+        bounds = repr(value)
     except ValueError:  # Python refuses to write out integers of some thousands of digits
         return f"{type(value).__name__} of some thousands of digits"
-    return words if len(words) <= 100 else f"{words[:40]}...{words[-40:]}"
+    return bounds if len(bounds) <= 100 else f"{bounds[:40]}...{bounds[-40:]}"

@@ -7,7 +7,7 @@ from flower_dp.core import checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSteps:
+class StepSchedule:
     """Gradient steps w <- w - step_size (g + weight_decay w), the same for all clients.
 
     Attributes:

@@ -110,12 +110,12 @@ def _put(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     raise ValueError(f"{path}={value!r}: a {type(value).__name__} can't be stored")
 
 
-def _get(told: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    if isinstance(told, list):
-        return [_get(one, arrays) for one in told]
-    if not isinstance(told, dict):
-        return told
-    ((kind, what),) = told.items()
+def _get(node: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if isinstance(node, list):
+        return [_get(one, arrays) for one in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, what),) = node.items()
     if kind == "array":
         return arrays[what]
     if kind == "table":

@@ -57,8 +57,8 @@ def plan(values: Mapping[str, object]) -> Plan:
     try:
         candidates = _candidates(bounds, problem) if bounds is not None else ()
     except (OverflowError, ZeroDivisionError) as error:
-        words = "the bound leaves the range of floating-point numbers; rescale the problem"
-        raise ProblemError("proximal", f"proximal={values['proximal']!r}: {words}") from error
+        why = "the bound leaves the range of floating-point numbers; rescale the problem"
+        raise ProblemError("proximal", f"proximal={values['proximal']!r}: {why}") from error
     best_num_rounds, best_cohort_size = candidates[:2] if candidates else (None, None)
     return Plan(
         problem=problem,

@@ -32,11 +32,11 @@ class Spent:
     """Why a client can't be charged for another reply.
 
     Attributes:
-        told: for the server; without the client's own terms, which may tell how many records it has.
+        public: for the server; without the client's own terms, which may tell how many records it has.
         own: for the device's own log.
     """
 
-    told: str
+    public: str
     own: str
 
 
@@ -99,11 +99,11 @@ class Terms:
             opened: `text` of the terms on which its account was opened, which can't change; None if there is none yet.
         """
         if opened is not None and not self._goes_on(opened):
-            told = "its account was opened on other terms"
-            return Spent(told=told, own=f"{told} ({opened}), not {self.text}; for new terms create a new ledger")
+            public = "its account was opened on other terms"
+            return Spent(public=public, own=f"{public} ({opened}), not {self.text}; for new terms create a new ledger")
         if replies >= self.num_replies:
-            told = f"its budget is spent: num_replies={self.num_replies}, all of them sent"
-            return Spent(told=told, own=told)
+            public = f"its budget is spent: num_replies={self.num_replies}, all of them sent"
+            return Spent(public=public, own=public)
         return None
 
     def _goes_on(self, opened: str) -> bool:

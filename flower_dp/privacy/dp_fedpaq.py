@@ -174,12 +174,12 @@ class FedPAQSteps:
     @property
     def proof(self) -> str:
         """How the sensitivity is proved, in words."""
-        words = {
+        bounds = {
             "clip-update": "the whole update is clipped: 2 S, any model",
             "per-step": "one step differs by 2 eta C / b, and E - 1 later ones by 2 eta C each at most, any model",
             "convex-glm": "steps on convex losses of a linear model with one score bring models no further apart: 2 eta C / b",
         }
-        return f"sensitivity of an update by {self.sensitivity!r} ({words[self.sensitivity]})"
+        return f"sensitivity of an update by {self.sensitivity!r} ({bounds[self.sensitivity]})"
 
 
 def block_of(columns: int) -> int:

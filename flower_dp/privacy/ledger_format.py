@@ -91,8 +91,8 @@ class Entry:
 def content_of(entries: Mapping[str, Entry]) -> bytes:
     """Return the content of a file with these accounts."""
     clients = {name: _entry_as_json(entry) for name, entry in entries.items()}
-    words = {_KEY: FORMAT, "clients": clients, "sha256": _checksum(clients)}
-    return json.dumps(words, indent=1).encode() + b"\n"
+    document = {_KEY: FORMAT, "clients": clients, "sha256": _checksum(clients)}
+    return json.dumps(document, indent=1).encode() + b"\n"
 
 
 def _checksum(clients: Mapping[str, Any]) -> str:
@@ -118,7 +118,7 @@ def entries_of(content: bytes) -> dict[str, Entry]:
             raise ValueError(f"keys {sorted(data)[:8]}: are not those of format {data[_KEY]}")
         if data[_KEY] == FORMAT and data["sha256"] != _checksum(clients):
             raise ValueError("its checksum is not that of its accounts")
-        return {name: _entry(told) for name, told in clients.items()}
+        return {name: _entry(table) for name, table in clients.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LedgerError(f"is damaged, or no ledger ({type(error).__name__}: {error})") from error
 
@@ -135,20 +135,20 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _entry(told: Mapping[str, Any]) -> Entry:
-    replies = checks.integer("replies", told["replies"], at_least=0)
-    if told["terms"] is None:
+def _entry(table: Mapping[str, Any]) -> Entry:
+    replies = checks.integer("replies", table["replies"], at_least=0)
+    if table["terms"] is None:
         if replies:
             raise ValueError(f"replies={replies}: without terms")
         return Entry()
-    if not isinstance(told["terms"], str):
+    if not isinstance(table["terms"], str):
         raise TypeError("terms: must be text")
     return Entry(
         replies=replies,
-        terms=told["terms"],
-        num_replies=checks.integer("num_replies", told["num_replies"], at_least=1),
-        relation=cast("Relation", checks.one_of("relation", told["relation"], RELATIONS)),
-        event=_event(told["event"]),
+        terms=table["terms"],
+        num_replies=checks.integer("num_replies", table["num_replies"], at_least=1),
+        relation=cast("Relation", checks.one_of("relation", table["relation"], RELATIONS)),
+        event=_event(table["event"]),
     )
 
 
@@ -156,10 +156,10 @@ def _event_as_json(event: dp.DpEvent) -> Any:
     if type(event).__name__ not in _EVENTS:
         raise LedgerError(f"can't hold event {event}")
     fields = {field: getattr(event, field) for field in event.__annotations__}
-    told = {name: _event_as_json(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
-    return {"kind": type(event).__name__, **told}
+    table = {name: _event_as_json(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
+    return {"kind": type(event).__name__, **table}
 
 
-def _event(told: Mapping[str, Any]) -> dp.DpEvent:
-    values = {name: _event(value) if isinstance(value, dict) else value for name, value in told.items() if name != "kind"}
-    return _EVENTS[told["kind"]](**values)
+def _event(table: Mapping[str, Any]) -> dp.DpEvent:
+    values = {name: _event(value) if isinstance(value, dict) else value for name, value in table.items() if name != "kind"}
+    return _EVENTS[table["kind"]](**values)

@@ -56,8 +56,8 @@ class PlannedRun:
         elif self.sampling == "fixed-size":
             release = dp.SampledWithoutReplacementDpEvent(self.num_clients, self.cohort_size, release)
         elif self.sampling == "round-robin" and self.cohort_size is not None and self.num_clients is not None:
-            order = RoundRobinSampling(cohort_size=self.cohort_size)
-            return dp.SelfComposedDpEvent(release, order.participations(self.num_rounds, self.num_clients))
+            turns = RoundRobinSampling(cohort_size=self.cohort_size)
+            return dp.SelfComposedDpEvent(release, turns.participations(self.num_rounds, self.num_clients))
         return dp.SelfComposedDpEvent(release, self.num_rounds)
 
     def calibrate(self, epsilon: float) -> float:
@@ -170,8 +170,8 @@ def from_options(
     }
     for name, (owners, value) in belongs.items():
         if value is not None and sampling not in owners:
-            words = " or ".join(f"--sampling {owner}" for owner in owners)
-            raise ValueError(f"{name}={value}: belongs to {words}, not to --sampling {sampling}")
+            kinds = " or ".join(f"--sampling {owner}" for owner in owners)
+            raise ValueError(f"{name}={value}: belongs to {kinds}, not to --sampling {sampling}")
         if value is None and sampling in owners:
             raise ValueError(f"{name} is missing; --sampling {sampling} needs it")
     if sampling == "poisson":

@@ -183,8 +183,8 @@ class PrivacyStatement:
             if costs.each:
                 lines.append("Each client: " + ", ".join(f"{name} {_shown(value)}" for name, value in costs.each.items()))
             if costs.evaluation:
-                told = ", ".join(f"{name} {_shown(value)}" for name, value in costs.evaluation.items())
-                lines.append(f"Each client's evaluations alone: {told}")
+                listed = ", ".join(f"{name} {_shown(value)}" for name, value in costs.evaluation.items())
+                lines.append(f"Each client's evaluations alone: {listed}")
         for title, items in (
             ("Assumes", self.assumptions),
             ("Not covered", self.not_covered),

@@ -43,12 +43,12 @@ class WorstClient:
         groups = [group for releases in kinds.values() for group in _groups(releases)]
         self._groups = [_Group({name: terms[name] for name in group}, group, relation=relation, delta=delta) for group in groups]
 
-    def epsilon(self, replies: Mapping[str, int], beside: Mapping[str, float]) -> float:
+    def epsilon(self, replies: Mapping[str, int], evaluations: Mapping[str, float]) -> float:
         """Return an upper bound of every client's epsilon; it never falls while the numbers grow.
 
         Args:
             replies: how many each client was charged for.
-            beside: the pure epsilon of what else each client released; a client that is not there released nothing else.
+            evaluations: the pure epsilon of what else each client released; a client that is not there released nothing else.
         """
         largest = 0.0
         for group in self._groups:
@@ -57,7 +57,7 @@ class WorstClient:
                 own, number = self._terms[name], replies[name]
                 # Beyond its planned number of replies a budget bounds nothing.
                 spent = min(cost, own.epsilon if number <= own.num_replies else math.inf) if number else 0.0
-                largest = max(largest, spent + beside.get(name, 0.0))
+                largest = max(largest, spent + evaluations.get(name, 0.0))
         return largest
 
 

@@ -82,8 +82,8 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
     axes.set_ylabel("L2 norm of an update")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    told = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
-    axes.set_title(f"Client updates of {label}; {told}", fontsize="medium")
+    source = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
+    axes.set_title(f"Client updates of {label}; {source}", fontsize="medium")
     return result
 
 

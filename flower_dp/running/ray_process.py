@@ -29,7 +29,7 @@ def run_on_ray(
     Args:
         programs: what starts the process.
         app: the app's folder.
-        private_folder: a folder for the order, the outcome and Ray's sockets.
+        private_folder: a folder for the request, the outcome and Ray's sockets.
         overrides: run-config values that differ from the app's.
         num_workers: Ray workers, one CPU core each.
         num_nodes: nodes that they simulate.
@@ -37,7 +37,7 @@ def run_on_ray(
         output: the file that the process writes to.
         meanwhile: called while waiting.
     """
-    order, outcome = private_folder / "order.json", private_folder / "outcome.json"
+    request, outcome = private_folder / "request.json", private_folder / "outcome.json"
     asked = {
         "folder": str(app),
         "overrides": dict(overrides),
@@ -47,9 +47,9 @@ def run_on_ray(
         "ray_folder": str(private_folder),
         "outcome": str(outcome),
     }
-    order.write_text(json.dumps(asked), encoding="utf-8")
+    request.write_text(json.dumps(asked), encoding="utf-8")
     # -P: the working directory holds the app's files, and no module is to be found there.
-    command = [sys.executable, "-P", "-m", "flower_dp.simulation.process", str(order)]
+    command = [sys.executable, "-P", "-m", "flower_dp.simulation.process", str(request)]
     programs.wait(programs.start(command, output, {"PYTHONPATH": _python_path(app)}), meanwhile)
     if not outcome.exists():
         return "lost", "the process that ran the app ended before the run did"

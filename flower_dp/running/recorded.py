@@ -55,7 +55,7 @@ def record_run(
     path: str | os.PathLike[str] | None = None,
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     not_covered: Sequence[str] = (),
-    **words: Any,
+    **arguments: Any,
 ) -> Result:
     """Run a strategy and write its run folder: configuration, one line of metrics per round, statement, model and plot.
 
@@ -72,7 +72,7 @@ def record_run(
         evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round, but
             for names of the run's own columns (`epsilon`, `round`, `private-...`, `client-...`), which the log then warns of.
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
-        words: further arguments of `strategy.start`.
+        arguments: further arguments of `strategy.start`.
 
     Raises:
         ValueError: the folder already holds a run.
@@ -87,13 +87,13 @@ def record_run(
     folder = RunFolder.create(path, config, name)
     log.info("The run's folder is %s", folder.path)
     started = time.monotonic()
-    told: set[str] = set()
+    warned: set[str] = set()
     watch = WATCH.get() or Watch(on_line=lambda line: None)
     watch.folder = folder.path
 
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
-        line: dict[str, Any] = {**_users(metrics or {}, told), "round": server_round, "num-rounds": num_rounds}
+        line: dict[str, Any] = {**_users(metrics or {}, warned), "round": server_round, "num-rounds": num_rounds}
         line |= strategy.line_of(server_round)
         # Rounds take the longer, the more clients are in them.
         elapsed = {} if strategy.secret_cohort else {"elapsed": round(time.monotonic() - started, 3)}
@@ -104,7 +104,7 @@ def record_run(
         return metrics
 
     try:
-        result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=record, **words)
+        result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=record, **arguments)
     finally:
         stated = strategy.statement
         statement = replace(stated, not_covered=(*stated.not_covered, *not_covered))
@@ -115,14 +115,14 @@ def record_run(
     return result
 
 
-def _users(metrics: Mapping[str, Any], told: set[str]) -> dict[str, Any]:
+def _users(metrics: Mapping[str, Any], warned: set[str]) -> dict[str, Any]:
     """Return the metrics that are no column of the run's own; warn of each of the others once.
 
     In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised mean,
     or for the size of a cohort that is secret.
     """
     taken = {name for name in metrics if name in _OWN or name.startswith(_PREFIXES)}
-    for name in sorted(taken - told):
+    for name in sorted(taken - warned):
         log.warning("evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name)
-    told |= taken
+    warned |= taken
     return {name: value for name, value in metrics.items() if name not in taken}

@@ -17,40 +17,40 @@ from flower_dp.running.apps import App, read_app
 log = logging.getLogger("flwr")
 
 
-def main(order_file: str) -> None:
-    """Run what an order says, and write to its `outcome` how that ended: a status and details, as Flower has them.
+def main(request_file: str) -> None:
+    """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
-    The order has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder` and `outcome`. The status is
+    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder` and `outcome`. The status is
     `completed`, `failed`, or `refused` where the app's check has refused the settings.
     """
-    order = json.loads(Path(order_file).read_text(encoding="utf-8"))
-    app = read_app(Path(order["folder"]))
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    app = read_app(Path(request["folder"]))
     if app is None:
-        raise SystemExit(f"{order['folder']}: is no folder of a Flower app")
+        raise SystemExit(f"{request['folder']}: is no folder of a Flower app")
     sys.dont_write_bytecode = not app.own  # somebody else's folder stays as it is
     try:
-        status, details = _run(app, order)
+        status, details = _run(app, request)
     except BaseException as error:
         log.error("Simulation raised an exception", exc_info=error)
         status, details = "failed", f"Simulation failed with exception: {error}"
-    outcome = Path(order["outcome"])
+    outcome = Path(request["outcome"])
     part = outcome.with_suffix(".part")
     part.write_text(json.dumps({"status": status, "details": details}), encoding="utf-8")
     part.replace(outcome)
 
 
-def _run(app: App, order: dict[str, Any]) -> tuple[str, str]:
+def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (after the settings of Python above)
     from flower_dp.simulation.modules import components  # noqa: PLC0415
     from flower_dp.simulation.workers import Workers, start_ray  # noqa: PLC0415
 
-    config = {**app.defaults, **order["overrides"]}
+    config = {**app.defaults, **request["overrides"]}
     client, server = components(app)
-    start_ray(order["num_workers"], Path(order["ray_folder"]))
-    workers = Workers(num_workers=order["num_workers"], gpus=order["gpus_per_worker"])
-    grid = RayGrid(client, workers, num_nodes=order["num_nodes"], run_config=config)
+    start_ray(request["num_workers"], Path(request["ray_folder"]))
+    workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"])
+    grid = RayGrid(client, workers, num_nodes=request["num_nodes"], run_config=config)
     try:
-        if app.check and order["overrides"]:  # the defaults are valid
+        if app.check and request["overrides"]:  # the defaults are valid
             with plugins.loaded(app, app.check) as check:
                 check(config)
     except ValueError as error:

@@ -54,8 +54,8 @@ class Run:
     def __repr__(self) -> str:
         """Return the last round's numbers, and the folder."""
         last = self.rounds[-1] if self.rounds else {}
-        told = [screen.round_text(last), *screen.quantities(last)] if last else ["no recorded rounds"]
-        return f"<run: {', '.join(told)}; folder: {self.folder}>"
+        outcome = [screen.round_text(last), *screen.quantities(last)] if last else ["no recorded rounds"]
+        return f"<run: {', '.join(outcome)}; folder: {self.folder}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

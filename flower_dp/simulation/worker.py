@@ -113,8 +113,8 @@ class Worker:
             state: the node's pickled state; None where this worker has given the node's last answer.
         """
         if self._setup is None or self._app is None:
-            words = self._failure.strip().splitlines()[-1]
-            return Answer(reply=Message(Error(LOAD_CLIENT_APP, words), reply_to=message), trace=self._failure)
+            arguments = self._failure.strip().splitlines()[-1]
+            return Answer(reply=Message(Error(LOAD_CLIENT_APP, arguments), reply_to=message), trace=self._failure)
         number = message.metadata.dst_node_id
         node = self._node(self._setup, number, state)
         identify(self._setup.run_id, number)

@@ -358,6 +358,6 @@ class ClientLevelRules:
             return planned
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
-    def explain(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement of what the ledgers hold."""
         return statement_of(self, facts)

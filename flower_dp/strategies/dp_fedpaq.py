@@ -77,8 +77,8 @@ class DPFedPAQRules:
             raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
         self.steps = steps
         if not isinstance(sampling, _SAMPLERS):
-            words = ", ".join(kind.__name__ for kind in _SAMPLERS)
-            raise ValueError(f"sampling={sampling!r}: must be one of {words}; the server sees who takes part, so none amplifies")
+            kinds = ", ".join(kind.__name__ for kind in _SAMPLERS)
+            raise ValueError(f"sampling={sampling!r}: must be one of {kinds}; the server sees who takes part, so none amplifies")
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform")
         self.cohort_size = sampling.largest_cohort(num_clients)
@@ -213,7 +213,7 @@ class DPFedPAQRules:
         """What happened to the vectors that are sent with the model, in words."""
         return () if self.control is None else self.control.incidents
 
-    def explain(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
         return statement_of(self, facts)
 

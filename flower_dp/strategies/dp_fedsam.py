@@ -13,7 +13,7 @@ _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
 
 
 class DPFedSAM(DPStrategy):
-    """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.LocalTraining(sam_radius=...)`).
+    """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.Training(sam_radius=...)`).
 
     With `placement="distributed"` (the paper's) every client adds its share of the noise, std z C / sqrt(m), to its own clipped
     update, and the noise of the sum has std z C. Here m is the largest possible cohort, a public number, and the server adds the

@@ -14,7 +14,7 @@ from flower_dp.core import checks
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FullSampling
-from flower_dp.core.steps import LocalSteps
+from flower_dp.core.steps import StepSchedule
 from flower_dp.core.stored import stored
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
@@ -83,7 +83,7 @@ class DPPASGDRules:
         best_by: str = "loss",
     ) -> None:
         self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
-        self.steps = LocalSteps(
+        self.steps = StepSchedule(
             num_local_steps=num_local_steps,
             learning_rate=learning_rate,
             learning_rate_decay=learning_rate_decay,
@@ -216,7 +216,7 @@ class DPPASGDRules:
             calibration=self.calibration,
         )
 
-    def explain(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
         return statement_of(self, facts)
 

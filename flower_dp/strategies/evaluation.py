@@ -113,10 +113,10 @@ class SumEvaluation:
         std = math.sqrt(self.length) * release.noise_scale
         if count < max(1.0, 3 * std):
             raise RoundLeftOut(f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number")
-        told: dict[str, float] = {}
+        averages: dict[str, float] = {}
         for (name, bound), total in zip(self.plan.metrics.items(), sums, strict=True):
             value = min(max(total / count, 0.0), 1.0)
             # Numbers in [0, 1] with mean v have a variance of at most v (1 - v).
             error = math.sqrt(std**2 * (1 + value**2) + count * value * (1 - value)) / count
-            told |= {name: value * bound, f"{name}-standard-error": error * bound}
-        return told
+            averages |= {name: value * bound, f"{name}-standard-error": error * bound}
+        return averages

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core import clipping
-from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected, StockReply, collect
 from flower_dp.strategies.releases.round import Round
@@ -34,12 +34,14 @@ class Asked:
 class Exchange(Protocol):
     """How the rows of a round's clients get to the server as one sum."""
 
-    def messages(self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **extra: Any) -> list[Message]:
+    def messages(
+        self, now: Round, known_clients: KnownClients, arrays: ArrayRecord, config: Mapping[str, Any], **extra: Any
+    ) -> list[Message]:
         """Return the messages that begin the exchange, one a node.
 
         Args:
             now: what is asked of whom.
-            roster: which app the nodes run.
+            known_clients: which app the nodes run.
             arrays: the model as it is sent.
             config: sent with it.
             extra: further fields of the instruction.
@@ -56,14 +58,16 @@ class Exchange(Protocol):
 class PlainExchange:
     """One message to every node, and one back with the sum of its clients' rows."""
 
-    def messages(self, now: Round, roster: Roster, arrays: ArrayRecord, config: Mapping[str, Any], **extra: Any) -> list[Message]:
+    def messages(
+        self, now: Round, known_clients: KnownClients, arrays: ArrayRecord, config: Mapping[str, Any], **extra: Any
+    ) -> list[Message]:
         """Return one message for every node."""
         evaluates = now.ask.metrics is not None
         message = wire.evaluate_message if evaluates else wire.train_message
         return [
             message(
                 node,
-                roster.record_names,
+                known_clients.record_names,
                 arrays,
                 config,
                 wire.Instruction(server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **extra),

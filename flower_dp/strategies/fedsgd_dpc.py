@@ -173,7 +173,7 @@ class FedSGDDPCRules:
         mu = checks.number("strong_convexity", strong_convexity, above=0)
         checks.number("smoothness", smoothness, at_least=mu)
 
-    def explain(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
         return statement_of(self, facts)
 

@@ -88,12 +88,12 @@ class OwnEvaluation:
         # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
         variance = sum((part * math.sqrt(2) * _scale(self.release, name) * self.length / 2) ** 2 for name, part in parts.items())
         chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.books.terms) else 0.0
-        told: dict[str, float] = {}
+        noised: dict[str, float] = {}
         for (name, bound), fraction in zip(self.plan.metrics.items(), fractions.tolist(), strict=True):
             value = min(max(fraction, 0.0), 1.0)
             error = math.sqrt(variance + chosen * value * (1 - value))
-            told |= {name: value * bound, f"{name}-standard-error": error * bound}
-        return told
+            noised |= {name: value * bound, f"{name}-standard-error": error * bound}
+        return noised
 
 
 def _longest(release: OwnReplies, now: Round) -> Callable[[str], float]:

@@ -268,7 +268,7 @@ class NbAFLRules:
     def _broadcast_event(self, part: float, std: float) -> DpEvent:
         return GaussianDpEvent(std / (part * self.clip_norm)) if std else NonPrivateDpEvent()
 
-    def explain(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement of all three ledgers of every client."""
         return statement_of(self, facts)
 

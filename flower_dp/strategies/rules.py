@@ -94,7 +94,7 @@ class Rules(Protocol):
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norm that the noise in the model of round 1 has about, and the largest norm of the mean without it.
 
-        Asked after the roll call, for all replies of an average cohort.
+        Asked after the client query, for all replies of an average cohort.
 
         Args:
             dimension: of the model's vector.
@@ -113,5 +113,5 @@ class Rules(Protocol):
     def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of a round that was just learnt from, by the names under which they are reported."""
 
-    def explain(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement on all charges."""

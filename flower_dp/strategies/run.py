@@ -13,7 +13,7 @@ from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.exchange import Asked, Exchange
-from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
@@ -85,9 +85,9 @@ class Run:
 
     # A round of a release
 
-    def drawn(self, release: RoundRelease, roster: Roster, *purpose: object) -> dict[int, tuple[str, ...]]:
+    def drawn(self, release: RoundRelease, known_clients: KnownClients, *purpose: object) -> dict[int, tuple[str, ...]]:
         """Draw the cohort of the next round of a release, and return it by nodes."""
-        return roster.by_node(release.cohort(roster.names, self.generator(*purpose)))
+        return known_clients.by_node(release.cohort(known_clients.names, self.generator(*purpose)))
 
     def ask(
         self,
@@ -97,7 +97,7 @@ class Run:
         length: int,
         model: wire.Model,
         asked: dict[int, tuple[str, ...]],
-        roster: Roster,
+        known_clients: KnownClients,
         arrays: ArrayRecord,
         config: Mapping[str, Any],
         **fields: Any,
@@ -110,7 +110,7 @@ class Run:
             length: of a client's row.
             model: the model that is sent.
             asked: the cohort, by nodes.
-            roster: who is there.
+            known_clients: who is there.
             arrays: the model as it is sent.
             config: sent with it.
             fields: further fields of the instruction.
@@ -130,9 +130,9 @@ class Run:
             model=model,
             asked=asked,
             started=started,
-            stock=not roster.hosting,
+            stock=not known_clients.hosting,
         )
-        messages = self.exchange.messages(now, roster, arrays, config, **fields)
+        messages = self.exchange.messages(now, known_clients, arrays, config, **fields)
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
         self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages)
         return messages

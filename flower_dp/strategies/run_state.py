@@ -46,8 +46,8 @@ class RoundReport:
         """Return the numbers that may be published, under names in the style of run-config keys."""
         hidden = ("cohort_size", "replies", "bytes_down", "bytes_up", "seconds") if self.secret_cohort else ()
         left_out = ("server_round", "secret_cohort", "numbers", *hidden)
-        told = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in left_out}
-        return {key.replace("_", "-"): value for key, value in told.items()} | dict(self.numbers)
+        values = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in left_out}
+        return {key.replace("_", "-"): value for key, value in values.items()} | dict(self.numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

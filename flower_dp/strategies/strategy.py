@@ -22,8 +22,8 @@ from flower_dp.strategies import diagnostics
 from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import EvaluateFn, Rounds
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import check_overrides, why_none_fits, why_unfit
-from flower_dp.strategies.population.roster import Register, Roster
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.rules import Options, Rules
@@ -92,7 +92,7 @@ class DPStrategy(Strategy):
         """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
-        self._register: Register | None = None
+        self._register: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
 
     @property
@@ -193,7 +193,7 @@ class DPStrategy(Strategy):
         """The privacy statement of all that was released so far."""
         key = (self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
-            self._stated = (key, self.rules.explain(self.facts))
+            self._stated = (key, self.rules.statement(self.facts))
         return self._stated[1]
 
     # Flower's Strategy
@@ -229,9 +229,9 @@ class DPStrategy(Strategy):
         if type(grid).__name__ == "InMemoryGrid":
             setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         self.rules.plan(num_rounds)
-        roster = self._call_roll(grid)
+        known_clients = self._call_roll(grid)
         self.summary()
-        log.info("%s parameters, %s clients on %s nodes", layout.size, len(roster.names), len(set(roster.nodes)))
+        log.info("%s parameters, %s clients on %s nodes", layout.size, len(known_clients.names), len(set(known_clients.nodes)))
         diagnostics.log_noise_and_signal(self.rules, layout.size)
         rounds = Rounds(
             num_rounds=num_rounds,
@@ -254,13 +254,13 @@ class DPStrategy(Strategy):
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
-        run, roster = self._run, self._call_roll(grid)
+        run, known_clients = self._run, self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
             return run.stop(server_round, reason)
         model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
-        asked = run.drawn(release, roster, "cohort", server_round)
+        asked = run.drawn(release, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
         return run.ask(
@@ -269,7 +269,7 @@ class DPStrategy(Strategy):
             length=release.row_length(model.layout.size),
             model=model,
             asked=asked,
-            roster=roster,
+            known_clients=known_clients,
             arrays=arrays,
             config=config,
             report_metrics=self.report_client_metrics,
@@ -304,14 +304,14 @@ class DPStrategy(Strategy):
         run, evaluation = self._run, self.rules.evaluation
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
-        roster, release = self._call_roll(grid), evaluation.release
+        known_clients, release = self._call_roll(grid), evaluation.release
         messages = run.ask(
             release,
             server_round,
             length=evaluation.length,
             model=wire.Model.of(arrays, frozen=self.frozen_arrays),
-            asked=run.drawn(release, roster, "evaluating cohort", server_round),
-            roster=roster,
+            asked=run.drawn(release, known_clients, "evaluating cohort", server_round),
+            known_clients=known_clients,
             arrays=arrays,
             config=config,
         )
@@ -326,13 +326,13 @@ class DPStrategy(Strategy):
             return None
         now, collected = run.total(evaluation.release, replies)
         try:
-            told = evaluation.result(now, collected, run.generator("evaluation", server_round))
+            noised = evaluation.result(now, collected, run.generator("evaluation", server_round))
         except RoundLeftOut as why:
             refusal = next(iter(collected.refused.values()), None)
             log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
             return None
-        run.note(evaluations={**self.evaluations, server_round: told})
-        return MetricRecord({**told})
+        run.note(evaluations={**self.evaluations, server_round: noised})
+        return MetricRecord({**noised})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
         """Return a round's numbers for people to see.
@@ -359,13 +359,13 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
-    def _call_roll(self, grid: Grid) -> Roster:
-        """Return the current roster: nodes may have joined, left or rejoined since the last round."""
+    def _call_roll(self, grid: Grid) -> KnownClients:
+        """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
         first = self._register is None
         if self._register is None:
             check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
             rules = self.rules
-            self._register = Register(
+            self._register = ClientManager(
                 rules.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=all(release.open_population for release in self._run.releases),
@@ -373,13 +373,13 @@ class DPStrategy(Strategy):
                 most_clients_per_node=self.most_clients_per_node,
                 most_newcomers=self.most_newcomers,
             )
-        roster = self._register.roster(grid)
+        known_clients = self._register.known_clients(grid)
         if first:
-            if reason := why_none_fits(self.rules, roster):
+            if reason := why_none_fits(self.rules, known_clients):
                 self._register = None
                 raise ValueError(reason)
-            self.rules.open(roster.names)
-        return roster
+            self.rules.open(known_clients.names)
+        return known_clients
 
 
 def _optional(name: str, value: int | None, *, at_least: int) -> int | None:

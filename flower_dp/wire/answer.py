@@ -44,16 +44,16 @@ class Answer:
 
     def to_json(self, asked: Sequence[str]) -> str:
         """Return the answer to an instruction for these clients as one string."""
-        words = {
+        header = {
             "refused": positions_of(self.refused, asked),
             "payload": self.payload,
             "seeded_noise": self.seeded_noise,
             "metrics": dict(self.metrics),
         }
-        words["payload_bytes"] = self.payload_bytes
+        header["payload_bytes"] = self.payload_bytes
         fresh = set(self.fresh)
-        words["fresh"] = [position for position, name in enumerate(asked) if name in fresh]
-        return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=scalar)
+        header["fresh"] = [position for position, name in enumerate(asked) if name in fresh]
+        return json.dumps({"protocol": PROTOCOL, **header}, separators=(",", ":"), default=scalar)
 
     @classmethod
     def from_json(cls, text: str, asked: Sequence[str]) -> "Answer":

@@ -228,7 +228,7 @@ class Ask:
         needed = [name for group in groups for name in group]
         given = [name for name in (*_PLAIN, "indicator", "metrics", "vectors") if name in table]
         check_keys("ask", table, [*needed, *given])
-        words = {name: table[name] for name in _PLAIN if name in table}
+        plain = {name: table[name] for name in _PLAIN if name in table}
         return cls(
             promise=Promise(clip_norm=table["clip_norm"], noise_multiplier=table["noise_multiplier"]),
             placement=table["placement"],
@@ -237,7 +237,7 @@ class Ask:
             metrics=MetricBounds(bounds=table["metrics"]) if "metrics" in table else None,
             own=_own(table, clients) if local else {},
             vectors=_vectors(table["vectors"], arrays) if "vectors" in table else {},
-            **words,
+            **plain,
         )
 
 

@@ -1,4 +1,4 @@
-"""A node's answer to the roll call: the clients that it hosts, and the methods that they run."""
+"""A node's answer to the client query: the clients that it hosts, and the methods that they run."""
 
 import json
 import re
@@ -42,7 +42,7 @@ class Hosted:
 
 
 def hosted_of(content: RecordDict, *, most_names: int) -> Hosted | None:
-    """Read a node's answer to the roll call; None if it is no answer of this package.
+    """Read a node's answer to the client query; None if it is no answer of this package.
 
     Args:
         content: of the reply.

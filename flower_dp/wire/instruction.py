@@ -70,8 +70,8 @@ class Instruction:
 
     def to_json(self) -> str:
         """Return the instruction as one string."""
-        words = {name: getattr(self, name) for name in _FIELDS[:-1]} | {"ask": self.ask.to_table(self.clients)}
-        return json.dumps({"protocol": PROTOCOL, **words}, separators=(",", ":"), default=scalar)
+        table = {name: getattr(self, name) for name in _FIELDS[:-1]} | {"ask": self.ask.to_table(self.clients)}
+        return json.dumps({"protocol": PROTOCOL, **table}, separators=(",", ":"), default=scalar)
 
     @classmethod
     def from_json(cls, text: str, arrays: Sequence[np.ndarray] = ()) -> "Instruction":
@@ -80,15 +80,15 @@ class Instruction:
         Raises:
             ValueError: if it is not one of this protocol, has a key that is unknown, or a value that makes no sense.
         """
-        words = load(text, _MOST_INSTRUCTION_CHARACTERS)
-        check_keys("instruction", words, _FIELDS)
+        table = load(text, _MOST_INSTRUCTION_CHARACTERS)
+        check_keys("instruction", table, _FIELDS)
         for name, kind in (("clients", list), ("frozen", list), ("ask", dict)):
-            if not isinstance(words[name], kind):
+            if not isinstance(table[name], kind):
                 raise ValueError(f"instruction: {name} must be a {'table' if kind is dict else 'list'}")
-        clients = tuple(words["clients"])
+        clients = tuple(table["clients"])
         _check_names(clients)
-        ask = Ask.from_table(words["ask"], clients, arrays)
-        return cls(**{**words, "clients": clients, "frozen": tuple(words["frozen"]), "ask": ask})
+        ask = Ask.from_table(table["ask"], clients, arrays)
+        return cls(**{**table, "clients": clients, "frozen": tuple(table["frozen"]), "ask": ask})
 
 
 def _check_names(names: tuple[str, ...]) -> None:

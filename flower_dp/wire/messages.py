@@ -50,12 +50,12 @@ NUMPY_CLIENT = RecordNames(
 )
 
 
-def roll_call(node_id: int, message_type: str) -> Message:
+def client_query(node_id: int, message_type: str) -> Message:
     """Return the question whom a node hosts: a `query`, or a `train` message without a model for an app that answers none."""
     return Message(RecordDict({KEY: ConfigRecord({"protocol": PROTOCOL})}), node_id, message_type)
 
 
-def is_roll_call(message: Message) -> bool:
+def is_client_query(message: Message) -> bool:
     """Tell whether a message asks whom this node hosts."""
     return KEY in message.content.config_records and not message.content.array_records
 
@@ -77,9 +77,9 @@ def evaluate_message(
 def _message(
     kind: str, node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
-    words = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
+    settings = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
     sent = with_vectors(arrays, instruction.ask.vectors)
-    content = RecordDict({record_names.arrays: sent, record_names.config: words})
+    content = RecordDict({record_names.arrays: sent, record_names.config: settings})
     return Message(content, node_id, kind, group_id=str(instruction.server_round))
 
 
@@ -139,19 +139,21 @@ def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
 
 def reported_metrics(content: RecordDict) -> dict[str, float]:
     """Return all numbers of a stock client's reply to an evaluation, by name: those of its metric and config records."""
-    told: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     records: list[Any] = [*content.metric_records.values(), *content.config_records.values()]
     for record in records:
-        told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    return told
+        metrics |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    return metrics
 
 
 def content_bytes(content: RecordDict) -> int:
     """Return how many bytes of arrays, text and numbers a message carries, names included."""
     arrays = sum(len(name) + len(array.data) for record in content.array_records.values() for name, array in record.items())
-    words = sum(len(name) + _value_bytes(value) for record in content.config_records.values() for name, value in record.items())
+    settings = sum(
+        len(name) + _value_bytes(value) for record in content.config_records.values() for name, value in record.items()
+    )
     numbers = sum(len(name) + _value_bytes(value) for record in content.metric_records.values() for name, value in record.items())
-    return arrays + words + numbers
+    return arrays + settings + numbers
 
 
 def _value_bytes(value: Any) -> int:

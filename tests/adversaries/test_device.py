@@ -15,8 +15,8 @@ from flower_dp.clients import (
     DPClient,
     FedSGDDPCRecipe,
     LocalDPClient,
-    LocalTraining,
     NbAFLTerms,
+    Training,
     client_app,
     model_arrays,
     privacy_mod,
@@ -39,14 +39,14 @@ from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
 BUDGET = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=3)
-TRAINING = LocalTraining(learning_rate=0.1)
+TRAINING = Training(learning_rate=0.1)
 
 
 ACCURACY = MetricBounds(bounds={"accuracy": 1.0})
 
 
-def instruction_of(method: str, asked: Ask, **words: Any) -> Instruction:
-    return Instruction(**{"server_round": 1, "method": method, "clients": ("c0",), "ask": asked} | words)
+def instruction_of(method: str, asked: Ask, **keywords: Any) -> Instruction:
+    return Instruction(**{"server_round": 1, "method": method, "clients": ("c0",), "ask": asked} | keywords)
 
 
 def evaluation(noise_std: float = 1e-9, step: float = 2.0**-40) -> Instruction:
@@ -58,10 +58,10 @@ def training(noise_std: float = 0.5, noise_multiplier: float = 1.0) -> Instructi
     return instruction_of("dp-fedavg", asked)
 
 
-def asked_of(name: str, terms: Terms, *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, **words: Any) -> Ask:
+def asked_of(name: str, terms: Terms, *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, **keywords: Any) -> Ask:
     """What an honest server asks of one client with these terms, but for its promise."""
     own = {name: (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
-    return own_ask(own, clip_norm=clip_norm, noise_multiplier=noise_multiplier, **words)
+    return own_ask(own, clip_norm=clip_norm, noise_multiplier=noise_multiplier, **keywords)
 
 
 def local(server_round: int = 1, *, noise_multiplier: float = 0.0, name: str = "c0") -> Instruction:
@@ -74,8 +74,8 @@ def model() -> dict[str, np.ndarray]:
     return {name: array.numpy() for name, array in model_arrays(linear()).items()}
 
 
-def device(policy: ClientPolicy | None, **words: Any) -> DPClient:
-    return DPClient(model=linear(), clients={"c0": records("c0")}, training=TRAINING, device="cpu", policy=policy, **words)
+def device(policy: ClientPolicy | None, **keywords: Any) -> DPClient:
+    return DPClient(model=linear(), clients={"c0": records("c0")}, training=TRAINING, device="cpu", policy=policy, **keywords)
 
 
 # What a policy does not name
@@ -160,12 +160,12 @@ def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(
     )
     if limit == "min_noise_multiplier":
         _, answer = made.answer(model(), config_of(local(noise_multiplier=1e9)))
-        told = answer[wire.KEY]
+        reported = answer[wire.KEY]
     else:
         terms = made.evaluation_budget.terms("c0", BUDGET.terms("c0", records("c0")))  # type: ignore[union-attr]
         asked = asked_of("c0", terms, noise_multiplier=1e9, metrics=ACCURACY)
-        told = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, asked)))[wire.KEY]
-    assert f"{limit}={1.5 * own:g}: this client's own terms have less noise" in told
+        reported = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, asked)))[wire.KEY]
+    assert f"{limit}={1.5 * own:g}: this client's own terms have less noise" in reported
     assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
 
 
@@ -181,8 +181,8 @@ def run_of_a_numpy_client(path: Any, with_context: bool) -> Message:
     """One message of a new run, through Flower's own ClientApp; a new run's state is empty."""
 
     def client_fn(context: Context) -> Any:
-        words: dict[str, Any] = {"context": context} if with_context else {}
-        return LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", **words).to_client()
+        keywords: dict[str, Any] = {"context": context} if with_context else {}
+        return LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", **keywords).to_client()
 
     grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
     grid.contexts[1].node_config[LEDGER_PATH] = str(path)
@@ -361,7 +361,7 @@ class Telling(FedSGDDPCRecipe):
 
 
 class Breaking(FedSGDDPCRecipe):
-    def pipeline(self, release: Any, **words: Any) -> Any:
+    def pipeline(self, release: Any, **keywords: Any) -> Any:
         raise jane()
 
 
@@ -387,11 +387,11 @@ def test_an_error_in_the_middle_of_a_reply_tells_the_server_nothing(caplog: Any)
     made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Breaking))
     parameters = list(model().values())
     for question in (lambda: made.answer(model(), config_of(local())), lambda: made.fit(parameters, config_of(local()))):
-        with pytest.raises(RuntimeError, match=r"^training failed; the node's own log says why$") as told:
+        with pytest.raises(RuntimeError, match=r"^training failed; the node's own log says why$") as reported:
             question()
-        assert type(told.value) is RuntimeError
-        assert told.value.__cause__ is None
-        untold(str(told.value), caplog)
+        assert type(reported.value) is RuntimeError
+        assert reported.value.__cause__ is None
+        untold(str(reported.value), caplog)
 
 
 class Terrible:
@@ -503,7 +503,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
 def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: Any) -> None:
     """But for the one that a model with NaN weights makes, whose text is this package's own."""
     made = device(None)
-    for raised, told in (
+    for raised, reported in (
         (jane(), "training failed; the node's own log says why"),
         (ValueError(NOT_FINITE), f"training failed: {NOT_FINITE}"),
     ):
@@ -513,7 +513,7 @@ def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: A
 
         monkeypatch.setattr(parts, "clip_l2", clip)
         _, answer = made.answer(model(), config_of(training()))
-        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": told}
+        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": reported}
 
 
 def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
@@ -534,8 +534,8 @@ def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
 def test_a_share_of_no_noise_is_declined_by_every_method(method: str) -> None:
     """A device that would add none, where the release counts on its share."""
-    words: dict[str, Any] = {"placement": "distributed", "noise_std": 0.5}
-    asked = masked(keep_ratio=0.5, seed=1, size=18, **words) if method == "fed-smp" else ask(size=18, **words)
+    keywords: dict[str, Any] = {"placement": "distributed", "noise_std": 0.5}
+    asked = masked(keep_ratio=0.5, seed=1, size=18, **keywords) if method == "fed-smp" else ask(size=18, **keywords)
     honest = instruction_of(method, asked)
     assert device(None).answer(model(), config_of(honest))
     for nothing in (0.0, GONE):
@@ -586,11 +586,11 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
             local(),
         ),
     ):
-        told = forged(asked, vectors=["control"])
+        reported = forged(asked, vectors=["control"])
         with pytest.raises(Declined, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
-            made.answer(model() | {"flower-dp.control": vector}, config_of(told))
+            made.answer(model() | {"flower-dp.control": vector}, config_of(reported))
         with pytest.raises(Declined, match="must be finite float32"):
-            made.answer(model() | {"flower-dp.control": vector + np.nan}, config_of(told))
+            made.answer(model() | {"flower-dp.control": vector + np.nan}, config_of(reported))
         assert made.context is None or KEY not in made.context.state
         assert made.answer(model(), config_of(asked))
     app = ClientApp(mods=[privacy_mod(name="c0")])
@@ -605,7 +605,7 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:
     """An account that was opened on the one does not pay for the other."""
-    words: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "what": "a reply",
         "seen_by": "the server",
         "unit": "record",
@@ -623,10 +623,10 @@ def test_terms_that_differ_in_one_word_are_other_terms() -> None:
         {"sampler": PoissonSampling(sampling_rate=0.5)},
         {"num_clients": 9},
     ]
-    opened = Terms(release=Release(**words), num_replies=3)
+    opened = Terms(release=Release(**keywords), num_replies=3)
     assert opened.why_not(1, opened.text) is None
     for change in others:
-        other = Terms(release=Release(**words | change), num_replies=3)
+        other = Terms(release=Release(**keywords | change), num_replies=3)
         assert other.why_not(1, opened.text) is not None, change
         if "mechanism" not in change:
             promise = Promise(clip_norm=other.release.clip_norm, noise_multiplier=0.0)

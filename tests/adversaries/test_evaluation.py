@@ -41,10 +41,10 @@ def model():
     return arrays(weight=np.zeros(3, np.float32))
 
 
-def strategy_of(*, every, evaluating, training="full", cls=DPFedAvg, **words):
+def strategy_of(*, every, evaluating, training="full", cls=DPFedAvg, **arguments):
     evaluation = PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=SAMPLERS[evaluating], every=every)
     given = {"clip_norm": 1.0, "noise_multiplier": TRAINING_NOISE, "num_clients": CLIENTS, "delta": DELTA}
-    return cls(**given | words, sampling=SAMPLERS[training], evaluation=evaluation)
+    return cls(**given | arguments, sampling=SAMPLERS[training], evaluation=evaluation)
 
 
 def times_asked(messages):
@@ -217,8 +217,8 @@ def test_the_evaluation_that_the_page_shows_runs_and_is_not_covered():
     (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def configure_evaluate" in code]
     known = {"DPFedAvg": DPFedAvg, "Message": Message, "MetricRecord": MetricRecord, "RecordDict": RecordDict}
     exec(example, known)  # noqa: S102
-    words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": CLIENTS, "delta": DELTA}
-    strategy = known["Evaluating"](**words)
+    arguments = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": CLIENTS, "delta": DELTA}
+    strategy = known["Evaluating"](**arguments)
     result = strategy.start(LocalGrid(evaluating_app(), CLIENTS), model(), num_rounds=2)
     assert dict(result.evaluate_metrics_clientapp[2]) == {"accuracy": 0.5}
     assert any("configure_evaluate" in line for line in strategy.statement.not_covered)

@@ -26,8 +26,14 @@ SIZE = 18
 
 def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: int | None = None) -> tuple[torch.Tensor, Any]:
     """The final model and the strategy; one of ten sends the longest row that is accepted, always in one direction."""
-    words: dict[str, Any] = {"steps": STEPS, "epsilon": 20.0, "delta": 1e-5, "num_replies": rounds, "quantization_levels": levels}
-    strategy = strategy_of(**words, sampling=FullSampling(), num_clients=10, num_records=8, noise_seed=3)
+    arguments: dict[str, Any] = {
+        "steps": STEPS,
+        "epsilon": 20.0,
+        "delta": 1e-5,
+        "num_replies": rounds,
+        "quantization_levels": levels,
+    }
+    strategy = strategy_of(**arguments, sampling=FullSampling(), num_clients=10, num_records=8, noise_seed=3)
 
     def tamper(node: int, reply: Message) -> list[Message]:
         if node == 10 and lies:
@@ -39,7 +45,7 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
             record[name] = Array(row)
         return [reply]
 
-    grid = grid_of(recipe_of(**words), TEN, tamper=tamper, seeds=lambda context: int(context.node_id))
+    grid = grid_of(recipe_of(**arguments), TEN, tamper=tamper, seeds=lambda context: int(context.node_id))
     model = start(strategy, grid, rounds)
     assert [report.replies for report in strategy.rounds] == [10] * rounds
     return model, strategy
@@ -67,9 +73,9 @@ def test_honest_runs_are_the_same_bit_for_bit(monkeypatch, levels):
 
 def test_what_honest_clients_make_by_hand():
     """(E b C + std (sqrt(d) + 10)) / (E b), with the std of one client, and that of the mean of ten."""
-    words: dict[str, Any] = {"steps": STEPS, "epsilon": 20.0, "delta": 1e-5, "num_replies": 1}
-    strategy = Scaffold(**words, sampling=FullSampling(), num_clients=10, num_records=8)
-    start(strategy, grid_of(ScaffoldRecipe(**words), TEN), 1)
+    arguments: dict[str, Any] = {"steps": STEPS, "epsilon": 20.0, "delta": 1e-5, "num_replies": 1}
+    strategy = Scaffold(**arguments, sampling=FullSampling(), num_clients=10, num_records=8)
+    start(strategy, grid_of(ScaffoldRecipe(**arguments), TEN), 1)
     std = strategy.rules.books.terms["c0"].release.noise_scale
     made = strategy.rules._honest(SIZE)
     assert made.single == pytest.approx(0.5 + std * (math.sqrt(18) + 10) / 8)

@@ -37,8 +37,8 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def steps_of(sensitivity: str, **words: Any) -> FedPAQSteps:
-    return FedPAQSteps(**BASE | {"sensitivity": sensitivity} | OWN[sensitivity] | words)
+def steps_of(sensitivity: str, **arguments: Any) -> FedPAQSteps:
+    return FedPAQSteps(**BASE | {"sensitivity": sensitivity} | OWN[sensitivity] | arguments)
 
 
 @lru_cache
@@ -272,8 +272,8 @@ def short(length: float) -> np.ndarray:
 )
 def test_a_client_tells_why_and_pays_nothing(length, number):
     client = client_of(DPFedPAQRecipe(steps=steps_of("convex-glm"), **WORDS))
-    told = asked(client, short(length), server_round=number)
-    assert "rounding ends the proof" in told
+    reported = asked(client, short(length), server_round=number)
+    assert "rounding ends the proof" in reported
     assert not accounts(client)
     assert not asked(client, short(1.0))
     assert accounts(client)
@@ -287,8 +287,8 @@ def test_other_sensitivities_hold_whatever_the_server_sends(steps):
 
 def test_a_scaffold_client_counts_the_servers_vector_and_its_own():
     client = client_of(ScaffoldRecipe(steps=steps_of("convex-glm"), **WORDS))
-    told = asked(client, short(1.0), control=np.full(3, 1e30, np.float32))
-    assert "rounding ends the proof" in told
+    reported = asked(client, short(1.0), control=np.full(3, 1e30, np.float32))
+    assert "rounding ends the proof" in reported
     assert not accounts(client)
     assert not asked(client, short(1.0), control=np.zeros(3, np.float32))
     assert client.context is not None

@@ -20,10 +20,10 @@ from flower_dp.clients import (
     EvaluationBudget,
     FedSGDDPCRecipe,
     FlatModel,
-    LocalTraining,
     NbAFLRecipe,
     RecordMetrics,
     TensorRecords,
+    Training,
 )
 from flower_dp.clients.reasons import UNFIT
 from flower_dp.clients.reply.parts import RecordClip
@@ -138,7 +138,7 @@ RECIPES: dict[str, tuple[Any, int]] = {
     ),
     "nbafl": (
         NbAFLRecipe(
-            training=LocalTraining(learning_rate=0.1, batch_size=4),
+            training=Training(learning_rate=0.1, batch_size=4),
             clip_norm=2.0,
             epsilon=8.0,
             delta=1e-3,
@@ -229,8 +229,8 @@ def test_a_made_up_record_tells_whether_the_model_fits_and_no_record_of_the_clie
     for items in (not_fits, [*not_fits[:4], fits, *not_fits[5:]], [fits] * SIZE):
         wrong = made(lambda: nn.Linear(FEATURES + 1, CLASSES))
         assert isinstance(answer_of(recipe, wrong, DatasetRecords(dataset=items)), Reply)
-        told = answer_of(recipe, wrong, DatasetRecords(dataset=items, example=(torch.zeros(FEATURES), 0)))
-        assert UNFIT in told.reason
+        reported = answer_of(recipe, wrong, DatasetRecords(dataset=items, example=(torch.zeros(FEATURES), 0)))
+        assert UNFIT in reported.reason
 
 
 class Picky(nn.Module):
@@ -479,14 +479,14 @@ def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
     labels = torch.arange(SIZE) % CLASSES
     sums: list[Tensor] = []
 
-    def kept(*args: Any, **words: Any) -> Any:
-        made = clipped_sum(*args, **words | {"clip": RecordClip(clip_norm=0.5, step=STEP)})
+    def kept(*args: Any, **arguments: Any) -> Any:
+        made = clipped_sum(*args, **arguments | {"clip": RecordClip(clip_norm=0.5, step=STEP)})
         sums.append(made[0])
         return made
 
     monkeypatch.setattr("flower_dp.clients.fedsgd_dpc.clipped_sum", kept)
-    words = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 1.0, "delta": 1e-3, "num_replies": 1}
-    recipe = FedSGDDPCRecipe(**words, relation="add-or-remove-one", num_records=SIZE)
+    arguments = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 1.0, "delta": 1e-3, "num_replies": 1}
+    recipe = FedSGDDPCRecipe(**arguments, relation="add-or-remove-one", num_records=SIZE)
     for start in range(SIZE):  # the same records, each time another one in front
         order = [*range(start, SIZE), *range(start)]
         assert isinstance(answer_of(recipe, flat, TensorRecords(inputs=values[order], targets=labels[order])), Reply)
@@ -496,25 +496,25 @@ def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
 
 def test_a_record_less_leaves_the_metrics_of_others_as_they_are():
     flat, items = made(MODELS["mlp"][0]), honest()
-    told: list[list[float]] = []
+    reported: list[list[float]] = []
 
     def first(outputs: Tensor, target: Tensor) -> dict[str, float]:
-        told.append(outputs[0].tolist())
+        reported.append(outputs[0].tolist())
         return {"first": 0.0}
 
     metrics = RecordMetrics(names=("first",), of=first)
     for skipped in range(3):
         evaluated(flat, DatasetRecords(dataset=items[skipped:]), metrics, relation="add-or-remove-one")
-    assert told[1:SIZE] == told[SIZE : 2 * SIZE - 1]
-    assert told[2:SIZE] == told[2 * SIZE - 1 :]
+    assert reported[1:SIZE] == reported[SIZE : 2 * SIZE - 1]
+    assert reported[2:SIZE] == reported[2 * SIZE - 1 :]
 
 
 # Evaluation
 
 
 def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics, relation: Any = "replace-one") -> np.ndarray:
-    words = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
-    training = gradient_terms(**words, num_records=len(records))
+    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
+    training = gradient_terms(**arguments, num_records=len(records))
     release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
     bounds = MetricBounds(bounds={"first": 2.0})
     return evaluated_row(flat, records, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
@@ -542,11 +542,11 @@ def test_in_an_evaluation_a_bad_record_leaves_the_others_as_they_are(build, capl
     """Each counts as zero, like one whose metrics can't be computed."""
     flat, items = made(build), honest()
     metrics = RecordMetrics(names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0])})
-    told = RecordMetrics(
+    reported = RecordMetrics(
         names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0]) + (1 / (CLASSES - int(target))) * 0}
     )
     for place in (0, 6):
-        expected = evaluated(flat, with_one((items[place][0], CLASSES), place, items), told)
+        expected = evaluated(flat, with_one((items[place][0], CLASSES), place, items), reported)
         for bad in BAD.values():
             if isinstance(bad, tuple) and not isinstance(bad[1], int):
                 continue  # a float label is none of the model's business

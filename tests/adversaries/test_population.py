@@ -13,13 +13,13 @@ from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
 from torch import nn
 
 from flower_dp import record_run, wire
-from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays, privacy_mod
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.population.roll_call import RollCall
-from flower_dp.strategies.population.roster import Register, Roster
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.client_query import ClientQuery
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected, Missing, StockReply, collect
 from tests.grids import LocalGrid, asks_to_train
@@ -33,13 +33,13 @@ SILENT = "silent"
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.roster._LATE_SECONDS", 0.05)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._LATE_SECONDS", 0.05)
 
 
 def app():
     def client_fn(context):
         clients = dict.fromkeys(str(context.node_config["names"]).split(","), RECORDS)
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1))
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
 
     return client_app(client_fn)
 
@@ -110,9 +110,9 @@ LIES = {
 }
 
 
-def run(changes, *, num_rounds=4, model=None, **words):
+def run(changes, *, num_rounds=4, model=None, **arguments):
     grid = Population(changes)
-    strategy = DPFedAvg(**WORDS | {"registration_timeout": 5.0} | words)
+    strategy = DPFedAvg(**WORDS | {"registration_timeout": 5.0} | arguments)
     result = strategy.start(grid, model_arrays(model or nn.Linear(2, 2)), num_rounds=num_rounds)
     return strategy, grid, result
 
@@ -124,17 +124,17 @@ def run(changes, *, num_rounds=4, model=None, **words):
 def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
     strategy, grid, _ = run({1: THREE, 2: {9: LIES[lie]}})
     assert grid.asked == [[1, 2, 3]] * 4
-    assert strategy._register._roster.names == ("a", "b", "c")
+    assert strategy._register._known.names == ("a", "b", "c")
     assert not [line for record in caplog.records for line in record.getMessage().splitlines() if line.startswith("EPSILON")]
 
 
 @pytest.mark.parametrize("at", [0, 9])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at, monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
     strategy, grid, _ = run({1: {at: LIES[lie], **THREE}})
     assert grid.asked == [[1, 2, 3]] * 4
-    assert strategy._register._roster.names == ("a", "b", "c")
+    assert strategy._register._known.names == ("a", "b", "c")
 
 
 def test_a_node_that_is_waited_for_is_named_by_the_error():
@@ -146,11 +146,11 @@ def test_a_node_that_is_waited_for_is_named_by_the_error():
 def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(crowd, monkeypatch):
     """No round waits again for new nodes for many times as long, so that a crowd of silent nodes takes a small share of the time."""
     waited = set()
-    monkeypatch.setattr("flower_dp.strategies.population.roster._REST", 1e6)
-    monkeypatch.setattr("flower_dp.strategies.population.roster._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._REST", 1e6)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._POLL_SECONDS", 0.001)
     pause = time.sleep
     monkeypatch.setattr(
-        "flower_dp.strategies.population.roster.time.sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds))
+        "flower_dp.strategies.population.client_manager.time.sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds))
     )
     late = {node - 7: {node: SILENT} for node in range(9, 15 if crowd else 10)}
     grid = Population({1: THREE} | late)
@@ -161,7 +161,7 @@ def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(c
 
 
 def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.roster._LATE_SECONDS", 5.0)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._LATE_SECONDS", 5.0)
     polls = []
 
     class Slow(Population):
@@ -176,32 +176,32 @@ def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(m
 
 def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("flower_dp.strategies.population.roll_call.time.monotonic", lambda: clock[0])
-    grid, roll_call, asked = Population({1: {1: "a"}}), RollCall(), []
-    roll_call.ask(grid, [1], most_names=3)
+    monkeypatch.setattr("flower_dp.strategies.population.client_query.time.monotonic", lambda: clock[0])
+    grid, client_query, asked = Population({1: {1: "a"}}), ClientQuery(), []
+    client_query.ask(grid, [1], most_names=3)
     grid.come()
     grid.lies[2] = SILENT
     grid.contexts[2] = grid.contexts[1]
     while clock[0] < 500:
         before = len(grid.questions)
-        assert roll_call.ask(grid, [2], most_names=3, late=True) == {}
+        assert client_query.ask(grid, [2], most_names=3, late=True) == {}
         asked += [clock[0]] * (len(grid.questions) - before)
         clock[0] += 1
     assert asked == [0, 31, 92, 213, 454]
-    first = next(sent for sent, (_, question) in roll_call._sent.items() if question.since == 0)
+    first = next(sent for sent, (_, question) in client_query._sent.items() if question.since == 0)
     answer = Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming("b")})}), reply_to=grid.sent[0])
     answer.metadata.__dict__["_reply_to_message_id"] = first
     grid.waiting.append(answer)
-    assert roll_call.ask(grid, [2], most_names=3, late=True)[2].names == ("b",)
-    assert not roll_call.waiting
+    assert client_query.ask(grid, [2], most_names=3, late=True)[2].names == ("b",)
+    assert not client_query.waiting
 
 
 def test_one_node_does_not_decide_that_the_app_is_a_stock_one(monkeypatch):
     """A stock client has no name, no policy and no budget: clients of this package would all decline."""
-    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
     for changes in ({1: {0: LIES["a stock app's error"], **THREE}}, {1: {0: LIES["a stock app's error"], 1: "a"}}):
         strategy, _, _ = run(changes, num_clients=len(changes[1]) - 1)
-        assert strategy._register._roster.hosting
+        assert strategy._register._known.hosting
         assert strategy.rounds[0].replies == len(changes[1]) - 1
 
 
@@ -210,7 +210,7 @@ def test_one_node_does_not_decide_that_the_app_is_a_stock_one(monkeypatch):
 
 def test_two_newcomers_with_one_name_are_one_client(caplog):
     strategy, grid, _ = run({1: THREE, 2: {8: "d", 9: "d"}})
-    assert strategy._register._roster.names == ("a", "b", "c", "d")
+    assert strategy._register._known.names == ("a", "b", "c", "d")
     assert grid.asked[1:] == [[1, 2, 3, 8]] * 3
     assert "client 'd' is hosted by nodes 8 and 9" in caplog.text
 
@@ -221,8 +221,8 @@ def test_two_nodes_with_one_name_at_the_start_are_one_client():
 
 
 def test_a_roster_has_no_name_twice():
-    with pytest.raises(ValueError, match="'a' stands 2 times in the roster"):
-        Roster(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
+    with pytest.raises(ValueError, match="'a' stands 2 times: client names"):
+        KnownClients(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
     with pytest.raises(ValueError, match="'a' is named twice"):
         wire.Hosted(names=("a", "b", "a"), methods=frozenset())
 
@@ -230,16 +230,16 @@ def test_a_roster_has_no_name_twice():
 def test_a_name_that_many_nodes_claim_is_drawn_at_its_rate():
     """2,000 Poisson cohorts: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
     grid = Population({1: THREE})
-    register = Register(3, timeout=1, newcomers=True)
-    register.roster(grid)
+    manager = ClientManager(3, timeout=1, newcomers=True)
+    manager.known_clients(grid)
     grid.changes = {1: dict.fromkeys(range(10, 20), "d")}
     grid.come()
-    roster = register.roster(grid)
+    known_clients = manager.known_clients(grid)
     strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
-    counts = dict.fromkeys(roster.names, 0)
+    counts = dict.fromkeys(known_clients.names, 0)
     for server_round in range(2000):
-        for index in strategy.rules.training.cohort(roster.names, strategy._run.generator("cohort", server_round)):
-            counts[roster.names[index]] += 1
+        for index in strategy.rules.training.cohort(known_clients.names, strategy._run.generator("cohort", server_round)):
+            counts[known_clients.names[index]] += 1
     assert all(abs(count / 2000 - 0.3) < 0.05 for count in counts.values())
 
 
@@ -265,31 +265,31 @@ def test_a_crowd_of_newcomers_moves_the_mean_at_most_as_far_as_the_cap_says(capl
 
 def test_a_crowd_at_the_start_is_capped_too_and_nodes_that_name_few_come_first():
     strategy, grid, _ = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, most_newcomers=3)
-    assert strategy._register._roster.names == ("a", "b", "c", "e", "f", "g")
+    assert strategy._register._known.names == ("a", "b", "c", "e", "f", "g")
     assert 0 not in grid.asked[0]
 
 
 @pytest.mark.parametrize(("most", "joins"), [(None, False), (1, False), (2, True)])
 def test_a_late_node_names_no_more_clients_than_nodes_of_the_start_or_as_the_setting_says(most, joins):
     strategy, _, _ = run({1: THREE, 2: {9: naming("d", "e")}}, most_clients_per_node=most)
-    assert strategy._register._roster.names == ("a", "b", "c") + (("d", "e") if joins else ())
+    assert strategy._register._known.names == ("a", "b", "c") + (("d", "e") if joins else ())
 
 
 def test_a_setting_caps_the_nodes_of_the_start():
     strategy, grid, _ = run({1: {0: naming("x", "y"), **THREE}}, most_clients_per_node=1)
-    assert strategy._register._roster.names == ("a", "b", "c")
+    assert strategy._register._known.names == ("a", "b", "c")
     assert grid.asked[0] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("words", [{"most_clients_per_node": 0}, {"most_newcomers": -1}, {"most_newcomers": 1.5}])
-def test_caps_that_make_no_sense_are_refused(words):
-    with pytest.raises(ValueError, match=next(iter(words))):
-        DPFedAvg(**WORDS, **words)
+def test_caps_that_make_no_sense_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        DPFedAvg(**WORDS, **arguments)
 
 
 def test_a_method_without_newcomers_takes_none_whatever_the_setting():
     strategy, _, _ = run({1: THREE, 2: {9: "d"}}, sampling=RoundRobinSampling(cohort_size=1), most_newcomers=9)
-    assert strategy._register._roster.names == ("a", "b", "c")
+    assert strategy._register._known.names == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -313,8 +313,8 @@ def test_an_answer_that_no_honest_node_sends_is_refused_before_it_is_parsed(text
 def test_the_longest_honest_answers_are_read():
     for names in (("\U0001f40c" * 200,), tuple(f'client-{i:06} [Kraków, "北京"]' for i in range(1000))):
         content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming(*names)})})
-        told = wire.hosted_of(content, most_names=len(names))
-        assert told == wire.Hosted(names=names, methods=frozenset(METHODS))
+        reported = wire.hosted_of(content, most_names=len(names))
+        assert reported == wire.Hosted(names=names, methods=frozenset(METHODS))
 
 
 def test_a_reply_slightly_longer_than_its_bound_is_clipped():
@@ -334,7 +334,7 @@ def test_a_node_of_several_clients_is_clipped_to_as_many_clip_norms():
 
     def client_fn(context):
         clients = dict.fromkeys(("a", "b") if context.node_id == 1 else ("c", "d"), RECORDS)
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1))
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
 
     strategy = DPFedAvg(**WORDS | {"num_clients": 4, "noise_multiplier": 0})
     start = model_arrays(nn.Linear(2, 2))
@@ -351,9 +351,9 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
         message = Message(RecordDict(), 7, "train")
         reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32))}), reply_to=message)
         stock = StockReply(read=lambda content: model.read(wire.arrays_of(content)), num_arrays=1)
-        told = collect([reply], asked={7: names}, sent=[message], limits=limits, stock=stock)
-        assert len(told.clients) == counted
-        assert np.linalg.norm(told.total) == pytest.approx(0.5 * counted)
+        reported = collect([reply], asked={7: names}, sent=[message], limits=limits, stock=stock)
+        assert len(reported.clients) == counted
+        assert np.linalg.norm(reported.total) == pytest.approx(0.5 * counted)
 
 
 # What is published does not tell how many clients take part
@@ -368,21 +368,21 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
         ({}, False),
     ],
 )
-def test_times_are_published_only_where_cohorts_are_no_secret(words, secret, tmp_path):
-    strategy = DPFedAvg(**WORDS | words)
+def test_times_are_published_only_where_cohorts_are_no_secret(arguments, secret, tmp_path):
+    strategy = DPFedAvg(**WORDS | arguments)
     record_run(strategy, Population({1: THREE}), model_arrays(nn.Linear(2, 2)), num_rounds=3, config={}, path=tmp_path / "run")
     for line in read_metrics(tmp_path / "run")[1:]:
         assert ("elapsed" in line) is not secret
-        assert ("seconds" in line) is not ("sampling" in words)
+        assert ("seconds" in line) is not ("sampling" in arguments)
 
 
 def test_a_statement_does_not_count_missing_updates_where_cohorts_are_secret():
     """Of one round they are the cohort, if all fail; and a client that always fails would be seen to take part."""
-    for sampling, told in ((PoissonSampling(sampling_rate=0.5), False), (FullSampling(), True)):
+    for sampling, reported in ((PoissonSampling(sampling_rate=0.5), False), (FullSampling(), True)):
         strategy = DPFedAvg(**WORDS | {"sampling": sampling})
         strategy.plan(3)
         strategy.state = replace(strategy.state, missing=Missing(failed=2))
-        assert any("did not count" in line for line in strategy.statement.incidents) is told
+        assert any("did not count" in line for line in strategy.statement.incidents) is reported
 
 
 # Names and texts are one line
@@ -396,7 +396,7 @@ def test_a_name_that_is_no_printable_line_enters_nowhere(name):
     with pytest.raises(ValueError, match="must be one line of printable characters"):
         Ledger(owner=name * 2 if isinstance(name, str) and len(name) > 200 else name, relation="add-or-remove-one")
     with pytest.raises(ValueError, match="must be one line of printable characters"):
-        DPClient(model=nn.Linear(2, 2), clients={name: RECORDS}, training=LocalTraining(learning_rate=0.1))
+        DPClient(model=nn.Linear(2, 2), clients={name: RECORDS}, training=Training(learning_rate=0.1))
     if name is not None:
         with pytest.raises(ValueError, match="must be one line of printable characters"):
             privacy_mod(name=name)
@@ -415,7 +415,7 @@ def test_reasons_of_clients_are_one_line_in_log_and_errors(caplog):
 
 
 def test_a_metric_of_a_client_has_a_name_of_one_line():
-    words = {
+    arguments = {
         "payload": {"codec": "dense", "length": 3},
         "seeded_noise": False,
         "payload_bytes": 0,
@@ -423,7 +423,7 @@ def test_a_metric_of_a_client_has_a_name_of_one_line():
         "refused": {},
     }
     for name in ("loss\n", "l" * 201, ""):
-        text = json.dumps({"protocol": wire.PROTOCOL, **words, "metrics": {name: 1.0}})
+        text = json.dumps({"protocol": wire.PROTOCOL, **arguments, "metrics": {name: 1.0}})
         with pytest.raises(ValueError, match=r"metric=.*must be one line"):
             wire.Answer.from_json(text, ["a"])
 
@@ -431,7 +431,7 @@ def test_a_metric_of_a_client_has_a_name_of_one_line():
 def test_an_evaluation_with_noise_from_a_seed_is_refused():
     def client_fn(context):
         clients = {str(context.node_config["names"]): RECORDS}
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1), noise_seed=1)
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1), noise_seed=1)
 
     grid = Population({1: THREE}, client_app(client_fn))
     strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(sampling=FullSampling(), noise_multiplier=1e-3, every=1))

@@ -43,11 +43,11 @@ def dealt(run_config, **node):
 def test_the_server_does_not_decide_how_many_clients_a_device_hosts(lie):
     """The device's epsilon 1 once became 100, on the same records: every name had a budget of its own."""
     assert list(hosted({}, **OWN).clients) == ["client-0"]
-    for made, words in ((hosted, OWN), (dealt, OWN | HERE)):
+    for made, arguments in ((hosted, OWN), (dealt, OWN | HERE)):
         with pytest.raises(
             ValueError, match=rf"num-clients={lie}: this device has settings of its own, and hosts one client of "
         ):
-            made({"num-clients": lie}, **words)
+            made({"num-clients": lie}, **arguments)
 
 
 def test_a_device_hosts_several_clients_where_it_says_so():
@@ -145,6 +145,6 @@ def test_what_a_node_config_does_not_mean_for_the_app_sets_nothing():
 def test_the_page_says_of_every_setting_whose_word_counts():
     page = (ROOT / "docs" / "deployment.md").read_text()
     table = page.partition("### What a device takes from the server")[2].partition("\n## ")[0]
-    told = set(re.findall(r"`([a-z-]+)`", table))
+    answer = set(re.findall(r"`([a-z-]+)`", table))
     keys = {key_of(field.name) for field in fields(Settings)} | set(FUNCTIONS)
-    assert not keys - told
+    assert not keys - answer

@@ -44,11 +44,12 @@ LAPLACE = PRESETS["mnist-fedsgd-dpc-laplace"]
 NBAFL = PRESETS["mnist-nbafl"]
 
 
-def with_table(words):
+def with_table(arguments):
     """Put the method's name before keys of its own table."""
-    method = words.get("method", DEFAULTS["method"])
+    method = arguments.get("method", DEFAULTS["method"])
     return {
-        key if key in DEFAULTS or f"{method}.{key}" not in DEFAULTS else f"{method}.{key}": value for key, value in words.items()
+        key if key in DEFAULTS or f"{method}.{key}" not in DEFAULTS else f"{method}.{key}": value
+        for key, value in arguments.items()
     }
 
 
@@ -56,8 +57,8 @@ def with_table(words):
 RECORDS = 200
 
 
-def run_of(words):
-    return Run.of({**DEFAULTS, **with_table(words)})
+def run_of(arguments):
+    return Run.of({**DEFAULTS, **with_table(arguments)})
 
 
 def strategy_of(run, sizes):
@@ -135,12 +136,12 @@ def test_regularisers_and_sparsifier_reach_the_recipe_of_every_method_that_reads
         training = client(run_of(PRESETS[name])).training
         assert training.regularizers == (BLUR(strength=3.0, bound=0.5),)
         assert training.sparsifier == (LUS(keep_ratio=0.4) if name == "mnist-blurs" else None)
-    words = {"proximal": 0.25, "blur-strength": 1.0, "blur-bound": 2.0}
+    arguments = {"proximal": 0.25, "blur-strength": 1.0, "blur-bound": 2.0}
     both = (ProximalTerm(strength=0.25), BLUR(strength=1.0, bound=2.0))
     for method in ("dp-fedavg", "dp-fedsam", "fed-smp"):
-        training = client(run_of({"method": method, "update-keep-ratio": 0.5, **words})).training
+        training = client(run_of({"method": method, "update-keep-ratio": 0.5, **arguments})).training
         assert (training.regularizers, training.sparsifier) == (both, LUS(keep_ratio=0.5))
-    assert client(run_of({**NBAFL, **words})).recipe.training.regularizers == both
+    assert client(run_of({**NBAFL, **arguments})).recipe.training.regularizers == both
     plain = client(run_of({})).training
     assert (plain.regularizers, plain.sparsifier) == ((), None)
 
@@ -156,10 +157,10 @@ def test_regularisers_and_sparsifier_reach_the_recipe_of_every_method_that_reads
         ({"update-keep-ratio": 1.5}, r"update-keep-ratio=1\.5"),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused_naming_the_key(words, match):
+def test_a_recipe_that_makes_no_sense_is_refused_naming_the_key(arguments, match):
     """By the check before a run as well, and by the server."""
     with pytest.raises(ValueError, match=match):
-        training_of(run_of(words).settings)
+        training_of(run_of(arguments).settings)
 
 
 def test_masks_of_fed_smp_are_as_the_preset_says():
@@ -172,13 +173,13 @@ def test_masks_of_fed_smp_are_as_the_preset_says():
 
 
 def test_dp_pasgd_words_reach_strategy_and_recipe():
-    words = {
+    arguments = {
         "client-epsilons": ",".join(str(value) for value in range(1, 11)),
         "client-batch-sizes": ",".join(["8"] * 9 + ["16"]),
         "weight-decay": 0.1,
         "validation-ratio": 0.1,
     }
-    run = run_of({**PRESETS["mnist-dp-pasgd"], **words})
+    run = run_of({**PRESETS["mnist-dp-pasgd"], **arguments})
     strategy, recipe = strategy_of(run, sizes_of(run)), client(run).recipe
     assert isinstance(strategy, DPPASGD)
     assert isinstance(recipe, DPPASGDRecipe)
@@ -263,9 +264,9 @@ def test_an_infinite_epsilon_is_no_noise():
         ({"partition": "sample", "records-per-client": 9, "test-ratio": 0.1}, "partition='sample': clients share records"),
     ],
 )
-def test_nonsense_is_refused_naming_the_key(words, message):
+def test_nonsense_is_refused_naming_the_key(arguments, message):
     with pytest.raises(ValueError, match=message):
-        strategy_of(run_of(words), sizes_of(run_of(words)))
+        strategy_of(run_of(arguments), sizes_of(run_of(arguments)))
 
 
 @pytest.mark.slow
@@ -311,8 +312,8 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
 
 @pytest.mark.slow
 def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
-    words = {"num-clients": 4, "sampling": "full", "delta": 1e-3, "target-epsilon": 0.5, "output-dir": str(tmp_path)}
-    config = {**DEFAULTS, **with_table(words)}
+    arguments = {"num-clients": 4, "sampling": "full", "delta": 1e-3, "target-epsilon": 0.5, "output-dir": str(tmp_path)}
+    config = {**DEFAULTS, **with_table(arguments)}
     grid = LocalGrid(client_app, 2, **config)
     with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
         server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
@@ -325,8 +326,8 @@ TABLE = {"delta": 1e-3, "target-epsilon": 0.0, "noise-multiplier": 2.0}
 
 def play(tmp_path, method, **changes):
     """Run the app in this process; return its lines of metrics and its statement."""
-    words = {**EVALUATING, "method": method, "output-dir": str(tmp_path)}
-    config = {**DEFAULTS, **words, **{f"{method}.{key}": value for key, value in TABLE.items()}, **changes}
+    arguments = {**EVALUATING, "method": method, "output-dir": str(tmp_path)}
+    config = {**DEFAULTS, **arguments, **{f"{method}.{key}": value for key, value in TABLE.items()}, **changes}
     grid = LocalGrid(client_app, 2, **config)
     server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -336,10 +337,10 @@ def play(tmp_path, method, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in LOCAL])
 def test_private_evaluations_are_settings_of_the_app(method, tmp_path):
-    words = {"evaluation.every": 2, "evaluation.metrics": "loss=4, accuracy=1", "evaluation.noise-multiplier": 0.5}
-    lines, statement = play(tmp_path, method, **words)
-    told = ["private-loss", "private-loss-standard-error", "private-accuracy", "private-accuracy-standard-error"]
-    assert [[name for name in told if name in line] for line in lines] == [[], [], told]
+    arguments = {"evaluation.every": 2, "evaluation.metrics": "loss=4, accuracy=1", "evaluation.noise-multiplier": 0.5}
+    lines, statement = play(tmp_path, method, **arguments)
+    answer = ["private-loss", "private-loss-standard-error", "private-accuracy", "private-accuracy-standard-error"]
+    assert [[name for name in answer if name in line] for line in lines] == [[], [], answer]
     assert set(statement["parts"]) == {"training", "evaluation"}
     assert statement["noise"]["evaluation_noise_multiplier"] == 0.5
     # The line of the round counts the evaluation in it.
@@ -356,12 +357,12 @@ def test_private_evaluations_have_a_cohort_of_their_own_where_they_are_given_one
 
 
 def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
-    words = {"sampling": "full", "num-clients": 16, "delta": 1e-3}
-    policy = client(run_of({**words, "evaluation.every": 1})).policy
+    arguments = {"sampling": "full", "num-clients": 16, "delta": 1e-3}
+    policy = client(run_of({**arguments, "evaluation.every": 1})).policy
     # Shares of all 16 clients, of std 4 together.
     assert (policy.allow_evaluation, policy.min_evaluation_noise_multiplier) == (True, 4.0)
     assert policy.min_evaluation_noise_std == pytest.approx(1.0)
-    assert not client(run_of(words)).policy.allow_evaluation
+    assert not client(run_of(arguments)).policy.allow_evaluation
 
 
 @pytest.mark.parametrize(
@@ -403,9 +404,9 @@ def test_evaluations_that_make_no_sense_are_refused(key, value, match):
         ),
     ],
 )
-def test_settings_of_an_evaluation_that_nobody_reads_are_refused(words, match):
+def test_settings_of_an_evaluation_that_nobody_reads_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
-        strategy_of(made := run_of(words), sizes_of(made))
+        strategy_of(made := run_of(arguments), sizes_of(made))
 
 
 def test_both_sides_of_a_method_with_client_budgets_have_the_same_budget_of_evaluations():
@@ -457,8 +458,8 @@ def test_the_models_loss_reaches_every_client():
 
 @pytest.mark.parametrize("name", ["dp-fedavg", "dp-fedsam", "fed-smp"])
 def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_both_ends(name):
-    words = {"clip-quantile": 0.7, "clip-learning-rate": 0.3, "clip-count-noise-std": 9.0, "largest-clip-norm": 7.0}
-    config = {"method": name, f"{name}.clip-norm": 0.25, **{f"{name}.{key}": value for key, value in words.items()}}
+    arguments = {"clip-quantile": 0.7, "clip-learning-rate": 0.3, "clip-count-noise-std": 9.0, "largest-clip-norm": 7.0}
+    config = {"method": name, f"{name}.clip-norm": 0.25, **{f"{name}.{key}": value for key, value in arguments.items()}}
     run = run_of(config)
     rules = run.strategy(lambda: {}).rules
     expected = AdaptiveClip(

@@ -5,8 +5,8 @@ from apps.tasks import models
 from flower_dp.clients.training.losses import hinge
 
 
-def made(name: str, **words) -> torch.nn.Module:
-    return models.make(name, num_classes=2 if name == "linear-svm" else 10, **words)
+def made(name: str, **arguments) -> torch.nn.Module:
+    return models.make(name, num_classes=2 if name == "linear-svm" else 10, **arguments)
 
 
 def count(model: torch.nn.Module) -> int:

@@ -59,8 +59,8 @@ def play(app, folder, nodes=2, **changes):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_takes_a_model_and_data_of_ones_own(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
-    words = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
-    play(app, tmp_path / "run", method=method, **words)
+    arguments = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
+    play(app, tmp_path / "run", method=method, **arguments)
     found = compare.read_run(tmp_path / "run", "size")
     assert list(found.values) == [0, 1, 2]
     assert found.finished
@@ -73,11 +73,11 @@ def test_every_method_takes_a_model_and_data_of_ones_own(method, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_evaluates_on_its_clients(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records)
-    words = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
+    arguments = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
     # Little noise: with more of it the noised count of four clients may be too small for a value.
     own = {"evaluation.epsilon": 3.0} if method in LOCAL else {"evaluation.noise-multiplier": 0.1}
     evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
-    play(app, tmp_path / "run", method=method, **words, **own, **evaluation)
+    play(app, tmp_path / "run", method=method, **arguments, **own, **evaluation)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ["private-accuracy" in line for line in lines] == [False, False, True]
     assert lines[2]["private-loss-standard-error"] > 0
@@ -288,12 +288,12 @@ def test_settings_that_make_no_sense_are_named(config, named):
 
 
 def test_what_functions_return_is_checked(tmp_path):
-    for words, named in (
+    for arguments, named in (
         ({"model_fn": lambda: "model", "data_fn": load_records}, "model_fn: returned a str"),
         ({"model_fn": lambda: nn.BatchNorm1d(3), "data_fn": load_records}, "BatchNorm"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=named):
-            play(flower_dp.app(**words), tmp_path / named[:5], **PRIVATE)
+            play(flower_dp.app(**arguments), tmp_path / named[:5], **PRIVATE)
 
 
 def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_path):

@@ -41,11 +41,11 @@ def config(settings):
     return {**app.defaults, **with_table(settings)}
 
 
-def with_table(words):
+def with_table(keywords):
     """Put the method's name before keys of its own table."""
-    own = f"{words.get('method', 'dp-fedsam')}."
+    own = f"{keywords.get('method', 'dp-fedsam')}."
     defaults = apps.read_app(CHECKOUT).defaults
-    return {key if key in defaults else own + key: value for key, value in words.items()}
+    return {key if key in defaults else own + key: value for key, value in keywords.items()}
 
 
 @pytest.fixture(scope="module")

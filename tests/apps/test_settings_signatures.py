@@ -13,7 +13,7 @@ import pytest
 from apps import parts
 from apps.methods import METHODS, Run, module_of
 from apps.settings import SAMPLINGS
-from flower_dp.clients import LocalTraining
+from flower_dp.clients import Training
 from flower_dp.clients.registry import LOCAL
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.rules import Options
@@ -71,7 +71,7 @@ def strategy_of(name):
 def kinds_of(name):
     """The classes whose arguments are a method's: its strategy, its recipe, and their parts."""
     local = [LOCAL[name]] if name in LOCAL else []
-    return [strategy_of(name), *local, LocalTraining, FedPAQSteps]
+    return [strategy_of(name), *local, Training, FedPAQSteps]
 
 
 def passed(config, size=300) -> Passed:
@@ -84,12 +84,12 @@ def passed(config, size=300) -> Passed:
     with pytest.MonkeyPatch.context() as patch:
         for kind in kinds_of(name):
 
-            def record(self, *, _kind=kind, _init=kind.__init__, **words):
+            def record(self, *, _kind=kind, _init=kind.__init__, **keywords):
                 if type(self) is _kind:
-                    found.update({named(_kind, key): value for key, value in words.items()})
+                    found.update({named(_kind, key): value for key, value in keywords.items()})
                     if _kind in stops:
                         raise PassedError
-                _init(self, **words)
+                _init(self, **keywords)
 
             patch.setattr(kind, "__init__", record)
         with suppress(ValueError, PassedError):
@@ -207,7 +207,7 @@ def test_what_is_listed_for_all_methods_is_neither_gone_nor_listed_twice():
 def test_trials_find_what_a_setting_changes():
     found = changed_by("dp-fedsam")
     assert found["dp-fedsam.clip-norm"] == {"DPFedSAM.clip_norm"}
-    assert found["dp-fedsam.sam-radius"] == {"LocalTraining.sam_radius"}
+    assert found["dp-fedsam.sam-radius"] == {"Training.sam_radius"}
     assert found["report-client-metrics"] == {"Options.report_client_metrics"}
     assert found["evaluate-every"] == set()
     assert "FedSGDDPC.num_records" in changed_by("fedsgd-dpc")["task"]

@@ -141,9 +141,9 @@ def test_a_run_learns_and_tells_that_held_out_records_are_public(folder, tmp_pat
     assert (lines[-1]["accuracy"], lines[-1]["validation-accuracy"]) == (1.0, 1.0)
     assert 0 < lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["validation-loss"] > 0
-    (told,) = (words for words in statement["not_covered"] if "hold out" in words)
-    assert "validation-ratio=0.1, test-ratio=0.1" in told
-    assert "taken as public" in told
+    (answer,) = (arguments for arguments in statement["not_covered"] if "hold out" in arguments)
+    assert "validation-ratio=0.1, test-ratio=0.1" in answer
+    assert "taken as public" in answer
 
 
 def test_the_server_needs_something_to_test_with(folder, tmp_path):

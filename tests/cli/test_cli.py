@@ -142,8 +142,8 @@ def test_calibrate_and_epsilon_agree(answer):
 
 @pytest.mark.parametrize(("relation", "sensitivity"), [("add-or-remove-one", 1), ("replace-one", 2)])
 def test_calibrated_rounds_are_the_most_that_the_closed_form_allows(answer, relation, sensitivity):
-    words = ["--epsilon", "8", "--noise-multiplier", "2", "--delta", "1e-5", "--relation", relation]
-    got = answer("calibrate", *words)
+    keywords = ["--epsilon", "8", "--noise-multiplier", "2", "--delta", "1e-5", "--relation", relation]
+    got = answer("calibrate", *keywords)
     rounds = got["num_rounds"]
 
     def delta(rounds):  # Balle & Wang 2018, equation 6, of n releases as one with std / sqrt(n)
@@ -164,8 +164,8 @@ def test_calibrated_rounds_of_laplace_noise_by_hand(answer):
 
 @pytest.mark.slow
 def test_calibrated_rounds_of_poisson_sampling_are_the_librarys(answer):
-    words = [*POISSON, "0.1", "--delta", "0.002"]
-    rounds = answer("calibrate", "--epsilon", "7.31", "--noise-multiplier", "0.95", *words)["num_rounds"]
+    keywords = [*POISSON, "0.1", "--delta", "0.002"]
+    rounds = answer("calibrate", "--epsilon", "7.31", "--noise-multiplier", "0.95", *keywords)["num_rounds"]
     assert rounds == 200  # prv-accountant brackets 200 rounds at 7.2928-7.3144
 
     def library(count):  # another way to the distribution: dp_accounting's own accountant
@@ -463,11 +463,11 @@ def launched(monkeypatch):
     from flower_dp.running import launch
 
     def replace(act):
-        def fake(app_dir, **words):
+        def fake(app_dir, **keywords):
             before = Path.cwd()
-            os.chdir(words["working_dir"] or before)
+            os.chdir(keywords["working_dir"] or before)
             try:
-                act(**words)
+                act(**keywords)
             finally:
                 os.chdir(before)
             return launch.Outcome(status="completed", details="", seconds=1.0)
@@ -491,10 +491,10 @@ def foreign(tmp_path):
 def test_a_foreign_app_works_in_the_runs_folder_and_keeps_its_own_settings(foreign, tmp_path, call, launched):
     got = {}
 
-    def act(**words):
-        got.update(words)
+    def act(**keywords):
+        got.update(keywords)
         Path("final_model.pt").write_text(Path("iris.csv").read_text())
-        words["on_log"]("INFO: the app's own line")
+        keywords["on_log"]("INFO: the app's own line")
 
     launched(act)
     status, out, err = call("run", str(foreign), "--output-dir", str(tmp_path / "run"))
@@ -509,7 +509,7 @@ def test_a_foreign_app_works_in_the_runs_folder_and_keeps_its_own_settings(forei
 
 
 def test_the_log_is_shown_until_metrics_come(foreign, tmp_path, call, launched):
-    def act(*, on_log, on_progress, **words):
+    def act(*, on_log, on_progress, **keywords):
         on_log("INFO: before")
         on_progress({"round": 1, "num-rounds": 2, "epsilon": 0.5})
         on_log("INFO: after")
@@ -522,9 +522,9 @@ def test_the_log_is_shown_until_metrics_come(foreign, tmp_path, call, launched):
 def test_flower_dps_own_app_shows_no_log_and_gets_no_links(checkout, tmp_path, call, launched):
     got = {}
 
-    def act(**words):
-        got.update(words)
-        words["on_log"]("INFO: a line")
+    def act(**keywords):
+        got.update(keywords)
+        keywords["on_log"]("INFO: a line")
 
     launched(act)
     status, out, _ = call("run", "--set", "output-dir=x")
@@ -537,7 +537,7 @@ def test_flower_dps_own_app_shows_no_log_and_gets_no_links(checkout, tmp_path, c
 def test_a_refused_launch_leaves_no_folder(foreign, tmp_path, call, launched, existed):
     from flower_dp.running.superlink import LaunchError
 
-    def act(**words):
+    def act(**keywords):
         raise LaunchError("Flower's SuperLink did not start")
 
     launched(act)
@@ -551,7 +551,7 @@ def test_a_refused_launch_leaves_no_folder(foreign, tmp_path, call, launched, ex
 
 
 def test_bad_settings_are_found_before_the_launch(tmp_path, call, launched, monkeypatch):
-    def act(**words):
+    def act(**keywords):
         raise AssertionError("launched")
 
     launched(act)
@@ -571,7 +571,7 @@ def test_bad_settings_are_found_before_the_launch(tmp_path, call, launched, monk
 def test_what_the_launched_app_refuses_is_a_bad_option(foreign, tmp_path, call, launched):
     """With the engine `ray` the app is checked in the process that starts it."""
 
-    def act(**words):
+    def act(**keywords):
         raise ValueError("rounds=-1: must be >= 0")
 
     launched(act)
@@ -582,7 +582,7 @@ def test_what_the_launched_app_refuses_is_a_bad_option(foreign, tmp_path, call, 
 
 def test_the_engine_is_ray_if_nothing_is_said(foreign, call, launched):
     got = []
-    launched(lambda **words: got.append(words["engine"]))
+    launched(lambda **keywords: got.append(keywords["engine"]))
     for options in ([], ["--engine", "ray"], ["--engine", "flower"]):
         call("run", str(foreign), *options)
     assert got == ["ray", "ray", "flower"]

@@ -44,14 +44,14 @@ def test_what_was_spent_is_what_the_replies_cost(call, tmp_path):
             }
         )
     status, out, _ = call(path, "--json")
-    told = json.loads(out, parse_constant=pytest.fail)["clients"]
+    answer = json.loads(out, parse_constant=pytest.fail)["clients"]
     assert status == 0
     # Pure: 2 x 1/4. Two Gaussian releases of 2.0: 2.9400 at 1e-5, as in the ledger's own example. No noise: no bound.
-    assert (told["pure"]["epsilon"], told["pure"]["delta"]) == (pytest.approx(0.5), 0.0)
-    assert (told["approximate"]["epsilon"], told["approximate"]["delta"]) == (pytest.approx(2.94, abs=5e-3), 1e-5)
-    assert told["open"]["epsilon"] is None
-    assert (told["unused"]["epsilon"], told["unused"]["replies"]) == (0.0, 0)
-    assert (told["pure"]["replies"], told["pure"]["num_replies"]) == (2, 3)
+    assert (answer["pure"]["epsilon"], answer["pure"]["delta"]) == (pytest.approx(0.5), 0.0)
+    assert (answer["approximate"]["epsilon"], answer["approximate"]["delta"]) == (pytest.approx(2.94, abs=5e-3), 1e-5)
+    assert answer["open"]["epsilon"] is None
+    assert (answer["unused"]["epsilon"], answer["unused"]["replies"]) == (0.0, 0)
+    assert (answer["pure"]["replies"], answer["pure"]["num_replies"]) == (2, 3)
     _, out, _ = call(path, "--delta", "1e-3")
     assert out.startswith("pure: 2 of 3 replies, epsilon 0.5000 at delta 0 (add-or-remove-one)\n  terms: 3 replies, Laplace")
     assert "approximate: 2 of 3 replies, epsilon 2.0" in out
@@ -65,13 +65,13 @@ def test_training_and_evaluations_add_up(call, tmp_path):
     pure, gaussian = Laplace(noise_multiplier=4.0), Gaussian(noise_multiplier=2.0)
     asked = {"both": gaussian, "both, evaluation": pure, "other": Gaussian(noise_multiplier=0.0), "other, evaluation": pure}
     ledger.charge({name: terms(mechanism=mechanism) for name, mechanism in (asked | {"one": pure}).items()})
-    told = json.loads(call(path, "--json")[1], parse_constant=pytest.fail)
-    training, evaluation = (told["clients"][name]["epsilon"] for name in names[:2])
+    answer = json.loads(call(path, "--json")[1], parse_constant=pytest.fail)
+    training, evaluation = (answer["clients"][name]["epsilon"] for name in names[:2])
     assert evaluation == pytest.approx(0.25)
     # The delta is that of training: evaluations have none.
-    assert told["totals"]["both"] == {"epsilon": training + evaluation, "delta": 1e-5, "relation": "add-or-remove-one"}
-    assert told["totals"]["other"]["epsilon"] is None
-    assert set(told["totals"]) == {"both", "other"}
+    assert answer["totals"]["both"] == {"epsilon": training + evaluation, "delta": 1e-5, "relation": "add-or-remove-one"}
+    assert answer["totals"]["other"]["epsilon"] is None
+    assert set(answer["totals"]) == {"both", "other"}
     lines = call(path)[1].splitlines()
     assert f"both, in total: epsilon {training + evaluation:.4f} at delta 1e-05 (add-or-remove-one)" in lines
     assert "other, in total: epsilon infinite: not private at delta 1e-05 (add-or-remove-one)" in lines

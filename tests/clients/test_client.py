@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
-from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.registry import CLIENT_LEVEL
 from flower_dp.core.compression import decode
@@ -39,7 +39,7 @@ class Direct(nn.Module):
         return (self.weight * inputs).sum(-1)
 
 
-TRAINING = LocalTraining(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
+TRAINING = Training(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
 
 
 def _records(*rows: Any) -> TensorRecords:
@@ -54,12 +54,12 @@ def _client(clients: dict[str, TensorRecords], **settings: Any) -> DPClient:
 
 def _instruction(names: tuple[str, ...], *, size: int = 2, **changes: Any) -> Instruction:
     """What a server asks: noise on the clients if they are to add some or there is none at all, else its own."""
-    words = {"server_round": 1, "method": "dp-fedsam"}
-    words |= {name: changes.pop(name) for name in ("server_round", "method", "report_metrics") if name in changes}
+    arguments = {"server_round": 1, "method": "dp-fedsam"}
+    arguments |= {name: changes.pop(name) for name in ("server_round", "method", "report_metrics") if name in changes}
     noise_std, multiplier = changes.get("noise_std", 0.0), changes.setdefault("noise_multiplier", 1.0)
     changes.setdefault("placement", "distributed" if noise_std or not multiplier else "central")
     changes.setdefault("noise_std", 0.0)
-    return Instruction(clients=names, ask=ask(size=size, **changes), **words)
+    return Instruction(clients=names, ask=ask(size=size, **changes), **arguments)
 
 
 def _step(size: int, **changes: Any) -> float:
@@ -114,16 +114,16 @@ def test_each_update_is_rounded_toward_zero_after_its_clip() -> None:
 @pytest.mark.parametrize("noise_multiplier", [0.5, 1e4])
 def test_one_client_moves_the_sum_by_at_most_the_clip_norm(clip_norm: float, noise_multiplier: float) -> None:
     data = {f"{i}": _records(np.random.default_rng(i).standard_normal(50) * 10.0 ** (i - 3)) for i in range(7)}
-    names, words = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier}
-    everyone, _ = _fit(_client(data), names, **words)
+    names, arguments = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier}
+    everyone, _ = _fit(_client(data), names, **arguments)
     for name in names:
-        without, _ = _fit(_client(data), tuple(other for other in names if other != name), **words)
+        without, _ = _fit(_client(data), tuple(other for other in names if other != name), **arguments)
         # On the lattice the sums are exact, and so is their difference.
-        alone, _ = _fit(_client(data), (name,), **words)
+        alone, _ = _fit(_client(data), (name,), **arguments)
         np.testing.assert_array_equal(everyone.astype(np.float64) - without, alone)
         assert np.linalg.norm(alone.astype(np.float64)) <= clip_norm
-    alone, _ = _fit(_client(data), ("6",), **words)
-    shorter = _step(50, **words) * math.sqrt(50)
+    alone, _ = _fit(_client(data), ("6",), **arguments)
+    shorter = _step(50, **arguments) * math.sqrt(50)
     assert shorter <= clip_norm / 256
     assert clip_norm * (1 - 1e-6) - shorter < np.linalg.norm(alone.astype(np.float64)) <= clip_norm
 
@@ -131,12 +131,12 @@ def test_one_client_moves_the_sum_by_at_most_the_clip_norm(clip_norm: float, noi
 @pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 10.0])
 def test_one_client_moves_the_sum_by_at_most_the_clip_norm_without_a_lattice(clip_norm: float) -> None:
     data = {f"{i}": _records(np.random.default_rng(i).standard_normal(50) * 10.0 ** (i - 3)) for i in range(7)}
-    names, words = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": 0.0}
-    everyone, _ = _fit(_client(data), names, **words)
+    names, arguments = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": 0.0}
+    everyone, _ = _fit(_client(data), names, **arguments)
     for name in names:
-        without, _ = _fit(_client(data), tuple(other for other in names if other != name), **words)
+        without, _ = _fit(_client(data), tuple(other for other in names if other != name), **arguments)
         assert np.linalg.norm(everyone.astype(np.float64) - without) <= clip_norm * (1 + 1e-5)
-    alone, _ = _fit(_client(data), ("6",), **words)
+    alone, _ = _fit(_client(data), ("6",), **arguments)
     assert clip_norm * (1 - 1e-6) < np.linalg.norm(alone.astype(np.float64)) <= clip_norm
 
 
@@ -227,9 +227,9 @@ def test_what_leaves_lies_on_the_lattice_that_follows_from_the_instruction(noise
 
 def test_the_sign_of_what_is_rounded_to_zero_does_not_leave() -> None:
     """-0.0 + -0.0 is -0.0, and nothing else is: it would tell an entry a little below zero from one of zero."""
-    words = {"noise_std": 0.3, "clip_norm": 1000.0}
-    step = _step(SIZE, **words)
-    total, _ = _fit(_client({"a": _records(np.full(SIZE, -0.5 * step))}, noise_seed=26), ("a",), **words)
+    arguments = {"noise_std": 0.3, "clip_norm": 1000.0}
+    step = _step(SIZE, **arguments)
+    total, _ = _fit(_client({"a": _records(np.full(SIZE, -0.5 * step))}, noise_seed=26), ("a",), **arguments)
     zeros = total[total == 0]
     assert zeros.size > 0
     assert not np.signbit(zeros).any()
@@ -279,10 +279,10 @@ def test_a_run_without_privacy_may_choose_by_size() -> None:
 
 @pytest.mark.parametrize(("placement", "words"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
 @pytest.mark.parametrize("noise_multiplier", [1.0, 1e-9])
-def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, words: str, noise_multiplier: float) -> None:
+def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, arguments: str, noise_multiplier: float) -> None:
     """A server that asks for it gets nothing."""
     client = _client({"a": _records([0.5, 0.1, 0.2, 0.3])})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=arguments):
         _fit(client, ("a",), keep_ratio=0.25, placement=placement, noise_multiplier=noise_multiplier)
 
 
@@ -292,7 +292,7 @@ def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, word
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
 def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float, noise_multiplier: float) -> None:
-    training = LocalTraining(learning_rate=1.0, num_local_steps=2, loss=lambda outputs, targets: (-outputs * 1e3).mean())
+    training = Training(learning_rate=1.0, num_local_steps=2, loss=lambda outputs, targets: (-outputs * 1e3).mean())
     model, clients = Direct(2), {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])}
     client = DPClient(model=model, clients=clients, training=training, device="cpu")
     total, answer = _fit(client, ("good", "bad", "fine"), noise_multiplier=noise_multiplier)
@@ -327,12 +327,12 @@ def test_a_client_that_cant_train_does_not_take_others_out_of_the_sum(bad: Any) 
 
 
 @pytest.mark.parametrize("words", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
-def test_one_client_a_node_and_many_give_the_same_sum(words: dict[str, float]) -> None:
+def test_one_client_a_node_and_many_give_the_same_sum(arguments: dict[str, float]) -> None:
     """To the last bit on the lattice; the noise, of one seed here, does not depend on the others either."""
     data = {name: _records(np.random.default_rng(i).standard_normal(20)) for i, name in enumerate("abcd")}
-    together, _ = _fit(_client(data, noise_seed=5), tuple(data), **words)
-    alone = sum(_fit(_client({name: data[name]}, noise_seed=5), (name,), **words)[0].astype(np.float64) for name in data)
-    np.testing.assert_allclose(together, alone, atol=1e-6 if words == {"noise_multiplier": 0.0} else 0, rtol=0)
+    together, _ = _fit(_client(data, noise_seed=5), tuple(data), **arguments)
+    alone = sum(_fit(_client({name: data[name]}, noise_seed=5), (name,), **arguments)[0].astype(np.float64) for name in data)
+    np.testing.assert_allclose(together, alone, atol=1e-6 if arguments == {"noise_multiplier": 0.0} else 0, rtol=0)
 
 
 def test_metrics_leave_only_if_both_sides_agree() -> None:
@@ -345,7 +345,7 @@ def test_metrics_leave_only_if_both_sides_agree() -> None:
 
 
 def test_losses_that_explode_do_not_take_the_node_out_of_the_sum() -> None:
-    training = LocalTraining(learning_rate=1.0, loss=lambda outputs, targets: outputs.mean() * 0 + math.inf)
+    training = Training(learning_rate=1.0, loss=lambda outputs, targets: outputs.mean() * 0 + math.inf)
     clients = {name: _records([0.5, 0.0]) for name in ("a", "b")}
     policy = ClientPolicy(allow_metrics=True)
     client = DPClient(model=Direct(2), clients=clients, training=training, device="cpu", policy=policy)
@@ -354,7 +354,7 @@ def test_losses_that_explode_do_not_take_the_node_out_of_the_sum() -> None:
 
 def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     """At weights 0 a client's loss is its target; the gradient of "bad" is 1e30 x 1e10, beyond float32."""
-    training = LocalTraining(learning_rate=1.0, loss=lambda outputs, targets: (targets - 1e30 * outputs).mean())
+    training = Training(learning_rate=1.0, loss=lambda outputs, targets: (targets - 1e30 * outputs).mean())
     rows = {"good": (0.5, 2.0), "bad": (1e10, 7.0), "fine": (0.25, 3.0)}
     data = {name: TensorRecords(inputs=torch.tensor([[x, 0.0]]), targets=torch.tensor([y])) for name, (x, y) in rows.items()}
     policy = ClientPolicy(allow_metrics=True)
@@ -368,10 +368,10 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
-def test_norms_of_updates_are_those_before_clip_and_noise(words: dict[str, float]) -> None:
+def test_norms_of_updates_are_those_before_clip_and_noise(arguments: dict[str, float]) -> None:
     data = {"long": _records([30.0, 40.0]), "short": _records([0.3, -0.4]), "none": _records([0.0, 0.0])}
     client = _client(data, policy=ClientPolicy(allow_metrics=True))
-    _, answer = _fit(client, tuple(data), report_metrics=True, **words)
+    _, answer = _fit(client, tuple(data), report_metrics=True, **arguments)
     assert answer.metrics["update-norm"] == pytest.approx(50.5, rel=1e-6)
     assert answer.metrics["update-norm-squared"] == pytest.approx(2500.25, rel=1e-6)
 
@@ -398,9 +398,9 @@ def test_norms_of_masked_updates_are_those_that_the_clip_sees() -> None:
         (ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1), {"noise_std": 0.09}, "noise_std=0.09"),
     ],
 )
-def test_instructions_against_the_policy_are_refused(policy: ClientPolicy, changes: dict[str, Any], words: str) -> None:
+def test_instructions_against_the_policy_are_refused(policy: ClientPolicy, changes: dict[str, Any], arguments: str) -> None:
     client = _client({"a": _records([0.5, 0.0])}, policy=policy)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=arguments):
         _fit(client, ("a",), **changes)
 
 
@@ -511,9 +511,9 @@ def test_any_lattice_that_the_noise_hides_is_followed(step: float) -> None:
 @pytest.mark.parametrize("clip_norm", [2.0**40, 2.0**20])
 def test_a_lattice_that_is_too_fine_for_the_clip_norm_is_refused(clip_norm: float) -> None:
     """Sums of so many clip norms would not be exact on it."""
-    words = {"noise_std": 0.5, "clip_norm": clip_norm, "noise_multiplier": 0.5 / clip_norm}
+    arguments = {"noise_std": 0.5, "clip_norm": clip_norm, "noise_multiplier": 0.5 / clip_norm}
     with pytest.raises(Declined, match="is too small for clip_norm="):
-        _fit(_client({"a": _records([0.25, 0.5])}), ("a",), step=2.0**-29, **words)
+        _fit(_client({"a": _records([0.25, 0.5])}), ("a",), step=2.0**-29, **arguments)
 
 
 def test_servers_that_say_nothing_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apps.tasks.models import make
-from flower_dp.clients import FlatModel, LocalTraining, ProximalTerm, TensorRecords, local_updates
+from flower_dp.clients import FlatModel, ProximalTerm, TensorRecords, Training, local_updates
 from flower_dp.clients.training.draws import OwnDraws, batch_seed, draws_seed
 from flower_dp.clients.training.engines import ENGINES, batched
 from flower_dp.clients.training.engines.program import Program, _sliced_product
@@ -97,19 +97,19 @@ class Chained(nn.Module):
         return inputs @ (self.first @ self.second)
 
 
-PLAIN = LocalTraining(learning_rate=0.1, batch_size=4, num_local_epochs=2)
-RECIPE = LocalTraining(
+PLAIN = Training(learning_rate=0.1, batch_size=4, num_local_epochs=2)
+RECIPE = Training(
     learning_rate=0.1, batch_size=3, num_local_epochs=2, momentum=0.5, sam_radius=0.05, weight_decay=0.01, learning_rate_decay=0.1
 )
 EVERYTHING = replace(RECIPE, regularizers=(ProximalTerm(strength=0.5),))
 # Steps that magnify a rounding error to some part of the update.
-CHAOTIC = LocalTraining(learning_rate=0.7, batch_size=8, num_local_steps=150)
+CHAOTIC = Training(learning_rate=0.7, batch_size=8, num_local_steps=150)
 
 
 def rows_of(
     make: Callable[[], nn.Module],
     clients: list[Any],
-    training: LocalTraining,
+    training: Training,
     *,
     engine: str,
     seeds: list[int] | None = None,
@@ -118,8 +118,12 @@ def rows_of(
 ) -> list[Any]:
     model = FlatModel(make(), torch.device(device))
     start = model.vector.clone()
-    words: dict[str, Any] = {"seeds": list(range(len(clients))) if seeds is None else seeds, "losses": losses, "engine": engine}
-    return list(local_updates(start, clients, training, model=model, server_round=2, **words))
+    arguments: dict[str, Any] = {
+        "seeds": list(range(len(clients))) if seeds is None else seeds,
+        "losses": losses,
+        "engine": engine,
+    }
+    return list(local_updates(start, clients, training, model=model, server_round=2, **arguments))
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +143,7 @@ def no_fallback(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("training", [PLAIN, RECIPE, EVERYTHING], ids=["plain", "SAM", "everything"])
 @pytest.mark.parametrize("make", [_net, _perceptron, Own], ids=["GroupNorm", "perceptron", "module of one's own"])
 @pytest.mark.parametrize("sizes", [(9, 9, 9), (9, 1, 12, 4), (700, 3)], ids=str)
-def test_the_engines_agree(make: Callable[[], nn.Module], training: LocalTraining, sizes: tuple[int, ...]) -> None:
+def test_the_engines_agree(make: Callable[[], nn.Module], training: Training, sizes: tuple[int, ...]) -> None:
     """Sizes that fill batches and don't; 700 records are fetched in two parts."""
     clients = [_classes(size, index) for index, size in enumerate(sizes)]
     found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
@@ -157,7 +161,7 @@ def test_the_engines_agree(make: Callable[[], nn.Module], training: LocalTrainin
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("training", [PLAIN, EVERYTHING], ids=["plain", "everything"])
-def test_the_engines_agree_on_convolutions(training: LocalTraining, device: str) -> None:
+def test_the_engines_agree_on_convolutions(training: Training, device: str) -> None:
     clients = [_images(size, size) for size in (9, 4, 7)]
     one, other = (rows_of(_convolutions, clients, training, engine=engine, device=device) for engine in ENGINES)
     torch.testing.assert_close(one, other, atol=1e-5 if device == "cpu" else 1e-3, rtol=1e-3)
@@ -220,7 +224,7 @@ def test_the_engines_agree_where_one_client_makes_no_sam_step() -> None:
 
 def test_records_that_are_changed_at_random_are_the_same_for_both_engines() -> None:
     """700 records in two epochs: fetched in four parts, in turns with the others."""
-    training = LocalTraining(learning_rate=0.1, batch_size=100, num_local_epochs=2)
+    training = Training(learning_rate=0.1, batch_size=100, num_local_epochs=2)
 
     def noisy(seed: int, size: int = 700) -> TensorRecords:
         return replace(_classes(size, seed), transform=lambda raw: raw + torch.randn(raw.shape))
@@ -239,7 +243,7 @@ def test_records_that_are_changed_at_random_are_the_same_for_both_engines() -> N
 @pytest.mark.slow
 def test_unknown_labels_are_left_out_by_both_engines() -> None:
     """One step over four records, one of them without a class: the step over the other three."""
-    training = LocalTraining(learning_rate=0.1, batch_size=4)
+    training = Training(learning_rate=0.1, batch_size=4)
     data = _classes(4, 1)
     for engine in ENGINES:
         (row,) = rows_of(
@@ -330,7 +334,7 @@ def test_no_neighbour_changes_a_bit_of_a_row(name: str, engine: str) -> None:
     ("make", "records"), [(_deep, _wide), (_convolutions, _images)], ids=["linear layers of odd sizes", "convolutions"]
 )
 def test_no_bit_depends_on_slot_or_number(
-    make: Callable[[], nn.Module], records: Callable[[int, int], TensorRecords], training: LocalTraining, device: str
+    make: Callable[[], nn.Module], records: Callable[[int, int], TensorRecords], training: Training, device: str
 ) -> None:
     """A client alone, beside one other, in a full group, in a second group, and in several slots."""
     if make is _convolutions:
@@ -353,8 +357,8 @@ def test_a_rounding_error_would_be_seen(engine: str) -> None:
         model = FlatModel(_deep())
         start = model.vector.clone()
         start *= factor
-        words: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [6], "engine": engine}
-        rows += list(local_updates(start, [_wide(60, 2)], CHAOTIC, **words))
+        arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [6], "engine": engine}
+        rows += list(local_updates(start, [_wide(60, 2)], CHAOTIC, **arguments))
     assert (rows[0] - rows[1]).norm() > 1e-4 * rows[0].norm()
 
 
@@ -397,13 +401,13 @@ def test_a_client_whose_step_fails_leaves_the_bits_of_the_others() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.table[inputs].sum(1)
 
-    def words(seed: int, wrong: int = 0) -> TensorRecords:
+    def arguments(seed: int, wrong: int = 0) -> TensorRecords:
         rng = torch.Generator().manual_seed(seed)
         inputs = torch.randint(5, (9, 2), generator=rng)
         inputs[3, 1] += wrong
         return TensorRecords(inputs=inputs, targets=torch.randint(3, (9,), generator=rng))
 
-    good, bad = [words(1), words(2)], words(3, wrong=9)
+    good, bad = [arguments(1), arguments(2)], arguments(3, wrong=9)
     expected = rows_of(Table, good, PLAIN, engine="batched", seeds=[1, 2])
     first, error, second = rows_of(Table, [good[0], bad, good[1]], PLAIN, engine="batched", seeds=[1, 3, 2])
     assert isinstance(error, IndexError)
@@ -434,10 +438,10 @@ def test_nobody_trains_alone_where_all_can_train_together(monkeypatch: pytest.Mo
 
     real = Program.train
     monkeypatch.setattr(Program, "train", count)
-    monkeypatch.setattr(LocalTraining, "train", lambda *_: pytest.fail("trained alone"))
+    monkeypatch.setattr(Training, "train", lambda *_: pytest.fail("trained alone"))
     clients = [_classes(5 + index % 3, index) for index in range(100)]
-    words: dict[str, Any] = {"model": model, "server_round": 1, "seeds": range(100), "engine": "batched"}
-    assert all(isinstance(row, Tensor) for row in local_updates(start, clients, RECIPE, **words))
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": range(100), "engine": "batched"}
+    assert all(isinstance(row, Tensor) for row in local_updates(start, clients, RECIPE, **arguments))
     assert groups == [64, 36]
 
 
@@ -531,16 +535,16 @@ def _sum(outputs: Tensor, targets: Tensor) -> Tensor:
     ids=["dropout", "buffer", "replaced buffer", "counter", "branch", "batch mean", "sum", "embedding", "index_fill"],
 )
 def test_falls_back_and_says_so_once(
-    make: Callable[[], nn.Module], training: LocalTraining, reason: str, caplog: pytest.LogCaptureFixture
+    make: Callable[[], nn.Module], training: Training, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = FlatModel(make())
     start = model.vector.clone()
     state = torch.get_rng_state()
     clients = [_classes(5, 7), _classes(8, 1)]
     for _ in range(2):
-        words: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1]}
-        rows = list(local_updates(start, clients, training, engine="batched", **words))
-        expected = list(local_updates(start, clients, training, **words))
+        arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1]}
+        rows = list(local_updates(start, clients, training, engine="batched", **arguments))
+        expected = list(local_updates(start, clients, training, **arguments))
         assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=True))  # type: ignore[arg-type]
         assert rows[1].abs().max() > 1e-3  # type: ignore[union-attr]
     (message,) = [message for message in caplog.messages if "one by one" in message]
@@ -609,7 +613,7 @@ def test_the_size_of_a_group_follows_from_the_model(floats: int, slots: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [PLAIN, RECIPE], ids=["plain", "SAM"])
-def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: LocalTraining) -> None:
+def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: Training) -> None:
     def after(first: TensorRecords) -> Tensor:
         """Return the row of a client after another, with torch's own generator as every fresh process has it."""
         torch.manual_seed(67280421310721)
@@ -635,8 +639,8 @@ def test_a_client_that_fails_leaves_the_generators_as_they_were(engine: str) -> 
     late = Fragile(inputs=torch.zeros(600, 4), targets=torch.zeros(600, dtype=torch.int64))
     model = FlatModel(_perceptron())
     state = torch.get_rng_state()
-    words: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [1], "engine": engine}
-    (row,) = local_updates(model.vector.clone(), [late], PLAIN, **words)
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [1], "engine": engine}
+    (row,) = local_updates(model.vector.clone(), [late], PLAIN, **arguments)
     assert isinstance(row, OSError)
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -54,8 +54,8 @@ class Remembering:
         self.given_to.append(kept)
         return self
 
-    def pipeline(self, release: Any, **words: Any) -> Any:
-        made = replace(PLAIN.pipeline(release, **words), keep=SumOfRows())
+    def pipeline(self, release: Any, **arguments: Any) -> Any:
+        made = replace(PLAIN.pipeline(release, **arguments), keep=SumOfRows())
         return made if self.broken is None else self.broken(made)
 
 
@@ -69,8 +69,8 @@ def asked(names: tuple[str, ...] = NAMES, server_round: int = 1) -> dict[str, st
     for name in names:
         terms = PLAIN.terms(name, records(name))
         own[name] = (1.0, terms.kind, terms.release.mechanism.noise_multiplier)
-    words = {"server_round": server_round, "method": "fedsgd-dpc", "clients": names}
-    return config_of(Instruction(**words, ask=own_ask(own, clip_norm=0.5)))
+    arguments = {"server_round": server_round, "method": "fedsgd-dpc", "clients": names}
+    return config_of(Instruction(**arguments, ask=own_ask(own, clip_norm=0.5)))
 
 
 def answered(client: LocalDPClient, names: tuple[str, ...] = NAMES) -> tuple[np.ndarray, Answer]:
@@ -133,8 +133,8 @@ def test_a_node_that_fails_before_its_reply_leaves_keeps_nothing_new(monkeypatch
         raise OSError("the second client's pipeline")
 
     class Half(Remembering):
-        def pipeline(self, release: Any, **words: Any) -> Any:
-            made = super().pipeline(release, **words)
+        def pipeline(self, release: Any, **arguments: Any) -> Any:
+            made = super().pipeline(release, **arguments)
             turns.append(made)
             return made if len(turns) < 2 else fails(made)
 
@@ -144,7 +144,7 @@ def test_a_node_that_fails_before_its_reply_leaves_keeps_nothing_new(monkeypatch
     assert account(context) == [2, 2]
     for kept, now in zip(before, stored(context), strict=True):
         np.testing.assert_array_equal(kept, now)
-    monkeypatch.setattr(Answer, "to_json", lambda *words: fails(words))
+    monkeypatch.setattr(Answer, "to_json", lambda *arguments: fails(arguments))
     with pytest.raises(RuntimeError, match="training failed"):
         answered(node(context))
     assert account(context) == [3, 3]

@@ -6,7 +6,7 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from flower_dp import wire
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, client_app, model_arrays
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, Training, client_app, model_arrays
 from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
@@ -147,7 +147,7 @@ def test_a_client_without_an_account_refuses_a_ledger():
     """It would send without counting."""
 
     def client_fn(context):
-        training = LocalTraining(learning_rate=0.1)
+        training = Training(learning_rate=0.1)
         return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
 
     grid = LocalGrid(client_app(client_fn), 1)
@@ -159,7 +159,7 @@ def test_a_client_without_an_account_refuses_a_ledger():
 
 def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
     def client_fn(context):
-        training = LocalTraining(learning_rate=0.1)
+        training = Training(learning_rate=0.1)
         return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
 
     grid = LocalGrid(client_app(client_fn), 1)
@@ -179,9 +179,9 @@ def test_a_ledger_is_a_path_or_one_for_every_client(ledger):
 def test_the_owners_ledger_and_the_apps_must_be_one(path, caplog):
     made = client(str(path))
     made.attach(context_of(**{LEDGER_PATH: str(path)}))
-    with pytest.raises(ValueError, match="ledger-path: the app has its own ledger") as told:
+    with pytest.raises(ValueError, match="ledger-path: the app has its own ledger") as reported:
         made.attach(context_of(**{LEDGER_PATH: "other"}))
-    assert str(path) not in str(told.value)
+    assert str(path) not in str(reported.value)
     assert str(path) in caplog.text  # the device's own log says more
     for wrong in (3, ""):
         with pytest.raises(ValueError, match="must be the path of a file"):

@@ -27,8 +27,8 @@ BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 2, "batch_size"
 BINARY = nn.functional.binary_cross_entropy_with_logits
 
 
-def steps_of(sensitivity: str, **words: Any) -> FedPAQSteps:
-    return FedPAQSteps(**BASE | {"sensitivity": sensitivity} | words)
+def steps_of(sensitivity: str, **arguments: Any) -> FedPAQSteps:
+    return FedPAQSteps(**BASE | {"sensitivity": sensitivity} | arguments)
 
 
 @lru_cache
@@ -161,8 +161,8 @@ def logistic(features: int = 3, bias: bool = False, seed: int | None = None) -> 
     return FlatModel(nn.Sequential(nn.Flatten(), layer))
 
 
-def convex(**words: Any) -> FedPAQSteps:
-    return steps_of("convex-glm", **{"smoothness": 4.0, "clip_norm": 0.25} | words)
+def convex(**arguments: Any) -> FedPAQSteps:
+    return steps_of("convex-glm", **{"smoothness": 4.0, "clip_norm": 0.25} | arguments)
 
 
 def test_one_step_of_logistic_regression_reaches_2_eta_c_over_b():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from flower_dp.clients import LUS, DPClient, LocalTraining, NbAFLRecipe, client_app, model_arrays
+from flower_dp.clients import LUS, DPClient, NbAFLRecipe, Training, client_app, model_arrays
 from flower_dp.clients.training.engines import ENGINES
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSMP
@@ -100,8 +100,8 @@ def _reply(client: DPClient, noise_std: float) -> tuple[Any, Any, Any]:
 STRATEGIES: dict[str, Any] = {
     "dp-fedavg": DPFedAvg,
     "dp-fedsam": DPFedSAM,
-    "dp-fedsam untrusted": lambda **words: DPFedSAM(**words, trusted_server=False, min_reply_ratio=1.0),
-    "fed-smp": lambda **words: FedSMP(**words, keep_ratio=1.0),
+    "dp-fedsam untrusted": lambda **arguments: DPFedSAM(**arguments, trusted_server=False, min_reply_ratio=1.0),
+    "fed-smp": lambda **arguments: FedSMP(**arguments, keep_ratio=1.0),
 }
 
 
@@ -128,8 +128,8 @@ def run(strategy: DPStrategy, update: np.ndarray, num_rounds: int) -> np.ndarray
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_released_model_has_the_noise_of_the_ledger_on_every_coordinate(name: str) -> None:
     """Through the real path: what all clients have dropped carries the noise of std z C / m, as all else does."""
-    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    strategy = STRATEGIES[name](**words)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    strategy = STRATEGIES[name](**arguments)
     update = np.zeros(4000)
     update[::2] = 1e-9  # kept, and less than a step of the lattice
     steps = run(strategy, update, num_rounds=20)
@@ -143,25 +143,25 @@ def test_the_released_model_has_the_noise_of_the_ledger_on_every_coordinate(name
 
 def test_public_numbers_of_a_run_do_not_tell_how_sparse_updates_are() -> None:
     """Who takes part is known here, so the bytes of a round are published."""
-    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    told = []
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    reported = []
     for nonzero in (1, 2000):
         update = np.zeros(4000)
         update[:nonzero] = 1.0
-        strategy = DPFedAvg(**words)
+        strategy = DPFedAvg(**arguments)
         run(strategy, update, num_rounds=1)
         line = strategy.rounds[0].public()
-        told.append((line["bytes-up"], line["bytes-per-client"]))
-    assert told[0] == told[1]
+        reported.append((line["bytes-up"], line["bytes-per-client"]))
+    assert reported[0] == reported[1]
 
 
 def test_nbafl_has_no_updates_to_make_sparse() -> None:
-    words = {"clip_norm": 1.0, "epsilon": 1.0, "delta": 1e-3, "uplink_exposures": 1, "min_records": 4}
+    arguments = {"clip_norm": 1.0, "epsilon": 1.0, "delta": 1e-3, "uplink_exposures": 1, "min_records": 4}
     with pytest.raises(ValueError, match=r"sparsifier=LUS\(keep_ratio=0\.5\): drops coordinates of updates"):
-        NbAFLRecipe(training=HALF, **words)
+        NbAFLRecipe(training=HALF, **arguments)
 
 
 @pytest.mark.parametrize("keep_ratio", [0.0, 1.0, -0.5, math.nan])
 def test_nonsense_is_refused(keep_ratio: float) -> None:
     with pytest.raises(ValueError, match="keep_ratio"):
-        LocalTraining(learning_rate=0.1, sparsifier=LUS(keep_ratio=keep_ratio))
+        Training(learning_rate=0.1, sparsifier=LUS(keep_ratio=keep_ratio))

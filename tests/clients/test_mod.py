@@ -25,10 +25,10 @@ from flower_dp.clients import (
     ClientPolicy,
     DPClient,
     LocalDPClient,
-    LocalTraining,
     NbAFLRecipe,
     NbAFLTerms,
     TensorRecords,
+    Training,
     client_app,
     privacy_mod,
 )
@@ -96,11 +96,11 @@ def context_of(node: int = 1, **config: Any) -> Context:
 def instruction_of(
     placement: str = "distributed", noise_std: float = 0.5, *, size: int = SIZE, asked: Ask | None = None, **changes: Any
 ) -> Instruction:
-    words = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",)}
-    words |= {
+    arguments = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",)}
+    arguments |= {
         name: changes.pop(name) for name in ("server_round", "method", "clients", "frozen", "report_metrics") if name in changes
     }
-    return Instruction(ask=asked or made(placement=placement, noise_std=noise_std, size=size, **changes), **words)
+    return Instruction(ask=asked or made(placement=placement, noise_std=noise_std, size=size, **changes), **arguments)
 
 
 CENTRAL = instruction_of("central", 0.0)
@@ -112,8 +112,8 @@ NO_NOISE = instruction_of("distributed", 0.0, noise_multiplier=0.0)
 def local_instruction(own: NbAFLTerms = NBAFL, weight: float = 1.0, **changes: Any) -> Instruction:
     terms = own.terms()
     asked = own_ask({"a": (weight, terms.kind, terms.release.mechanism.noise_multiplier)}, clip_norm=own.clip_norm)
-    words = {"server_round": 1, "method": "nbafl", "clients": ("a",), "ask": asked}
-    return Instruction(**words | changes)
+    arguments = {"server_round": 1, "method": "nbafl", "clients": ("a",), "ask": asked}
+    return Instruction(**arguments | changes)
 
 
 def message_of(instruction: Instruction | str, model: ArrayRecord, record_names: Any = MESSAGE_API, **config: Any) -> Message:
@@ -205,8 +205,8 @@ def test_any_app_works_under_the_strategies(kind: str, run: str) -> None:
 @pytest.mark.slow
 def test_the_statement_of_a_run_whose_noise_comes_from_mods_counts_on_it() -> None:
     """Shares of std z C / sqrt(N), independent of each other; the mean has noise of std z C / N and nothing else."""
-    words = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    strategy, grid = DPFedSAM(**words), LocalGrid(added(0.0)(privacy_mod()), 4)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    strategy, grid = DPFedSAM(**arguments), LocalGrid(added(0.0)(privacy_mod()), 4)
     result = strategy.start(grid, zeros(), num_rounds=1)
     assert_noise(result.arrays["w"].numpy().astype(np.float64), 2.0 * 0.5 / 4)
     assert math.isfinite(strategy.statement.epsilon)
@@ -234,7 +234,8 @@ def test_a_real_sklearn_app(placement: str) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "client-mod.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     ((client,), (server,), (local,)) = (
-        [code for code in blocks if words in code] for words in ("mods=[privacy_mod()]", "strategy.start(", "privacy_mod(terms=")
+        [code for code in blocks if arguments in code]
+        for arguments in ("mods=[privacy_mod()]", "strategy.start(", "privacy_mod(terms=")
     )
     rng = np.random.default_rng(5)
     labels = rng.integers(2, size=(5, 60))
@@ -248,10 +249,10 @@ def test_a_real_sklearn_app(placement: str) -> None:
     if placement == "local":
         exec(local, names)  # noqa: S102
         client = client.replace("mods=[privacy_mod()]", "mods=[mod]")
-        words = {"clip_norm": 3.0, "epsilon": 100.0, "delta": 0.01, "uplink_exposures": 4}
+        arguments = {"clip_norm": 3.0, "epsilon": 100.0, "delta": 0.01, "uplink_exposures": 4}
         server = "strategy = NbAFL(num_clients=4, num_records=60, noise_seed=1, **words)\n" + server[server.index("result =") :]
         server = server.replace("num_rounds=4", "num_rounds=5")
-        names |= {"words": words, "NbAFL": NbAFL}
+        names |= {"words": arguments, "NbAFL": NbAFL}
     exec(client, names)  # noqa: S102
     server = server.replace("num_clients=100", "num_clients=4, noise_seed=1").replace(
         "noise_multiplier=1.0", "noise_multiplier=0.3"
@@ -265,7 +266,7 @@ def test_a_real_sklearn_app(placement: str) -> None:
     assert right.mean() > 0.9
 
 
-# The roll call
+# The client query
 
 
 @pytest.mark.parametrize(
@@ -278,16 +279,16 @@ def test_a_real_sklearn_app(placement: str) -> None:
         ({"name": lambda context: f"device-{context.node_config['serial']}"}, {"serial": "x1"}, "device-x1"),
     ],
 )
-def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(words: Any, config: Any, name: str) -> None:
-    for app, question in ((added(0), wire.roll_call(1, "train")), (numpy_app, properties())):
+def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(arguments: Any, config: Any, name: str) -> None:
+    for app, question in ((added(0), wire.client_query(1, "train")), (numpy_app, properties())):
         for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp", "private-evaluation"]), (NBAFL, ["nbafl"])):
-            assert told(app(privacy_mod(terms=terms, **words))(question, context_of(**config))) == {
+            assert reported(app(privacy_mod(terms=terms, **arguments))(question, context_of(**config))) == {
                 "clients": [name],
                 "methods": methods,
             }
 
 
-def told(reply: Message) -> Any:
+def reported(reply: Message) -> Any:
     return json.loads(reply.content[wire.KEY][wire.KEY])
 
 
@@ -296,13 +297,13 @@ def properties() -> Message:
 
 
 @pytest.mark.parametrize("words", [{"name": "<raises>"}, {"terms": "<raises>"}])
-def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(words: Any, caplog: Any) -> None:
+def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(arguments: Any, caplog: Any) -> None:
     def fail(context: Context) -> Any:
         raise LookupError("Jane Doe")
 
-    mod = privacy_mod(**dict.fromkeys(words, fail))
+    mod = privacy_mod(**dict.fromkeys(arguments, fail))
     reason = "this client's name or terms can't be made; the node's own log says why"
-    assert told(added(0)(mod)(wire.roll_call(1, "train"), context_of())) == {"error": reason}
+    assert reported(added(0)(mod)(wire.client_query(1, "train"), context_of())) == {"error": reason}
     with pytest.raises(ValueError, match=f"^declined: {reason}$") as raised:
         ask(added(0)(mod), CENTRAL, zeros(4))
     assert raised.value.__cause__ is None
@@ -320,9 +321,9 @@ def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(words:
         ({"noise_seed": -1}, "noise_seed=-1"),
     ],
 )
-def test_nonsense_is_refused_when_the_mod_is_made(words: Any, reason: str) -> None:
+def test_nonsense_is_refused_when_the_mod_is_made(arguments: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        privacy_mod(**words)
+        privacy_mod(**arguments)
 
 
 # What the app gets
@@ -395,7 +396,7 @@ class Direct(nn.Module):
         return (self.w * inputs).sum(-1)
 
 
-TRAINING = LocalTraining(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
+TRAINING = Training(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
 SMP = masked(placement="distributed", noise_std=0.25, keep_ratio=0.3, seed=11, size=500)
 SENT = SentMask.of(SMP.mask.indices(500), length=500)
 INSTRUCTIONS = {
@@ -416,7 +417,7 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
     start, update = (rng.standard_normal(500).astype(np.float32) for _ in range(2))
     update *= np.float32(norm / np.linalg.norm(update))
     instruction, model = INSTRUCTIONS[kind], arrays(w=start)
-    words: Any = {
+    arguments: Any = {
         "model": Direct(start),
         "clients": {"a": TensorRecords(inputs=torch.from_numpy(update)[None].repeat(8, 1), targets=torch.zeros(8))},
         "device": "cpu",
@@ -424,9 +425,9 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
     }
     if kind == "local":
         recipe = NbAFLRecipe(training=TRAINING, clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8)
-        ours: ClientApp = client_app(lambda context: LocalDPClient(recipe=recipe, **words))
+        ours: ClientApp = client_app(lambda context: LocalDPClient(recipe=recipe, **arguments))
     else:
-        ours = client_app(lambda context: DPClient(training=TRAINING, **words))
+        ours = client_app(lambda context: DPClient(training=TRAINING, **arguments))
     trained = torch.from_numpy(start) - 1.0 * -torch.from_numpy(update)[None].repeat(8, 1).mean(0)
 
     def train(message: Message) -> Message:
@@ -505,8 +506,8 @@ def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str
 
 
 def test_seeded_noise_is_told_and_the_reply_is_refused() -> None:
-    words = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
-    strategy = DPFedSAM(**words)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 2, "delta": 1e-3}
+    strategy = DPFedSAM(**arguments)
     with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
         strategy.start(LocalGrid(added(0.0)(privacy_mod(noise_seed=1)), 2), zeros(4), num_rounds=1)
 
@@ -717,7 +718,7 @@ def test_properties_and_first_weights_of_a_numpy_client_do_not_leave() -> None:
             return [np.ones(4)]
 
     app = ClientApp(client_fn=lambda context: Open().to_client(), mods=[privacy_mod(name="a")])
-    assert told(app(properties(), context_of()))["clients"] == ["a"]
+    assert reported(app(properties(), context_of()))["clients"] == ["a"]
     message = Message(RecordDict({"getparametersins.config": ConfigRecord({})}), 1, "get_parameters")
     with pytest.raises(ValueError, match="its reply would not be private"):
         app(message, context_of())
@@ -859,12 +860,12 @@ def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
 
 def test_asks_of_these_tests_are_what_servers_send() -> None:
     """The second source: the asks of the strategies' rules."""
-    words = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
-    assert DPFedSAM(**words, noise_multiplier=1.0, placement="central").rules.training.ask(SIZE, ("a",)) == CENTRAL.ask
-    assert DPFedSAM(**words, noise_multiplier=0.5, placement="distributed").rules.training.ask(SIZE, ("a",)) == replace(
+    arguments = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
+    assert DPFedSAM(**arguments, noise_multiplier=1.0, placement="central").rules.training.ask(SIZE, ("a",)) == CENTRAL.ask
+    assert DPFedSAM(**arguments, noise_multiplier=0.5, placement="distributed").rules.training.ask(SIZE, ("a",)) == replace(
         instruction_of().ask, promise=Promise(clip_norm=1.0, noise_multiplier=0.5)
     )
-    sent = FedSMP(**words, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.training.ask(500, ("a",))
+    sent = FedSMP(**arguments, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.training.ask(500, ("a",))
     assert sent.mask is not None
     assert replace(sent, promise=SMP.promise, mask=SMP.mask) == SMP
     assert sent.mask.keep_ratio == 0.3

@@ -53,7 +53,7 @@ def numpy_app(mod: Any) -> ClientApp:
     return ClientApp(client_fn=lambda context: Stock().to_client(), mods=[mod])
 
 
-def order(placement: str = "central", noise_std: float = 0.0, clients: tuple[str, ...] = ("a",)) -> Instruction:
+def ask_for(placement: str = "central", noise_std: float = 0.0, clients: tuple[str, ...] = ("a",)) -> Instruction:
     asked = made(placement=placement, noise_std=noise_std, metrics=MetricBounds(bounds=BOUNDS), size=3)
     return Instruction(server_round=1, method=wire.EVALUATION, clients=clients, ask=asked)
 
@@ -64,7 +64,7 @@ def context_of(**config: Any) -> Context:
 
 def message_of(instruction: Instruction | str, record_names: Any = MESSAGE_API) -> Message:
     if isinstance(instruction, str):
-        return saying(message_of(order(), record_names), instruction)
+        return saying(message_of(ask_for(), record_names), instruction)
     return wire.evaluate_message(1, record_names, arrays(w=np.zeros(3, np.float32)), {"lr": 0.5}, instruction)
 
 
@@ -80,7 +80,7 @@ def ask(app: ClientApp, instruction: Instruction, record_names: Any = MESSAGE_AP
 
 @pytest.mark.parametrize(("make", "record_names"), [(app_of, MESSAGE_API), (numpy_app, NUMPY_CLIENT)])
 def test_what_leaves_is_the_clipped_vector_of_the_metrics_that_are_named(make: Any, record_names: Any) -> None:
-    answer = ask(make(privacy_mod(name="a")), order(), record_names)
+    answer = ask(make(privacy_mod(name="a")), ask_for(), record_names)
     assert answer.total == pytest.approx(CLIPPED, abs=0.01)  # on the lattice of the noise, toward zero
     assert np.linalg.norm(answer.total) <= 1
     assert (answer.refused, answer.seeded_noise) == ({}, False)
@@ -88,47 +88,47 @@ def test_what_leaves_is_the_clipped_vector_of_the_metrics_that_are_named(make: A
 
 def test_the_device_adds_its_share_of_the_noise_afresh_every_time() -> None:
     """Std of 1,500 draws: 5 % off with a probability below 1e-6; the fixed seeds of the draws make it none."""
-    draws = [ask(app_of(privacy_mod(name="a", noise_seed=seed)), order("distributed", 0.25)).total for seed in range(500)]
+    draws = [ask(app_of(privacy_mod(name="a", noise_seed=seed)), ask_for("distributed", 0.25)).total for seed in range(500)]
     assert np.std(np.array(draws) - CLIPPED) == pytest.approx(0.25, rel=0.025)
     assert abs(np.mean(np.array(draws) - CLIPPED)) < 5 * 0.25 / math.sqrt(1500)
     mod = privacy_mod(name="a")
-    first, second = (ask(app_of(mod), order("distributed", 0.25)).total for _ in range(2))
+    first, second = (ask(app_of(mod), ask_for("distributed", 0.25)).total for _ in range(2))
     assert not np.any(first == second)
 
 
 def test_the_app_gets_what_a_stock_server_sends() -> None:
     seen: list[Message] = []
-    ask(app_of(privacy_mod(name="a"), seen=seen), order())
+    ask(app_of(privacy_mod(name="a"), seen=seen), ask_for())
     assert dict(seen[0].content["config"]) == {"lr": 0.5, "server-round": 1}
     assert seen[0].content["arrays"].to_numpy_ndarrays()[0].shape == (3,)
 
 
-SHARE = order("distributed", 0.4)
+SHARE = ask_for("distributed", 0.4)
 OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
-AS_TRAINING = json.dumps({**json.loads(order().to_json()), "method": "dp-fedavg"})
+AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
 
 
 @pytest.mark.parametrize(
     ("policy", "instruction", "config", "match"),
     [
-        (ClientPolicy(allow_evaluation=False), order(), {}, "allow_evaluation=False"),
-        (ClientPolicy(min_evaluation_noise_multiplier=2.0), order(), {}, "noise_multiplier=1 of an evaluation"),
-        (ClientPolicy(min_evaluation_noise_std=0.5), order("distributed", 0.4), {}, "noise_std=0.4 of an evaluation"),
-        (ClientPolicy(max_clip_norm=1.0, min_noise_std=0.5), order(), {}, "noise_std=0 of an evaluation"),
+        (ClientPolicy(allow_evaluation=False), ask_for(), {}, "allow_evaluation=False"),
+        (ClientPolicy(min_evaluation_noise_multiplier=2.0), ask_for(), {}, "noise_multiplier=1 of an evaluation"),
+        (ClientPolicy(min_evaluation_noise_std=0.5), ask_for("distributed", 0.4), {}, "noise_std=0.4 of an evaluation"),
+        (ClientPolicy(max_clip_norm=1.0, min_noise_std=0.5), ask_for(), {}, "noise_std=0 of an evaluation"),
         (ClientPolicy(), forged(SHARE, noise_std=0.0), {}, "noise_std=0: does not go with noise_multiplier=1"),
         (ClientPolicy(), forged(SHARE, noise_multiplier=0.0), {}, "noise_std=0.4: does not go with noise_multiplier=0"),
-        (ClientPolicy(), forged(order(), clip_norm=10.0), {}, "clip_norm=10: must be 1"),
-        (ClientPolicy(), forged(order(), metrics=GONE), {}, "metrics: must be asked for"),
+        (ClientPolicy(), forged(ask_for(), clip_norm=10.0), {}, "clip_norm=10: must be 1"),
+        (ClientPolicy(), forged(ask_for(), metrics=GONE), {}, "metrics: must be asked for"),
         (ClientPolicy(), AS_TRAINING, {}, "metrics: must be asked for by method='private-evaluation' and by no other"),
         (ClientPolicy(), TRAINING, {}, "method='dp-fedavg': to evaluate"),
         (ClientPolicy(), forged(SHARE, step=2.0**-11), {}, "must be a power of two, at most 1/1024 of the noise scale 0.4"),
         (ClientPolicy(), forged(SHARE, step=GONE), {}, "must be a power of two, at most 1/1024"),
         (ClientPolicy(), forged(SHARE, step=2.0**-48), {}, "is too small"),
         (ClientPolicy(), forged(SHARE, keep_ratio=0.5), {}, "metrics: do not go with"),
-        (ClientPolicy(), forged(order(), mask_seed=1, mask_keep_ratio=0.5), {}, "metrics: do not go with"),
-        (ClientPolicy(), forged(order(), placement="local", step=GONE, **OTHERS), {}, "has no terms of its own"),
-        (ClientPolicy(), order(), {LEDGER_PATH: "ledger.json"}, "keeps no account"),
+        (ClientPolicy(), forged(ask_for(), mask_seed=1, mask_keep_ratio=0.5), {}, "metrics: do not go with"),
+        (ClientPolicy(), forged(ask_for(), placement="local", step=GONE, **OTHERS), {}, "has no terms of its own"),
+        (ClientPolicy(), ask_for(), {LEDGER_PATH: "ledger.json"}, "keeps no account"),
     ],
 )
 @pytest.mark.parametrize("allow_metrics", [False, True])
@@ -136,8 +136,8 @@ def test_what_a_device_does_not_allow_never_reaches_its_app(
     policy: ClientPolicy, instruction: Instruction | str, config: Any, match: str, allow_metrics: bool
 ) -> None:
     seen: list[Message] = []
-    words = {name: getattr(policy, name) for name in policy.__dataclass_fields__} | {"allow_metrics": allow_metrics}
-    app = app_of(privacy_mod(name="a", policy=ClientPolicy(**words)), seen=seen)
+    arguments = {name: getattr(policy, name) for name in policy.__dataclass_fields__} | {"allow_metrics": allow_metrics}
+    app = app_of(privacy_mod(name="a", policy=ClientPolicy(**arguments)), seen=seen)
     with pytest.raises(ValueError, match=f"^{wire.DECLINED}: .*{match}"):
         app(message_of(instruction), context_of(**config))
     assert seen == []
@@ -147,33 +147,33 @@ def test_a_client_with_terms_of_its_own_does_not_evaluate_without_counting() -> 
     seen: list[Message] = []
     terms = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
     with pytest.raises(ValueError, match="declined: method='private-evaluation': to evaluate, this client needs evaluation="):
-        app_of(privacy_mod(name="a", terms=terms), seen=seen)(message_of(order()), context_of())
+        app_of(privacy_mod(name="a", terms=terms), seen=seen)(message_of(ask_for()), context_of())
     assert seen == []
 
 
 def test_an_order_to_evaluate_is_never_answered_as_training() -> None:
     app = app_of(privacy_mod(name="a"))
     app.train()(lambda message, context: Message(RecordDict({"metrics": MetricRecord(TOLD)}), reply_to=message))
-    message = wire.train_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, order())
+    message = wire.train_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, ask_for())
     with pytest.raises(ValueError, match="declined: method='private-evaluation'"):
         app(message, context_of())
 
 
 @pytest.mark.parametrize("metrics", [KeyError("Jane Doe"), None, {"acc": 0.3}, {"loss": [1.0], "acc": 0.3}])
 def test_what_goes_wrong_in_the_app_stays_on_the_device(metrics: Any) -> None:
-    answer = ask(app_of(privacy_mod(name="a"), metrics), order("distributed", 0.25))
+    answer = ask(app_of(privacy_mod(name="a"), metrics), ask_for("distributed", 0.25))
     assert not answer.total.any()
     assert answer.refused["a"] == "training failed; the node's own log says why"
 
 
 def test_only_this_nodes_client_is_in_the_answer() -> None:
-    answer = ask(app_of(privacy_mod(name="a")), order(clients=("b", "c")))
+    answer = ask(app_of(privacy_mod(name="a")), ask_for(clients=("b", "c")))
     assert answer.refused == {"b": "not hosted here", "c": "not hosted here"}
     assert not answer.total.any()
 
 
 def test_a_nan_counts_as_the_bound() -> None:
-    assert ask(app_of(privacy_mod(name="a"), {"loss": math.nan, "acc": 0.3}), order()).total == pytest.approx(CLIPPED, abs=0.01)
+    assert ask(app_of(privacy_mod(name="a"), {"loss": math.nan, "acc": 0.3}), ask_for()).total == pytest.approx(CLIPPED, abs=0.01)
 
 
 def test_a_stock_app_trains_and_evaluates_under_one_ledger() -> None:
@@ -198,14 +198,14 @@ def test_a_stock_app_trains_and_evaluates_under_one_ledger() -> None:
         mse = float(np.mean((inputs @ weights - targets) ** 2))
         return Message(RecordDict({"metrics": MetricRecord({"num-examples": 30, "test_mse": mse})}), reply_to=message)
 
-    words = {"sampling": FullSampling(), "noise_multiplier": 1.0}
-    plan = PrivateEvaluation(**words, metrics={"test_mse": 4.0}, every=3)
-    strategy = DPFedSAM(**words, clip_norm=1.0, num_clients=50, delta=1e-3, placement="distributed", evaluation=plan)
+    arguments = {"sampling": FullSampling(), "noise_multiplier": 1.0}
+    plan = PrivateEvaluation(**arguments, metrics={"test_mse": 4.0}, every=3)
+    strategy = DPFedSAM(**arguments, clip_norm=1.0, num_clients=50, delta=1e-3, placement="distributed", evaluation=plan)
     initial = ArrayRecord([np.zeros(2)])
     result = strategy.start(LocalGrid(app, 50), initial, num_rounds=3)
     (weights,) = result.arrays.to_numpy_ndarrays()
     assert np.linalg.norm(weights - [1.0, -1.0]) < 0.5
-    told = strategy.evaluations[3]
-    assert abs(told["test_mse"] - np.sum((weights - [1.0, -1.0]) ** 2)) < 5 * told["test_mse-standard-error"]
+    reported = strategy.evaluations[3]
+    assert abs(reported["test_mse"] - np.sum((weights - [1.0, -1.0]) ** 2)) < 5 * reported["test_mse-standard-error"]
     assert set(strategy.statement.parts) == {"training", "evaluation"}
     assert strategy.rules.ledger.num_charges == 4

@@ -25,16 +25,16 @@ TERMS = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, m
 BUDGET = EvaluationBudget(epsilon=4.0, num_evaluations=2)
 
 
-def app_of(mod: Any, told: Any, *, seen: list[Any] | None = None) -> ClientApp:
+def app_of(mod: Any, reported: Any, *, seen: list[Any] | None = None) -> ClientApp:
     app = stock_app(shifted(lambda node: 0.0), mods=[mod])
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         if seen is not None:
             seen.append(list(context.state[KEY]["replies"]) if KEY in context.state else None)
-        if isinstance(told, Exception):
-            raise told
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 8, **told})}), reply_to=message)
+        if isinstance(reported, Exception):
+            raise reported
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 8, **reported})}), reply_to=message)
 
     return app
 
@@ -59,8 +59,8 @@ def ask(app: ClientApp, instruction: Instruction, context: Context | None = None
     return evaluated(text, instruction)
 
 
-def mod(budget: EvaluationBudget | None = BUDGET, **words: Any) -> Any:
-    return privacy_mod(name="a", terms=TERMS, evaluation=budget, **words)
+def mod(budget: EvaluationBudget | None = BUDGET, **arguments: Any) -> Any:
+    return privacy_mod(name="a", terms=TERMS, evaluation=budget, **arguments)
 
 
 @pytest.mark.slow
@@ -99,9 +99,9 @@ def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
         ({"policy": ClientPolicy(min_evaluation_noise_std=2.0)}, {}, "own terms have less noise"),
     ],
 )
-def test_what_its_own_terms_do_not_allow_never_reaches_the_app(words: Any, changes: Any, match: str) -> None:
+def test_what_its_own_terms_do_not_allow_never_reaches_the_app(arguments: Any, changes: Any, match: str) -> None:
     seen: list[Any] = []
-    answer = ask(app_of(mod(**words), {"acc": 0.5}, seen=seen), instruction_of(**changes))
+    answer = ask(app_of(mod(**arguments), {"acc": 0.5}, seen=seen), instruction_of(**changes))
     assert match in answer.refused["a"]
     assert not answer.total.any()
     assert seen == []
@@ -119,8 +119,8 @@ def test_a_client_with_terms_sends_no_metrics_that_another_is_to_noise(placement
 
 
 @pytest.mark.parametrize("told", [KeyError("Jane Doe"), {"f1": 0.5}, {"acc": math.nan}])
-def test_no_record_decides_whether_the_client_replies(told: Any) -> None:
-    answer = ask(app_of(mod(), told), instruction_of())
+def test_no_record_decides_whether_the_client_replies(reported: Any) -> None:
+    answer = ask(app_of(mod(), reported), instruction_of())
     assert answer.refused == {}
     assert answer.total.any()
 
@@ -128,10 +128,10 @@ def test_no_record_decides_whether_the_client_replies(told: Any) -> None:
 def test_a_run_of_stock_apps_states_their_evaluations() -> None:
     budget = EvaluationBudget(epsilon=1e6, num_evaluations=1)
     app = app_of(privacy_mod(terms=TERMS, evaluation=budget), {"acc": 0.25})
-    words = {"clip_norm": 1.5, "epsilon": 0.8, "delta": 0.01, "uplink_exposures": 3, "min_records": 8, "num_records": 8}
-    strategy = NbAFL(**words, num_clients=3, evaluation=LocalEvaluation(budget=budget, metrics={"acc": 1.0}))
+    arguments = {"clip_norm": 1.5, "epsilon": 0.8, "delta": 0.01, "uplink_exposures": 3, "min_records": 8, "num_records": 8}
+    strategy = NbAFL(**arguments, num_clients=3, evaluation=LocalEvaluation(budget=budget, metrics={"acc": 1.0}))
     strategy.start(LocalGrid(app, 3), arrays(w=np.zeros(3, np.float32)), num_rounds=2)
-    assert {at: told["acc"] for at, told in strategy.evaluations.items()} == {1: pytest.approx(0.25, abs=1e-4)}
+    assert {at: reported["acc"] for at, reported in strategy.evaluations.items()} == {1: pytest.approx(0.25, abs=1e-4)}
     assert strategy.statement.parts["evaluation"] == pytest.approx(1e6)
 
 

@@ -169,9 +169,9 @@ def test_the_hinge_loss_by_hand(engine):
 
 
 def test_embeddings_and_their_weights_used_twice():
-    words, out = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-    out.weight = words.weight
-    flat, inputs = FlatModel(nn.Sequential(words, nn.Tanh(), out, nn.Flatten())), torch.randint(7, (6, 3))
+    arguments, out = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    out.weight = arguments.weight
+    flat, inputs = FlatModel(nn.Sequential(arguments, nn.Tanh(), out, nn.Flatten())), torch.randint(7, (6, 3))
     assert per_record.keeps_records_apart(flat.module)
     targets = torch.randint(7, (6,))
     for engine in ENGINES:
@@ -329,9 +329,9 @@ def test_a_reply_computes_a_record_the_same_among_any_others(monkeypatch):
     """At its place in the first part of many, in the last part of few, and without the records for which the loss raises."""
     made = []
 
-    def kept(*args, **words):
+    def kept(*args, **arguments):
         try:
-            rows = record_gradients(*args, **words)
+            rows = record_gradients(*args, **arguments)
         except RuntimeError:
             made.append(None)
             raise

@@ -47,13 +47,13 @@ class Rows:
 
 
 def pipeline(*rows: Any, **parts: Any) -> Pipeline:
-    words = {
+    arguments = {
         "train": Rows(*rows),
         "clip": RowClip(clip_norm=1.0, step=STEP),
         "noise": GaussianShare(noise_std=0.1),
         "encode": Lossless(),
     }
-    return Pipeline(**words | parts)
+    return Pipeline(**arguments | parts)
 
 
 def job(name: str = "a", seed: int = 0) -> Job:
@@ -136,8 +136,8 @@ class Both:
         ({"clip": RecordClip(clip_norm=1.0, step=STEP)}, "clip: Rows does not clip its records by"),
     ],
 )
-def test_parts_in_a_slot_where_they_may_not_stand_are_refused(parts: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_parts_in_a_slot_where_they_may_not_stand_are_refused(parts: dict[str, Any], arguments: str) -> None:
+    with pytest.raises(ValueError, match=arguments):
         pipeline(**parts)
 
 
@@ -358,13 +358,13 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
 
 def test_what_a_client_keeps_is_the_row_that_leaves():
     clip = RowClip(clip_norm=1.0, step=2.0**-14)
-    words = {"clip": clip, "noise": GaussianShare(noise_std=1.0), "encode": QSGD(levels=3), "keep": Both()}
-    pipeline = Pipeline(train=Rows(torch.ones(50)), **words)
+    arguments = {"clip": clip, "noise": GaussianShare(noise_std=1.0), "encode": QSGD(levels=3), "keep": Both()}
+    pipeline = Pipeline(train=Rows(torch.ones(50)), **arguments)
     job = Job(name="a", records=[], seed=0, secret=np.random.default_rng)
     reply = reply_of(pipeline, torch.zeros(50), job)
     assert torch.equal(reply.kept, reply.row)
     assert compression.decode(reply.alone, 50).tobytes() == reply.kept.numpy().tobytes()
     again = reply_of(pipeline, torch.zeros(50), replace(job, kept=reply.kept))
     assert torch.equal(again.kept, torch.cat([again.row, reply.row]))
-    plain = Pipeline(**words | {"train": Rows(torch.ones(50)), "keep": None})
+    plain = Pipeline(**arguments | {"train": Rows(torch.ones(50)), "keep": None})
     assert reply_of(plain, torch.zeros(50), job).kept is None

@@ -26,9 +26,9 @@ INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
         ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_it_is_given(words, named):
+def test_what_makes_no_sense_is_refused_when_it_is_given(arguments, named):
     with pytest.raises(ValueError, match=named):
-        TensorRecords(**{"inputs": INPUTS, "targets": TARGETS} | words)
+        TensorRecords(**{"inputs": INPUTS, "targets": TARGETS} | arguments)
 
 
 def test_batches_are_the_rows_of_this_client():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flower_dp.clients import BLUR, LocalTraining, ProximalTerm, Regularizer
+from flower_dp.clients import BLUR, ProximalTerm, Regularizer, Training
 from flower_dp.clients.training.engines import ENGINES
 from tests.clients.test_engines import CHAOTIC, RECIPE, _classes, _deep, _images, _net, _wide, rows_of
 from tests.clients.test_training import Point, quadratic, records, update
@@ -70,7 +70,7 @@ def test_no_row_of_a_pull_depends_on_another(name: str, size: int) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_blur_by_hand(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     """From x = 2 with gradient x: x1 = 1.8, 0.2 away; the penalty's is -3 (0.2 - 0.1): x2 = 1.8 - 0.1 (1.8 - 0.3) = 1.65."""
-    training = LocalTraining(
+    training = Training(
         learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), regularizers=(BLUR(strength=3.0, bound=0.1),)
     )
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.65 - 2], rtol=1e-6)
@@ -81,7 +81,7 @@ def test_blur_by_hand(engine: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_several_regularisers_add_up(engine: str) -> None:
     """With decay 0.5 and momentum 0.5 from x = 2: v1 = 2 + 1, x1 = 1.7, which is 0.3 away."""
     both = (BLUR(strength=3.0, bound=0.1), ProximalTerm(strength=1.0))
-    training = LocalTraining(
+    training = Training(
         learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), weight_decay=0.5, momentum=0.5, regularizers=both
     )
     # The second gradient is 1.7 + 0.85 - 3 (0.3 - 0.1) - 0.3 = 1.65, so v2 = 1.5 + 1.65.
@@ -96,9 +96,9 @@ class Rest:
         return torch.ones_like(weights)
 
 
-@pytest.mark.parametrize("training", [LocalTraining(learning_rate=0.1, batch_size=3), RECIPE], ids=["plain", "everything"])
+@pytest.mark.parametrize("training", [Training(learning_rate=0.1, batch_size=3), RECIPE], ids=["plain", "everything"])
 @pytest.mark.parametrize("part", [BLUR(strength=2.0, bound=0.02), Rest()], ids=["BLUR", "own"])
-def test_the_engines_agree(training: LocalTraining, part: Regularizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_engines_agree(training: Training, part: Regularizer, caplog: pytest.LogCaptureFixture) -> None:
     """Where BLUR acts: its bound is far below these updates' norms."""
     clients, pulled = [_classes(size, size) for size in (9, 4, 7)], replace(training, regularizers=(part,))
     one, other = (rows_of(_net, clients, pulled, engine=engine) for engine in ENGINES)
@@ -125,7 +125,7 @@ def test_a_regulariser_reaches_every_parameter_of_a_model_of_many() -> None:
 
     data = _images(4, 1)
     still = replace(data, targets=torch.full((4,), -100))  # no class: the loss has no gradient
-    training = LocalTraining(learning_rate=0.25, batch_size=4, regularizers=(Rest(),))
+    training = Training(learning_rate=0.25, batch_size=4, regularizers=(Rest(),))
     for engine in ENGINES:
         (row,) = rows_of(_convolutions, [still], training, engine=engine)
         torch.testing.assert_close(row, torch.full_like(row, -0.25), atol=1e-6, rtol=1e-5)
@@ -138,8 +138,8 @@ def test_a_regulariser_reaches_every_parameter_of_a_model_of_many() -> None:
         (lambda: BLUR(strength=-1.0, bound=1.0), r"strength=-1\.0"),
         (lambda: BLUR(strength=1.0, bound=0.0), "bound=0"),
         (lambda: BLUR(strength=1.0, bound=float("nan")), "bound=nan"),
-        (lambda: LocalTraining(learning_rate=0.1, regularizers=ProximalTerm(strength=1.0)), "must be a tuple"),  # type: ignore[arg-type]
-        (lambda: LocalTraining(learning_rate=0.1, regularizers=(0.5,)), "must be a tuple of regularisers"),  # type: ignore[arg-type]
+        (lambda: Training(learning_rate=0.1, regularizers=ProximalTerm(strength=1.0)), "must be a tuple"),  # type: ignore[arg-type]
+        (lambda: Training(learning_rate=0.1, regularizers=(0.5,)), "must be a tuple of regularisers"),  # type: ignore[arg-type]
     ],
 )
 def test_nonsense_is_refused(make: Callable[[], Any], match: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import FlatModel, LocalTraining, ProximalTerm, TensorRecords, as_records, local_updates, model_arrays
+from flower_dp.clients import FlatModel, ProximalTerm, TensorRecords, Training, as_records, local_updates, model_arrays
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def update(
-    module: nn.Module, data: Any, training: LocalTraining, server_round: int = 1, seed: int = 0, engine: str = "one_by_one"
+    module: nn.Module, data: Any, training: Training, server_round: int = 1, seed: int = 0, engine: str = "one_by_one"
 ) -> np.ndarray:
     model = FlatModel(module)
     start = model.vector.clone()
@@ -59,13 +59,13 @@ ORIGIN = records([0.0, 0.0])
 
 
 def test_one_sgd_step_by_hand(engine: str) -> None:
-    training = LocalTraining(learning_rate=0.1, loss=quadratic([1.0, 4.0]))
+    training = Training(learning_rate=0.1, loss=quadratic([1.0, 4.0]))
     np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, training, engine=engine), [-0.3, -0.4], rtol=1e-6)
 
 
 def test_one_sam_step_by_hand_differs_from_sgd(engine: str) -> None:
     """At (3, 1) with scales (1, 4) the gradient is (3, 4), its norm 5; rho 0.5 leads to (3.3, 1.4), whose gradient is (3.3, 5.6)."""
-    sam = LocalTraining(learning_rate=0.1, sam_radius=0.5, loss=quadratic([1.0, 4.0]))
+    sam = Training(learning_rate=0.1, sam_radius=0.5, loss=quadratic([1.0, 4.0]))
     np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, sam, engine=engine), [-0.33, -0.56], rtol=1e-6)
 
 
@@ -80,7 +80,7 @@ def test_sam_perturbs_over_all_parameters_jointly(engine: str) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return torch.cat([self.a, self.b[None]]) - inputs
 
-    sam = LocalTraining(learning_rate=0.1, sam_radius=0.5, loss=quadratic([1.0, 4.0]))
+    sam = Training(learning_rate=0.1, sam_radius=0.5, loss=quadratic([1.0, 4.0]))
     np.testing.assert_allclose(update(Two(), ORIGIN, sam, engine=engine), [-0.33, -0.56], rtol=1e-6)
 
 
@@ -92,31 +92,31 @@ def test_sam_takes_both_gradients_on_the_same_batch() -> None:
         return (outputs**2).mean()
 
     data = TensorRecords(inputs=torch.randn(7, 2, generator=torch.Generator().manual_seed(1)), targets=torch.arange(7))
-    update(Point(1.0, 2.0), data, LocalTraining(learning_rate=0.1, sam_radius=0.1, batch_size=3, loss=loss))
+    update(Point(1.0, 2.0), data, Training(learning_rate=0.1, sam_radius=0.1, batch_size=3, loss=loss))
     assert len(seen) == 6
     assert all(torch.equal(first, second) for first, second in zip(seen[::2], seen[1::2], strict=True))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sam_at_a_zero_gradient_makes_no_step_and_no_nan(momentum: float, engine: str) -> None:
-    training = LocalTraining(learning_rate=0.1, sam_radius=0.5, momentum=momentum, num_local_epochs=3, loss=quadratic([1.0, 1.0]))
+    training = Training(learning_rate=0.1, sam_radius=0.5, momentum=momentum, num_local_epochs=3, loss=quadratic([1.0, 1.0]))
     assert update(Point(0.0, 0.0), ORIGIN, training, engine=engine).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("gradient", [1e-20, 1e-25, 1e-30, 1e18])
 def test_sam_at_tiny_and_huge_gradients_makes_no_nan(gradient: float, engine: str) -> None:
-    training = LocalTraining(learning_rate=0.1, sam_radius=0.5, loss=lambda outputs, targets: outputs.sum() * gradient)
+    training = Training(learning_rate=0.1, sam_radius=0.5, loss=lambda outputs, targets: outputs.sum() * gradient)
     np.testing.assert_allclose(update(Point(1.0, 1.0), ORIGIN, training, engine=engine), -0.1 * gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_sam_at_a_subnormal_gradient(engine: str) -> None:
-    training = LocalTraining(learning_rate=0.1, sam_radius=0.05, loss=lambda outputs, targets: outputs.mean() * 1e-40)
+    training = Training(learning_rate=0.1, sam_radius=0.05, loss=lambda outputs, targets: outputs.mean() * 1e-40)
     assert update(Point(1.0), records([0.0]), training, engine=engine).tolist() == [0.0]
 
 
 def test_momentum_by_hand_over_two_steps_and_fresh_every_round(engine: str) -> None:
     """x0 = 1, gradient x: v1 = 1, x1 = 0.9; v2 = 0.5 + 0.9 = 1.4, x2 = 0.76."""
-    training = LocalTraining(learning_rate=0.1, momentum=0.5, num_local_steps=2, loss=quadratic([1.0]))
+    training = Training(learning_rate=0.1, momentum=0.5, num_local_steps=2, loss=quadratic([1.0]))
     model = FlatModel(Point(1.0))
     start = model.vector.clone()
     data = records([0.0])
@@ -127,13 +127,13 @@ def test_momentum_by_hand_over_two_steps_and_fresh_every_round(engine: str) -> N
 
 def test_momentum_of_sam_by_hand(engine: str) -> None:
     """x0 = 1, radius 0.2: gradient at 1.2 is 1.2, x1 = 0.88; at 1.08 it is 1.08, v2 = 0.6 + 1.08 = 1.68, x2 = 0.712."""
-    training = LocalTraining(learning_rate=0.1, momentum=0.5, sam_radius=0.2, num_local_steps=2, loss=quadratic([1.0]))
+    training = Training(learning_rate=0.1, momentum=0.5, sam_radius=0.2, num_local_steps=2, loss=quadratic([1.0]))
     np.testing.assert_allclose(update(Point(1.0), records([0.0]), training, engine=engine), [0.712 - 1], rtol=1e-6)
 
 
 def test_weight_decay_by_hand(engine: str) -> None:
     """Gradient 2 (x - 1) at x = 3 is 4; with 0.5 x it is 5.5."""
-    training = LocalTraining(learning_rate=0.1, weight_decay=0.5, loss=quadratic([2.0]))
+    training = Training(learning_rate=0.1, weight_decay=0.5, loss=quadratic([2.0]))
     np.testing.assert_allclose(update(Point(3.0), records([1.0]), training, engine=engine), [-0.55], rtol=1e-6)
 
 
@@ -146,7 +146,7 @@ def test_weight_decay_of_parameters_that_are_added_up(engine: str) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.a + self.b - inputs
 
-    training = LocalTraining(learning_rate=1.0, weight_decay=0.1, loss=lambda outputs, targets: 0 * outputs.sum())
+    training = Training(learning_rate=1.0, weight_decay=0.1, loss=lambda outputs, targets: 0 * outputs.sum())
     np.testing.assert_allclose(update(Sum(), records([0.0]), training, engine=engine), [-0.1, -1.0], rtol=1e-6)
 
 
@@ -155,20 +155,18 @@ def test_weight_decay_where_the_loss_is_a_sum_of_weights(engine: str) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.point.sum()
 
-    training = LocalTraining(learning_rate=1.0, weight_decay=0.1, loss=lambda outputs, targets: outputs)
+    training = Training(learning_rate=1.0, weight_decay=0.1, loss=lambda outputs, targets: outputs)
     np.testing.assert_allclose(update(Weights(1.0, 2.0), ORIGIN, training, engine=engine), [-1.1, -1.2], rtol=1e-6)
 
 
 def test_proximal_term_by_hand(engine: str) -> None:
     """Starting at x = 2 with gradient x: x1 = 1.8; the second gradient is 1.8 + 3 (1.8 - 2) = 1.2: x2 = 1.68."""
-    training = LocalTraining(
-        learning_rate=0.1, regularizers=(ProximalTerm(strength=3.0),), num_local_steps=2, loss=quadratic([1.0])
-    )
+    training = Training(learning_rate=0.1, regularizers=(ProximalTerm(strength=3.0),), num_local_steps=2, loss=quadratic([1.0]))
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.68 - 2], rtol=1e-6)
 
 
 def test_step_size_decays_every_round(engine: str) -> None:
-    training = LocalTraining(learning_rate=0.1, learning_rate_decay=0.5, loss=quadratic([1.0]))
+    training = Training(learning_rate=0.1, learning_rate_decay=0.5, loss=quadratic([1.0]))
     for server_round, step in ((1, 0.1), (2, 0.05), (4, 0.0125)):
         assert training.step_size(server_round) == pytest.approx(step, rel=1e-12)
         np.testing.assert_allclose(update(Point(1.0), records([0.0]), training, server_round, engine=engine), [-step], rtol=1e-6)
@@ -182,7 +180,7 @@ def _batches(num_records: int, **settings: Any) -> list[list[int]]:
         return (outputs**2).mean()
 
     data = TensorRecords(inputs=torch.zeros(num_records, 1), targets=torch.arange(num_records))
-    update(Point(1.0), data, LocalTraining(learning_rate=0.1, loss=loss, **settings))
+    update(Point(1.0), data, Training(learning_rate=0.1, loss=loss, **settings))
     return seen
 
 
@@ -217,7 +215,7 @@ def _classes(num_records: int, seed: int) -> TensorRecords:
     )
 
 
-RECIPE = LocalTraining(
+RECIPE = Training(
     learning_rate=0.1, batch_size=3, num_local_epochs=2, momentum=0.5, sam_radius=0.05, weight_decay=0.01, learning_rate_decay=0.1
 )
 
@@ -225,7 +223,7 @@ RECIPE = LocalTraining(
 def test_agrees_with_torch_optim(engine: str) -> None:
     module, data = _net(), _classes(8, 4)
     reference = copy.deepcopy(module)
-    training = LocalTraining(learning_rate=0.1, batch_size=8, num_local_epochs=5, momentum=0.5, weight_decay=0.01)
+    training = Training(learning_rate=0.1, batch_size=8, num_local_epochs=5, momentum=0.5, weight_decay=0.01)
     row = update(module, data, training, engine=engine)
     before = nn.utils.parameters_to_vector(reference.parameters()).detach().clone()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
@@ -240,7 +238,7 @@ def test_agrees_with_torch_optim(engine: str) -> None:
 def test_losses_are_handed_out(engine: str) -> None:
     losses: list[Tensor] = []
     model = FlatModel(Point(2.0))
-    training = LocalTraining(learning_rate=0.5, num_local_steps=2, loss=quadratic([1.0]))
+    training = Training(learning_rate=0.5, num_local_steps=2, loss=quadratic([1.0]))
     list(
         local_updates(
             model.vector.clone(), [records([0.0])], training, model=model, server_round=1, seeds=[0], losses=losses, engine=engine
@@ -311,7 +309,7 @@ def test_parameters_without_influence_get_zero_gradients(engine: str) -> None:
             self.idle = nn.Parameter(torch.tensor([5.0]))
 
     np.testing.assert_allclose(
-        update(Idle(), records([0.0]), LocalTraining(learning_rate=0.1, loss=quadratic([1.0])), engine=engine),
+        update(Idle(), records([0.0]), Training(learning_rate=0.1, loss=quadratic([1.0])), engine=engine),
         [-0.1, 0],
         rtol=1e-6,
     )
@@ -334,7 +332,7 @@ def test_a_client_without_records_is_refused(engine: str) -> None:
         update(
             Point(1.0),
             TensorRecords(inputs=torch.zeros(0, 1), targets=torch.zeros(0)),
-            LocalTraining(learning_rate=0.1),
+            Training(learning_rate=0.1),
             engine=engine,
         )
 
@@ -358,7 +356,7 @@ def test_a_client_without_records_is_refused(engine: str) -> None:
 )
 def test_nonsense_recipes_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}="):
-        LocalTraining(**{"learning_rate": 0.1, field: value})
+        Training(**{"learning_rate": 0.1, field: value})
 
 
 # Adam
@@ -366,7 +364,7 @@ def test_nonsense_recipes_are_refused_by_name(field: str, value: Any) -> None:
 
 def test_two_adam_steps_by_hand(engine: str) -> None:
     """Kingma & Ba 2015 with beta 0.9 and 0.999: a first step is learning_rate x sign of the gradient, whatever its size."""
-    training = LocalTraining(learning_rate=0.1, num_local_steps=2, optimizer="adam", loss=quadratic([1.0, 4.0]))
+    training = Training(learning_rate=0.1, num_local_steps=2, optimizer="adam", loss=quadratic([1.0, 4.0]))
     here, first, second = np.array([3.0, 1.0]), np.zeros(2), np.zeros(2)
     for step in (1, 2):
         gradient = np.array([1.0, 4.0]) * here
@@ -377,7 +375,7 @@ def test_two_adam_steps_by_hand(engine: str) -> None:
 
 def test_adam_takes_weight_decay_and_the_proximal_term(engine: str) -> None:
     """With gradient (3, 4), decay 1 and no distance to the start the step's gradient is (6, 5); Adam goes by signs."""
-    training = LocalTraining(
+    training = Training(
         learning_rate=0.1,
         weight_decay=1.0,
         regularizers=(ProximalTerm(strength=2.0),),
@@ -389,29 +387,27 @@ def test_adam_takes_weight_decay_and_the_proximal_term(engine: str) -> None:
 
 
 def test_adam_starts_fresh_for_every_client_and_round(engine: str) -> None:
-    training = LocalTraining(learning_rate=0.1, optimizer="adam", num_local_steps=3, loss=quadratic([1.0, 4.0]))
+    training = Training(learning_rate=0.1, optimizer="adam", num_local_steps=3, loss=quadratic([1.0, 4.0]))
     model = FlatModel(Point(3.0, 1.0))
     start = model.vector.clone()
-    words = {"model": model, "server_round": 1, "engine": engine}
-    rows = list(local_updates(start, [ORIGIN, ORIGIN], training, seeds=[0, 0], **words))
-    again = list(local_updates(start, [ORIGIN], training, seeds=[0], **words))
+    arguments = {"model": model, "server_round": 1, "engine": engine}
+    rows = list(local_updates(start, [ORIGIN, ORIGIN], training, seeds=[0, 0], **arguments))
+    again = list(local_updates(start, [ORIGIN], training, seeds=[0], **arguments))
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], again[0])
 
 
 def test_the_batched_engine_says_that_adam_trains_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    update(
-        Point(3.0, 1.0), ORIGIN, LocalTraining(learning_rate=0.1, optimizer="adam", loss=quadratic([1.0, 1.0])), engine="batched"
-    )
+    update(Point(3.0, 1.0), ORIGIN, Training(learning_rate=0.1, optimizer="adam", loss=quadratic([1.0, 1.0])), engine="batched")
     assert "clients train one by one: UnfitRecipeError: optimizer='adam'" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("words", "named"), [({"optimizer": "lion"}, "optimizer='lion'"), ({"optimizer": "adam", "momentum": 0.5}, "momentum=0.5")]
 )
-def test_optimizers_that_make_no_sense(words: dict[str, Any], named: str) -> None:
+def test_optimizers_that_make_no_sense(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        LocalTraining(learning_rate=0.1, **words)
+        Training(learning_rate=0.1, **arguments)
 
 
 # Inputs of several tensors
@@ -449,7 +445,7 @@ def test_named_inputs_train_as_one_tensor_does(engine: str) -> None:
     torch.manual_seed(0)
     pair, single = Pair(), Single()
     single.load_state_dict(pair.state_dict())
-    training = LocalTraining(learning_rate=0.1, batch_size=4, num_local_epochs=2, sam_radius=0.1)
+    training = Training(learning_rate=0.1, batch_size=4, num_local_epochs=2, sam_radius=0.1)
     named = TensorRecords(inputs={"values": VALUES, "mask": MASK}, targets=LABELS, indices=torch.arange(8))
     joint = TensorRecords(inputs=torch.stack([VALUES, MASK], dim=1), targets=LABELS, indices=torch.arange(8))
     expected = update(single, joint, training)
@@ -462,11 +458,11 @@ def test_named_inputs_are_clipped_record_by_record_as_one_tensor_is() -> None:
     torch.manual_seed(0)
     pair, single = Pair(), Single()
     single.load_state_dict(pair.state_dict())
-    clip, words = RecordClip(clip_norm=0.3, step=2.0**-20), {"loss": nn.functional.cross_entropy, "seed": 0}
+    clip, arguments = RecordClip(clip_norm=0.3, step=2.0**-20), {"loss": nn.functional.cross_entropy, "seed": 0}
     named = TensorRecords(inputs={"values": VALUES, "mask": MASK}, targets=LABELS)
     joint = TensorRecords(inputs=torch.stack([VALUES, MASK], dim=1), targets=LABELS)
     sums = [
-        clipped_sum(FlatModel(module), data, torch.arange(9), clip=clip, **words)[0]
+        clipped_sum(FlatModel(module), data, torch.arange(9), clip=clip, **arguments)[0]
         for module, data in ((pair, named), (single, joint))
     ]
     assert sums[0].norm() > 0.1

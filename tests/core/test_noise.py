@@ -267,8 +267,8 @@ def test_steps_by_hand(scale: float, clip: float, dimension: int, norm: str, ste
         ({"scale": 1e-12}, "noise_scale=1e-12: is too small for clip_norm=1"),
     ],
 )
-def test_lattices_that_make_no_sense_are_refused(words: dict[str, Any], message: str) -> None:
-    options = {"scale": 1.0, "clip_norm": 1.0, "dimension": 10, **words}
+def test_lattices_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    options = {"scale": 1.0, "clip_norm": 1.0, "dimension": 10, **arguments}
     with pytest.raises(ValueError, match=message):
         lattice_step(options.pop("scale"), **options)
 
@@ -382,8 +382,8 @@ class Shifted(np.random.Generator):
         super().__init__(np.random.PCG64(seed))
         self.drawn: list[np.ndarray] = []
 
-    def standard_normal(self, *args: Any, **words: Any) -> Any:
-        drawn = super().standard_normal(*args, **words)
+    def standard_normal(self, *args: Any, **arguments: Any) -> Any:
+        drawn = super().standard_normal(*args, **arguments)
         self.drawn.append(np.array(drawn))
         return drawn
 

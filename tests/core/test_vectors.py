@@ -123,9 +123,9 @@ def test_a_model_without_arrays_is_refused() -> None:
         ({"a": np.zeros(3, np.float32), "b": np.zeros(0, np.float32)}, r"'a' has shape \(3,\)"),
     ],
 )
-def test_other_names_and_shapes_are_refused(arrays: dict[str, np.ndarray], words: str) -> None:
+def test_other_names_and_shapes_are_refused(arrays: dict[str, np.ndarray], arguments: str) -> None:
     layout = Layout.of({"a": np.zeros(2, np.float32), "b": np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=arguments):
         layout.flatten(arrays)
 
 

@@ -38,11 +38,11 @@ def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path, engine):
     lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["final_model.pt", "flower.log"]
     assert sorted(path.name for path in (HERE / "pytorch").iterdir()) == before
-    told = [line.partition(":")[2].strip() for line in lines]
-    # The app has no metrics.jsonl: its log is what is shown. Every line once, no debugging, no traceback of the roll call.
-    assert told.count("Privacy statement: DP-FedAvg") == 1
+    answer = [line.partition(":")[2].strip() for line in lines]
+    # The app has no metrics.jsonl: its log is what is shown. Every line once, no debugging, no traceback of the client query.
+    assert answer.count("Privacy statement: DP-FedAvg") == 1
     assert [line for line in lines if line.startswith(("DEBUG", "Traceback", "ERROR")) or "Traceback (most" in line] == []
-    assert told.count("[ROUND 2/2]") == 1
+    assert answer.count("[ROUND 2/2]") == 1
     assert not any("did not count" in line for line in lines)  # the clients found data/shape.csv
 
 

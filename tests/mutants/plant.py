@@ -69,7 +69,7 @@ class Verdict:
 def mutants() -> list[Mutant]:
     """Return the list of planted bugs, in its order."""
     listed = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
-    return [Mutant(**{**words, "tests": tuple(words["tests"])}) for words in listed]
+    return [Mutant(**{**arguments, "tests": tuple(arguments["tests"])}) for arguments in listed]
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def run_tests(tree: Path, tests: Iterable[str], *options: str) -> tuple[int, str
         return child.exitcode, said.read()
 
 
-def _pytest_in(tree: str, said: str, words: list[str]) -> None:
+def _pytest_in(tree: str, said: str, arguments: list[str]) -> None:
     """Be a process that runs pytest in a tree, and exit as it does."""
     with Path(said).open("wb") as out:
         os.dup2(out.fileno(), 1)
@@ -110,7 +110,7 @@ def _pytest_in(tree: str, said: str, words: list[str]) -> None:
     sys.path = [tree, *(entry for entry in sys.path if entry not in ("", str(LIST.parent), str(ROOT)))]
     import pytest
 
-    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *words])))
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments])))
 
 
 def plant(mutant: Mutant, tree: Path) -> Verdict:
@@ -178,9 +178,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="TEXT", help="only bugs with this text in their name or file")
     parser.add_argument("--list", action="store_true", help="show the bugs and plant none")
-    words = parser.parse_args()
-    chosen = [mutant for mutant in mutants() if words.only is None or words.only in f"{mutant.file}: {mutant.name}"]
-    if words.list or not chosen:
+    arguments = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if arguments.only is None or arguments.only in f"{mutant.file}: {mutant.name}"]
+    if arguments.list or not chosen:
         sys.stdout.writelines(f"{mutant.file}: {mutant.name}\n" for mutant in chosen)
         return 0 if chosen else 1
     _CONTEXT.set_forkserver_preload(LIBRARIES)
@@ -191,8 +191,8 @@ def main() -> int:
         return 1
     verdicts = plant_all(chosen, num_processes)
     counts = {word: sum(verdict.word == word for verdict in verdicts) for word in ("caught", "SURVIVED", "BROKEN")}
-    told = ", ".join(f"{count} {word}" for word, count in counts.items())
-    sys.stdout.write(f"{len(verdicts)} planted bugs: {told}; {(time.monotonic() - started) / 60:.1f} minutes\n")
+    answer = ", ".join(f"{count} {word}" for word, count in counts.items())
+    sys.stdout.write(f"{len(verdicts)} planted bugs: {answer}; {(time.monotonic() - started) / 60:.1f} minutes\n")
     return 0 if counts["caught"] == len(verdicts) else 1
 
 

@@ -313,8 +313,8 @@ def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
     sampler = FixedSizeSampling(cohort_size=sample)
     for server_round in range(1, count + 1):
         ledger.charge(sampler.event(Gaussian(multiplier), server_round, population))
-    words = {"mechanism": "gaussian", "sampling": "fixed-size", "sampling_rate": None, "relation": None, "delta": delta}
-    options = words | {"cohort_size": sample, "num_clients": population, "num_rounds": count}
+    arguments = {"mechanism": "gaussian", "sampling": "fixed-size", "sampling_rate": None, "relation": None, "delta": delta}
+    options = arguments | {"cohort_size": sample, "num_clients": population, "num_rounds": count}
     planned = planned_run.from_options(**options)  # type: ignore[arg-type]
     assert planned.cost(multiplier)["epsilon"] == ledger.cost(delta).epsilon == pytest.approx(golden, abs=1e-3)
     assert planned.cost(multiplier)["accountant"] == ledger.cost(delta).accountant == "pld"

@@ -56,7 +56,7 @@ def replies(path, name="a"):
 def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
     assert [LedgerFile(path).charge({"a": terms()}) for _ in range(3)] == [({}, {"a": count}) for count in (1, 2, 3)]
     refused, counts = LedgerFile(path).charge({"a": terms(), "b": terms()})
-    assert {name: reason.told for name, reason in refused.items()} == {
+    assert {name: reason.answer for name, reason in refused.items()} == {
         "a": "its budget is spent: num_replies=3, all of them sent"
     }
     assert counts == {"b": 1}
@@ -67,7 +67,7 @@ def test_an_account_keeps_its_terms(path):
     LedgerFile(path).charge({"a": terms(3)})
     for other in (terms(100), terms(3, Laplace(noise_multiplier=0.1)), terms(3, Gaussian(noise_multiplier=4.0))):
         refused, _ = LedgerFile(path).charge({"a": other})
-        assert refused["a"].told == "its account was opened on other terms"
+        assert refused["a"].answer == "its account was opened on other terms"
         assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
 
@@ -91,13 +91,13 @@ def test_an_account_keeps_its_terms(path):
         ),
     ],
 )
-def test_the_file_says_what_was_spent(path, words, event):
+def test_the_file_says_what_was_spent(path, keywords, event):
     for _ in range(2):
-        LedgerFile(path).charge({"a": terms(**words)})
+        LedgerFile(path).charge({"a": terms(**keywords)})
     entry = LedgerFile(path).read()["a"]
     assert entry.spent == SelfComposedDpEvent(event, 2)
-    assert entry.relation == words.get("relation", "add-or-remove-one")
-    assert (entry.num_replies, entry.terms) == (3, terms(**words).text)
+    assert entry.relation == keywords.get("relation", "add-or-remove-one")
+    assert (entry.num_replies, entry.terms) == (3, terms(**keywords).text)
     assert LedgerFile(path).read()["b"].spent == NoOpDpEvent()
 
 
@@ -105,13 +105,13 @@ def tamper(path, change):
     """Change a file, and its checksum with it, as anyone can."""
     data = json.loads(path.read_text())
     change(data)
-    told = json.dumps(data["clients"], sort_keys=True, separators=(",", ":"))
-    data["sha256"] = hashlib.sha256(told.encode()).hexdigest()
+    answer = json.dumps(data["clients"], sort_keys=True, separators=(",", ":"))
+    data["sha256"] = hashlib.sha256(answer.encode()).hexdigest()
     path.write_text(json.dumps(data))
 
 
-def set_entry(**words):
-    return lambda data: data["clients"]["a"].update(words)
+def set_entry(**keywords):
+    return lambda data: data["clients"]["a"].update(keywords)
 
 
 FAULTS = {
@@ -387,8 +387,8 @@ def test_a_folder_of_another_user_pays_nothing(path, monkeypatch):
     """Its owner can rename an older copy over the file, sticky bit or not."""
     stat_of = Path.stat
 
-    def stat(self, **words):
-        found = stat_of(self, **words)
+    def stat(self, **keywords):
+        found = stat_of(self, **keywords)
         if self == path.parent:
             values = list(found)
             values[4] = os.geteuid() + 1
@@ -456,4 +456,4 @@ def test_many_small_differences_never_add_up(path):
 def test_terms_of_a_numpy_number_are_the_same_line():
     assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
     assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
-    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).told == "its account was opened on other terms"
+    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).answer == "its account was opened on other terms"

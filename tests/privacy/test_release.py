@@ -109,6 +109,6 @@ def test_without_noise_the_event_says_so() -> None:
         ({"sampler": RoundRobinSampling(cohort_size=51)}, "cohort_size=51: .* <= 50"),
     ],
 )
-def test_combinations_that_nothing_bounds_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_combinations_that_nothing_bounds_are_refused(changes: dict[str, Any], arguments: str) -> None:
+    with pytest.raises(ValueError, match=arguments):
         _release(**changes)

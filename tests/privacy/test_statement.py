@@ -40,7 +40,7 @@ def _shown(text: str) -> tuple[Decimal, Decimal]:
 
 def test_text_says_everything() -> None:
     text = str(STATEMENT)
-    for words in (
+    for arguments in (
         "DP-FedSAM",
         "(7.3012, 0.001)-differential privacy for each client (add-or-remove-one",
         "accountant pld",
@@ -55,7 +55,7 @@ def test_text_says_everything() -> None:
         "Not covered: CLIENT METRICS",
         "Happened: 3 replies refused",
     ):
-        assert words in text
+        assert arguments in text
     assert "NOT" not in text.replace("Not covered", "")
 
 

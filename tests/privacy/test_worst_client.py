@@ -79,9 +79,9 @@ def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch: pyte
     calls = []
     account = accounting.epsilon
 
-    def counted(*args: Any, **words: Any) -> Any:
+    def counted(*args: Any, **arguments: Any) -> Any:
         calls.append(args)
-        return account(*args, **words)
+        return account(*args, **arguments)
 
     monkeypatch.setattr(accounting, "epsilon", counted)
     for replies, most in ((1, 4), (1, 4), (30, 8), (31, 12), (32, 12), (33, 12), (34, 16), (36, 16)):

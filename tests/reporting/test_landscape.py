@@ -148,9 +148,9 @@ def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
         ({"seed": -1}, "--seed=-1"),
     ],
 )
-def test_nonsense_is_refused(words, match):
+def test_nonsense_is_refused(keywords, match):
     with pytest.raises(ValueError, match=match):
-        landscapes([], **words)
+        landscapes([], **keywords)
 
 
 def test_runs_of_other_apps_are_refused(tmp_path):
@@ -207,10 +207,10 @@ def test_wide_losses_are_drawn_on_a_logarithmic_scale_and_what_is_not_finite_is_
 def played(tmp_path_factory):
     """Two runs of breast-cancer, and its settings."""
     pytest.importorskip("sklearn")
-    words = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
-    words |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
+    keywords = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
+    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
     parent = tmp_path_factory.mktemp("runs")
-    return [play(parent / f"z{z:g}", {**words, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
+    return [play(parent / f"z{z:g}", {**keywords, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
 
 
 def call(*arguments):

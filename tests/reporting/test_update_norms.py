@@ -22,7 +22,7 @@ def recorded(folder, lines, statement=STATEMENT):
     return read_past_run(folder)
 
 
-def told(*norms):
+def answer(*norms):
     """The line of a round whose clients have these norms."""
     return {"client-update-norm": np.mean(norms), "client-update-norm-squared": np.mean(np.square(norms))}
 
@@ -34,7 +34,7 @@ def call(*arguments):
 
 
 def test_mean_and_spread_of_every_round_that_told_them(tmp_path):
-    norms = read_update_norms(recorded(tmp_path / "run", [{}, told(1.0, 3.0), {}, told(2.0, 2.0, 5.0)]))
+    norms = read_update_norms(recorded(tmp_path / "run", [{}, answer(1.0, 3.0), {}, answer(2.0, 2.0, 5.0)]))
     assert norms.rounds.tolist() == [1, 3]
     assert norms.mean == pytest.approx([2.0, 3.0])
     assert norms.std == pytest.approx([1.0, 2.0**0.5])
@@ -49,7 +49,7 @@ def test_mean_and_spread_of_every_round_that_told_them(tmp_path):
 
 
 def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
-    lines = [{"clip-norm": 100.0} | told(1.0, 1.5), {"clip-norm": 10.0} | told(1.0), {"clip-norm": 1.0} | told(1.0)]
+    lines = [{"clip-norm": 100.0} | answer(1.0, 1.5), {"clip-norm": 10.0} | answer(1.0), {"clip-norm": 1.0} | answer(1.0)]
     norms = read_update_norms(recorded(tmp_path / "run", lines))
     assert norms.clip_norms.tolist() == [100.0, 10.0, 1.0]
     (axes,) = figure(norms, "x").axes
@@ -62,11 +62,11 @@ def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
 
 
 def test_a_clip_norm_far_above_all_norms_is_named_and_not_drawn(tmp_path):
-    norms = read_update_norms(recorded(tmp_path / "run", [told(1.0), told(2.0)], {"noise": {"clip_norm": 1000.0}}))
+    norms = read_update_norms(recorded(tmp_path / "run", [answer(1.0), answer(2.0)], {"noise": {"clip_norm": 1000.0}}))
     (axes,) = figure(norms, "x").axes
     assert axes.get_ylim()[1] < 5
     assert "clip norm: 1000 at least, above the axis" in [text.get_text() for text in axes.get_legend().get_texts()]
-    without = read_update_norms(recorded(tmp_path / "without", [told(1.0)], {}))
+    without = read_update_norms(recorded(tmp_path / "without", [answer(1.0)], {}))
     assert without.clip_norms.size == 0
     assert len(figure(without, "x").axes[0].lines) == 1
 
@@ -82,13 +82,13 @@ def test_a_run_without_norms_names_the_setting(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
 def test_a_run_of_the_app_tells_them_on_request_alone(method, tmp_path, capsys):
-    words = {"task": "breast-cancer", "method": method, "num-clients": 8, "num-rounds": 2, "sampling": "full"}
-    words |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "evaluate-every": 0}
-    silent = play(tmp_path / "silent", words)
+    keywords = {"task": "breast-cancer", "method": method, "num-clients": 8, "num-rounds": 2, "sampling": "full"}
+    keywords |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "evaluate-every": 0}
+    silent = play(tmp_path / "silent", keywords)
     assert call(silent) == 2
     assert "client-" not in (silent / "metrics.jsonl").read_text()
     assert "CLIENT METRICS" not in (silent / "statement.txt").read_text()
-    folder = play(tmp_path / "told", {**words, "report-client-metrics": True})
+    folder = play(tmp_path / "told", {**keywords, "report-client-metrics": True})
     assert "CLIENT METRICS: the norms of clients' updates before the clip" in (folder / "statement.txt").read_text()
     norms = read_update_norms(read_past_run(folder))
     assert norms.rounds.tolist() == [1, 2]

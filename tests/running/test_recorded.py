@@ -21,11 +21,11 @@ OWN = ("round", "num-rounds", "epsilon", "delta", "elapsed", "seconds", "cohort-
 OWN += ("bytes-per-client", "cost-per-device", "private-accuracy", "private-loss-standard-error", "client-update-norm")
 
 
-def run(folder, evaluate_fn=None, **words):
+def run(folder, evaluate_fn=None, **arguments):
     strategy = FedSGDDPC(**LAPLACE, num_clients=2, cohort_size=2, num_records=8, learning_rate=0.5)
     recipe = FedSGDDPCRecipe(**LAPLACE, num_replies=2)
     grid = grid_of(recipe, {name: records(name) for name in NAMES[:2]})
-    record_run(strategy, grid, model_arrays(linear()), num_rounds=2, config={}, path=folder, evaluate_fn=evaluate_fn, **words)
+    record_run(strategy, grid, model_arrays(linear()), num_rounds=2, config={}, path=folder, evaluate_fn=evaluate_fn, **arguments)
     return strategy
 
 
@@ -41,8 +41,8 @@ def test_no_metric_of_the_users_takes_the_place_of_a_column_of_the_run(name, tmp
     assert [line["accuracy"] for line in lines] == [0.25, 0.25, 0.25]
     assert not any(line.get(name) == -7.5 for line in lines)
     assert [line["round"] for line in lines] == [0, 1, 2]
-    told = [entry.getMessage() for entry in caplog.records if "evaluate_fn" in entry.getMessage()]
-    assert told == [f"evaluate_fn: its metric {name!r} is not written: this is a column of the run's own; give it another name"]
+    answer = [entry.getMessage() for entry in caplog.records if "evaluate_fn" in entry.getMessage()]
+    assert answer == [f"evaluate_fn: its metric {name!r} is not written: this is a column of the run's own; give it another name"]
 
 
 def test_the_lines_have_the_runs_own_epsilon_and_delta(tmp_path):
@@ -57,7 +57,7 @@ def test_a_metric_does_not_stand_for_the_size_of_a_secret_cohort(tmp_path):
     sampling = PoissonSampling(sampling_rate=0.9)
     strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=4.0, sampling=sampling, num_clients=4, delta=1e-3)
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
-    told = {"cohort-size": 2.0, "replies": 2.0}
+    answer = {"cohort-size": 2.0, "replies": 2.0}
     record_run(
         strategy,
         grid,
@@ -65,9 +65,9 @@ def test_a_metric_does_not_stand_for_the_size_of_a_secret_cohort(tmp_path):
         num_rounds=1,
         config={},
         path=tmp_path / "run",
-        evaluate_fn=lambda server_round, model: MetricRecord(told),
+        evaluate_fn=lambda server_round, model: MetricRecord(answer),
     )
-    assert not any(told.keys() & line.keys() for line in lines_of(tmp_path / "run"))
+    assert not any(answer.keys() & line.keys() for line in lines_of(tmp_path / "run"))
 
 
 def test_a_run_that_fails_has_told_what_it_released(tmp_path):
@@ -77,8 +77,8 @@ def test_a_run_that_fails_has_told_what_it_released(tmp_path):
 
     with pytest.raises(RuntimeError, match="disk is full"):
         run(tmp_path / "run", broken, not_covered=("what the app has left out",))
-    told = json.loads((tmp_path / "run" / "statement.json").read_text())
-    assert (told["num_rounds"], told["epsilon"]) == (2, pytest.approx(2.0))
-    assert told["not_covered"][-1] == "what the app has left out"
+    answer = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert (answer["num_rounds"], answer["epsilon"]) == (2, pytest.approx(2.0))
+    assert answer["not_covered"][-1] == "what the app has left out"
     assert "Not covered: what the app has left out" in (tmp_path / "run" / "statement.txt").read_text()
     assert not (tmp_path / "run" / "model.safetensors").exists()

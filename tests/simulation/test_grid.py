@@ -26,7 +26,7 @@ def to(node, **what):
     return Message(RecordDict({"ask": ConfigRecord(what)}), node, "train")
 
 
-def told(reply):
+def reported(reply):
     return dict(reply.content["told"])
 
 
@@ -89,11 +89,11 @@ def renumbered(grid):
 def test_every_method_releases_the_bits_of_the_grid_in_this_process(workers, method, num_nodes):
     if method.client is None and num_nodes != 4:
         pytest.skip("a stock client is a node")
-    words = Words(noise_seed=SEED)
-    app = app_of(method, words, SMALL, num_nodes=num_nodes, noise_seed=SEED)
-    local = start(method.strategy(words), renumbered(WatchedGrid(app, num_nodes)), words)
+    arguments = Words(noise_seed=SEED)
+    app = app_of(method, arguments, SMALL, num_nodes=num_nodes, noise_seed=SEED)
+    local = start(method.strategy(arguments), renumbered(WatchedGrid(app, num_nodes)), arguments)
     with RayGrid(app, workers, num_nodes=num_nodes) as grid:
-        ray = start(method.strategy(words), grid, words)
+        ray = start(method.strategy(arguments), grid, arguments)
     assert len(set(local.bits)) == 4
     assert ray.bits == local.bits
     assert str(ray.strategy.statement) == str(local.strategy.statement)
@@ -106,10 +106,10 @@ def test_every_method_releases_the_bits_of_the_grid_in_this_process(workers, met
 def test_no_worker_repeats_noise(workers):
     """The same app and message: from two workers, from one of them again, and from one that has replaced another."""
     (method,) = [method for method in METHODS if method.label == "dp-fedsam distributed"]
-    words = Words(num_rounds=1)
-    app = app_of(method, words, STILL, num_nodes=2)
+    arguments = Words(num_rounds=1)
+    app = app_of(method, arguments, STILL, num_nodes=2)
     local = WatchedGrid(app, 2)
-    start(method.strategy(words), local, words, STILL)
+    start(method.strategy(arguments), local, arguments, STILL)
     (message, _) = local.train_messages
     rows = []
 
@@ -120,7 +120,7 @@ def test_no_worker_repeats_noise(workers):
         rows.append(list(record.values())[-1].numpy().astype(np.float64))
 
     for again in range(2):
-        with RayGrid(one_client(method, words), workers, num_nodes=2) as grid:
+        with RayGrid(one_client(method, arguments), workers, num_nodes=2) as grid:
             for node in (2, 3, 2, 3):
                 ask(grid, node)
         workers.replace(again)
@@ -129,9 +129,9 @@ def test_no_worker_repeats_noise(workers):
     assert all(row.std() > 0 for row in rows)
 
 
-def one_client(method, words):
+def one_client(method, arguments):
     """Every node hosts c0: a client made once, which is copied into every worker."""
-    client = method.client(words, model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
+    client = method.client(arguments, model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
     return client_app(lambda context: client)
 
 
@@ -154,9 +154,9 @@ def test_a_forked_process_does_not_repeat_the_noise_of_its_parent():
 def client_app_of_noise():
     """Call a node on a message again and again; return what it has sent."""
     (method,) = [method for method in METHODS if method.label == "dp-fedsam distributed"]
-    words = Words(num_rounds=1)
-    grid = WatchedGrid(app_of(method, words, STILL, num_nodes=4), 4)
-    start(method.strategy(words), grid, words, STILL)
+    arguments = Words(num_rounds=1)
+    grid = WatchedGrid(app_of(method, arguments, STILL, num_nodes=4), 4)
+    start(method.strategy(arguments), grid, arguments, STILL)
     message = grid.train_messages[0]
 
     def ask():
@@ -173,8 +173,8 @@ def test_what_an_app_raises_is_an_error_reply_and_leaves_the_state_as_it_was(gri
     first, raised, ended, nothing, last = grid.send_and_receive(
         [to(3), to(3, do="raise", what="data"), to(3, do="exit"), to(3, do="return nothing"), to(3)]
     )
-    assert (told(first)["count"], told(last)["count"]) == (1, 2)
-    assert told(first)["process"] == told(last)["process"]
+    assert (reported(first)["count"], reported(last)["count"]) == (1, 2)
+    assert reported(first)["process"] == reported(last)["process"]
     assert [(reply.error.code, reply.error.reason) for reply in (raised, ended, nothing)] == [
         (2, "no data"),
         (2, "the app ends its process"),
@@ -186,7 +186,7 @@ def test_what_an_app_raises_is_an_error_reply_and_leaves_the_state_as_it_was(gri
 def test_the_nodes_are_flowers(grid):
     assert list(grid.get_node_ids()) == [2, 3, 4, 5]
     replies = grid.send_and_receive([to(node) for node in (5, 2, 4, 3)])
-    assert [(told(reply)["node"], told(reply)["part"]) for reply in replies] == [(5, 3), (2, 0), (4, 2), (3, 1)]
+    assert [(reported(reply)["node"], reported(reply)["part"]) for reply in replies] == [(5, 3), (2, 0), (4, 2), (3, 1)]
     assert [reply.metadata.src_node_id for reply in replies] == [5, 2, 4, 3]
     assert len({reply.metadata.message_id for reply in replies}) == 4
     (strange,) = grid.send_and_receive([to(77)])
@@ -200,20 +200,20 @@ def test_an_app_that_can_not_be_loaded_is_flowers_error(workers):
 
         return a_module_that_is_not_there
 
-    for app, words in ((missing, "No module named 'a_module_that_is_not_there'"), (lambda: 3, "the app is a int: must be a")):
+    for app, arguments in ((missing, "No module named 'a_module_that_is_not_there'"), (lambda: 3, "the app is a int: must be a")):
         with RayGrid(app, workers, num_nodes=1) as grid:
             (reply,) = grid.send_and_receive([to(2)])
         assert reply.error.code == 1
-        assert words in reply.error.reason
+        assert arguments in reply.error.reason
 
 
 def test_a_dead_worker_costs_its_message_and_comes_back_with_the_state(grid):
     list(grid.send_and_receive([to(node) for node in (2, 3, 4, 5)]))
-    before = {told(reply)["process"] for reply in grid.send_and_receive([to(node) for node in (2, 3)])}
+    before = {reported(reply)["process"] for reply in grid.send_and_receive([to(node) for node in (2, 3)])}
     dead, alive = grid.send_and_receive([to(2, do="die"), to(3)])
     assert (dead.error.code, dead.error.reason) == (8, "ClientApp stopped responding.")
-    assert (dead.metadata.src_node_id, told(alive)["count"]) == (2, 3)
-    after = [told(reply) for reply in grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])]
+    assert (dead.metadata.src_node_id, reported(alive)["count"]) == (2, 3)
+    after = [reported(reply) for reply in grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])]
     assert [answer["count"] for answer in after] == [3, 4, 2, 2]
     assert len({answer["process"] for answer in after} - before) == 1
 
@@ -221,10 +221,10 @@ def test_a_dead_worker_costs_its_message_and_comes_back_with_the_state(grid):
 def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
     """With a strategy: the round goes on, the statement says who was missing."""
     (method,) = [method for method in METHODS if method.label == "dp-fedavg"]
-    words = Words(noise_seed=SEED)
-    app = app_of(method, words, SMALL, num_nodes=2, noise_seed=SEED)
+    arguments = Words(noise_seed=SEED)
+    app = app_of(method, arguments, SMALL, num_nodes=2, noise_seed=SEED)
     with RayGrid(app, workers, num_nodes=2) as grid:
-        strategy: DPStrategy = method.strategy(words)
+        strategy: DPStrategy = method.strategy(arguments)
         send, rounds = grid.send_and_receive, []
 
         def kill_one(messages, *, timeout=None):
@@ -236,7 +236,7 @@ def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
             return send(messages, timeout=timeout)
 
         grid.send_and_receive = kill_one
-        run = start(strategy, grid, words)
+        run = start(strategy, grid, arguments)
     assert [report.replies for report in run.strategy.rounds] == [4, 2, 4]
     assert any("did not reply" in line for line in run.strategy.statement.incidents)
     assert run.strategy.statement.num_rounds == 3
@@ -263,10 +263,10 @@ def test_a_reply_in_the_name_of_another_is_an_error_of_its_own_node(workers):
 def test_a_late_reply_is_dropped_but_its_state_is_not(grid):
     list(grid.send_and_receive([to(node) for node in (2, 3)]))
     replies = list(grid.send_and_receive([to(2, do="sleep", seconds=1.5), to(3)], timeout=0.5))
-    assert [told(reply)["node"] for reply in replies] == [3]
+    assert [reported(reply)["node"] for reply in replies] == [3]
     # The next message to the same node waits until it is free; another node is served meanwhile.
     late, other = grid.send_and_receive([to(2), to(3)])
-    assert (told(late)["count"], told(other)["count"]) == (3, 3)
+    assert (reported(late)["count"], reported(other)["count"]) == (3, 3)
 
 
 def test_the_state_that_a_late_reply_has_left_survives_its_worker(grid):
@@ -274,37 +274,37 @@ def test_the_state_that_a_late_reply_has_left_survives_its_worker(grid):
     assert list(grid.send_and_receive([to(2, do="sleep", seconds=1.0)], timeout=0.3)) == []
     (dead,) = grid.send_and_receive([to(2, do="die")])
     (after,) = grid.send_and_receive([to(2)])
-    assert (dead.error.code, told(after)["count"]) == (8, 3)
+    assert (dead.error.code, reported(after)["count"]) == (8, 3)
 
 
 def test_a_node_serves_one_message_after_the_other(grid):
     """Two at once would charge the same account twice, and count it once."""
     list(grid.send_and_receive([to(2), to(3)]))
     replies = grid.send_and_receive([to(2, do="sleep", seconds=0.5), to(2), to(2)])
-    assert [told(reply)["count"] for reply in replies] == [2, 3, 4]
+    assert [reported(reply)["count"] for reply in replies] == [2, 3, 4]
 
 
 def test_what_no_worker_had_when_the_time_was_over_is_not_sent(grid):
     list(grid.send_and_receive([to(node) for node in (2, 3, 4, 5)]))
     slow = [to(node, do="sleep", seconds=1.0) for node in (2, 3)]
     assert list(grid.send_and_receive([*slow, to(4), to(5)], timeout=0.3)) == []
-    assert [told(reply)["count"] for reply in grid.send_and_receive([to(4), to(5)])] == [2, 2]
+    assert [reported(reply)["count"] for reply in grid.send_and_receive([to(4), to(5)])] == [2, 2]
 
 
 def test_a_worker_that_is_done_helps_the_other(grid):
     list(grid.send_and_receive([to(node) for node in (2, 3, 4, 5)]))
     # Nodes 2 and 4 belong to the first worker. While it works for 2, the other takes 4, with its state.
     slow, stolen = grid.send_and_receive([to(2, do="sleep", seconds=1.0), to(4)])
-    assert told(slow)["process"] != told(stolen)["process"]
-    assert (told(stolen)["count"], told(slow)["count"]) == (2, 2)
-    assert [told(reply)["count"] for reply in grid.send_and_receive([to(4), to(4)])] == [3, 4]
+    assert reported(slow)["process"] != reported(stolen)["process"]
+    assert (reported(stolen)["count"], reported(slow)["count"]) == (2, 2)
+    assert [reported(reply)["count"] for reply in grid.send_and_receive([to(4), to(4)])] == [3, 4]
 
 
 def test_a_grid_leaves_no_work_behind(workers):
     with RayGrid(app_that(obey), workers, num_nodes=2) as grid:
         assert list(grid.send_and_receive([to(2, do="sleep", seconds=600)], timeout=0.2)) == []
     with RayGrid(app_that(obey), workers, num_nodes=2) as grid:
-        assert [told(reply)["count"] for reply in grid.send_and_receive([to(2), to(3)])] == [1, 1]
+        assert [reported(reply)["count"] for reply in grid.send_and_receive([to(2), to(3)])] == [1, 1]
 
 
 def test_threads_may_share_a_grid(grid):
@@ -315,7 +315,7 @@ def test_threads_may_share_a_grid(grid):
         replies = [one for (one,) in pool.map(lambda node: list(grid.send_and_receive([to(node)])), asked)]
     assert [reply.metadata.src_node_id for reply in replies] == asked
     counts = {
-        node: sorted(told(reply)["count"] for reply in replies if reply.metadata.src_node_id == node) for node in (2, 3, 4, 5)
+        node: sorted(reported(reply)["count"] for reply in replies if reply.metadata.src_node_id == node) for node in (2, 3, 4, 5)
     }
     assert all(count == list(range(2, 12)) for count in counts.values())
     assert threading.active_count() < 50
@@ -337,13 +337,13 @@ def test_a_node_has_its_own_settings_and_finds_the_folder(workers, tmp_path, mon
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        words = {"folder": str(Path.cwd()), "threads": torch.get_num_threads(), **context.node_config, **context.run_config}
-        return Message(RecordDict({"told": ConfigRecord(words)}), reply_to=message)
+        arguments = {"folder": str(Path.cwd()), "threads": torch.get_num_threads(), **context.node_config, **context.run_config}
+        return Message(RecordDict({"told": ConfigRecord(arguments)}), reply_to=message)
 
     monkeypatch.chdir(tmp_path)
     own = lambda part: {"nbafl.epsilon": 2.0} if part else {}  # noqa: E731
     with RayGrid(app, workers, num_nodes=2, run_config={"method": "nbafl"}, node_config=own) as grid:
-        one, other = map(told, grid.send_and_receive([to(2), to(3)]))
+        one, other = map(reported, grid.send_and_receive([to(2), to(3)]))
     both = {"num-partitions": 2, "method": "nbafl", "folder": str(tmp_path), "threads": 1}
     assert one == both | {"partition-id": 0}
     assert other == both | {"partition-id": 1, "nbafl.epsilon": 2.0}

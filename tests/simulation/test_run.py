@@ -106,18 +106,18 @@ def test_two_apps_on_warm_workers(capsys):
             server, client, num_nodes=5, node_config=lambda part: {"own": part} if part else {}, progress=False
         )
     assert (run.folder, run.rounds, run.statement, run.result) == (None, (), None, None)
-    assert [(told["partition-id"], told["num-partitions"], told.get("own")) for told in found[0]] == [
+    assert [(answer["partition-id"], answer["num-partitions"], answer.get("own")) for answer in found[0]] == [
         (0, 5, None),
         *((part, 5, part) for part in range(1, 5)),
     ]
-    assert {told["process"] for told in found[0]} == {told["process"] for told in found[1]}
+    assert {answer["process"] for answer in found[0]} == {answer["process"] for answer in found[1]}
     # An error of the app is the caller's, and the workers stay.
     with pytest.raises(RuntimeError, match="told to fail"):
         flower_dp.simulate(server, client, num_nodes=5, run_config={"fail": True})
-    assert {told["process"] for told in found[2]} == {told["process"] for told in found[0]}
+    assert {answer["process"] for answer in found[2]} == {answer["process"] for answer in found[0]}
     # Other workers are new ones.
     flower_dp.simulate(server, client, num_nodes=1)
-    assert not {told["process"] for told in found[3]} & {told["process"] for told in found[0]}
+    assert not {answer["process"] for answer in found[3]} & {answer["process"] for answer in found[0]}
     assert capsys.readouterr().out == ""
 
 
@@ -166,11 +166,11 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
         ({"app": "/nowhere"}, "/nowhere: is neither a folder of a Flower app nor a preset"),
     ],
 )
-def test_nonsense_is_refused_before_anything_starts(words, named, monkeypatch):
+def test_nonsense_is_refused_before_anything_starts(arguments, named, monkeypatch):
     monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("started"))
-    words = {"app": ServerApp()} | words
+    arguments = {"app": ServerApp()} | arguments
     with pytest.raises(ValueError, match=named):
-        flower_dp.simulate(words.pop("app"), **words)
+        flower_dp.simulate(arguments.pop("app"), **arguments)
 
 
 SCRIPT = """

@@ -47,8 +47,8 @@ def here(tmp_path, monkeypatch):
 
 
 def setup_of(folder, load, path=()):
-    words = {"run_id": 1, "run_config": {}, "num_nodes": 3, "node_config": {}, "folder": str(folder), "path": path}
-    return cloudpickle.dumps(words | {"app": cloudpickle.dumps(load), "bytecode": False})
+    arguments = {"run_id": 1, "run_config": {}, "num_nodes": 3, "node_config": {}, "folder": str(folder), "path": path}
+    return cloudpickle.dumps(arguments | {"app": cloudpickle.dumps(load), "bytecode": False})
 
 
 @pytest.fixture

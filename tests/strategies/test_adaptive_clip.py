@@ -37,8 +37,8 @@ WORDS: dict[str, Any] = {
 NAMES = tuple(f"c{place}" for place in range(100))
 
 
-def moving(noise_multiplier: float = 2.0, cohort: float = 100.0, **words: Any) -> MovingClip:
-    return MovingClip(of=replace(CLIP, **words), noise_multiplier=noise_multiplier, expected_cohort=cohort)
+def moving(noise_multiplier: float = 2.0, cohort: float = 100.0, **arguments: Any) -> MovingClip:
+    return MovingClip(of=replace(CLIP, **arguments), noise_multiplier=noise_multiplier, expected_cohort=cohort)
 
 
 def round_of(asked: Ask, size: int) -> Round:
@@ -70,14 +70,14 @@ def sent(asked: Ask, *updates: Any) -> list[Any]:
 @pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.2)])
 @pytest.mark.parametrize("kind", [DPFedAvg, DPFedSAM, FedSMP])
 def test_epsilon_is_that_of_a_fixed_clip_to_the_last_digit(kind: Any, sampling: Any) -> None:
-    told = []
+    answer = []
     for clip_norm in (0.5, CLIP, replace(CLIP, count_noise_std=1.2)):
         strategy = kind(**WORDS | {"clip_norm": clip_norm, "sampling": sampling})
         for _ in range(7):
             strategy.rules.training.charge(NAMES[:20])
-        told.append((strategy.epsilon, strategy.statement.epsilon, strategy.rules.outside_ledger.cost(1e-3).epsilon))
-    assert told[0] == told[1] == told[2]
-    assert 0 < told[0][0] < math.inf
+        answer.append((strategy.epsilon, strategy.statement.epsilon, strategy.rules.outside_ledger.cost(1e-3).epsilon))
+    assert answer[0] == answer[1] == answer[2]
+    assert 0 < answer[0][0] < math.inf
 
 
 @pytest.mark.parametrize("z", [0.3, 2.0, 9.0])
@@ -210,7 +210,7 @@ def test_an_update_that_is_not_finite_is_refused_as_ever() -> None:
 # Where it moves
 
 
-def run(norms: np.ndarray, clip: AdaptiveClip, *, rounds: int = 60, noise_multiplier: float = 0.5, **words: Any) -> DPFedAvg:
+def run(norms: np.ndarray, clip: AdaptiveClip, *, rounds: int = 60, noise_multiplier: float = 0.5, **arguments: Any) -> DPFedAvg:
     """Run with stock clients whose updates have these norms."""
 
     def train(node: int, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -218,7 +218,12 @@ def run(norms: np.ndarray, clip: AdaptiveClip, *, rounds: int = 60, noise_multip
 
     grid = LocalGrid(stock_app(train), len(norms))
     strategy = DPFedAvg(
-        clip_norm=clip, noise_multiplier=noise_multiplier, sampling=FullSampling(), num_clients=len(norms), delta=1e-3, **words
+        clip_norm=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=FullSampling(),
+        num_clients=len(norms),
+        delta=1e-3,
+        **arguments,
     )
     strategy.start(grid, arrays(w=np.zeros(16, np.float32)), num_rounds=rounds)
     return strategy
@@ -288,9 +293,9 @@ def test_a_run_goes_on_from_its_stored_state() -> None:
         ({"count_noise_std": 0.0}, "count_noise_std"),
     ],
 )
-def test_nonsense_is_refused(words: dict[str, Any], said: str) -> None:
+def test_nonsense_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        replace(CLIP, **words)
+        replace(CLIP, **arguments)
 
 
 def test_too_little_noise_on_the_count_is_refused() -> None:
@@ -301,9 +306,9 @@ def test_too_little_noise_on_the_count_is_refused() -> None:
 
 
 @pytest.mark.parametrize("words", [{"keep_ratio": 0.5}, {"quantization_levels": 4}])
-def test_lossy_messages_are_refused_before_any_client_is_asked(words: dict[str, Any]) -> None:
+def test_lossy_messages_are_refused_before_any_client_is_asked(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="does not go with keep_ratio"):
-        DPFedSAM(**WORDS, **words)
+        DPFedSAM(**WORDS, **arguments)
 
 
 def test_central_selection_is_of_the_update_alone() -> None:
@@ -335,9 +340,9 @@ def test_the_indicator_travels_and_is_not_sent_where_it_is_not_used() -> None:
         {"placement": "distributed", "noise_std": 1.0, "quantization_levels": 3},
     ],
 )
-def test_asks_that_make_no_sense_with_an_indicator_are_refused(words: dict[str, Any]) -> None:
+def test_asks_that_make_no_sense_with_an_indicator_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"indicator"):
-        Ask(**{"promise": PROMISE, "placement": "central", "indicator": INDICATOR} | words)
+        Ask(**{"promise": PROMISE, "placement": "central", "indicator": INDICATOR} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -370,10 +375,10 @@ def test_a_policy_limits_the_clip_norm_of_the_round_on_both_sides() -> None:
 def test_a_policy_holds_the_noise_on_the_device_against_the_whole_row() -> None:
     """The same share under a larger row protects less; a server that scales the indicator up gets nothing."""
     policy = ClientPolicy(max_clip_norm=4.0, min_noise_std=2.0)
-    words: dict[str, Any] = {"placement": "distributed", "indicator": INDICATOR}
-    policy.check(Ask(promise=PROMISE, noise_std=2.5, **words))
+    arguments: dict[str, Any] = {"placement": "distributed", "indicator": INDICATOR}
+    policy.check(Ask(promise=PROMISE, noise_std=2.5, **arguments))
     with pytest.raises(Declined, match="noise_std"):
-        policy.check(Ask(promise=PROMISE, noise_std=2.49, **words))
+        policy.check(Ask(promise=PROMISE, noise_std=2.49, **arguments))
     # A row of a tenth with a tenth of the noise is as well protected.
     small = Indicator(clip_norm=0.4, scale=0.6)
     policy.check(
@@ -427,8 +432,8 @@ def own_app(norms: list[float]) -> ClientApp:
 
 @pytest.mark.parametrize("kind", [DPFedAvg, DPFedSAM, FedSMP])
 def test_a_run_of_own_clients_moves_the_right_way(kind: Any) -> None:
-    words = WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)}
-    strategy = kind(**words)
+    arguments = WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)}
+    strategy = kind(**arguments)
     strategy.start(LocalGrid(own_app([2.0] * 20), 20), arrays(w=np.zeros(16, np.float32)), num_rounds=8)
     path = [report.public()["clip-norm"] for report in strategy.rounds]
     assert path[0] == 0.1

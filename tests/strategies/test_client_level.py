@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord
 from scipy import stats
 from torch import nn
 
-from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM
@@ -59,7 +59,7 @@ def still_app(num_clients):
         return DPClient(
             model=still_model(),
             clients={f"c{i:03}": TensorRecords(inputs=inputs, targets=targets) for i in range(part, num_clients, parts)},
-            training=LocalTraining(learning_rate=1e-30),
+            training=Training(learning_rate=1e-30),
         )
 
     return client_app(client_fn)
@@ -147,10 +147,10 @@ def test_a_trusted_server_tops_up_the_noise_of_missing_clients(drop):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "fewest"), [(None, 6), (0.5, 4), (1.0, 8), (0.01, 1)])
 def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(ratio, fewest):
-    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 8, "delta": 1e-3}
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 8, "delta": 1e-3}
 
     def run(answering):
-        strategy = DPFedSAM(**words, trusted_server=False, min_reply_ratio=ratio)
+        strategy = DPFedSAM(**arguments, trusted_server=False, min_reply_ratio=ratio)
         grid = LocalGrid(still_app(8), 8, tamper=lambda node, reply: [reply] if node <= answering or not strategy.rounds else [])
         return strategy, increments(strategy, grid, model_arrays(still_model()), 10)
 
@@ -177,9 +177,9 @@ def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(
 def test_without_a_trusted_server_sampling_lowers_no_cost(relation):
     """The std of the sum tells how many of the drawn clients answered, and so who was drawn."""
     sampler = PoissonSampling if relation == "add-or-remove-one" else FixedSizeSampling
-    words = {"sampling_rate": 0.5} if relation == "add-or-remove-one" else {"cohort_size": 3}
+    arguments = {"sampling_rate": 0.5} if relation == "add-or-remove-one" else {"cohort_size": 3}
     strategy = DPFedSAM(
-        clip_norm=0.5, noise_multiplier=3.0, sampling=sampler(**words), num_clients=6, delta=1e-3, trusted_server=False
+        clip_norm=0.5, noise_multiplier=3.0, sampling=sampler(**arguments), num_clients=6, delta=1e-3, trusted_server=False
     )
     strategy.start(LocalGrid(still_app(6), 6), model_arrays(still_model()), num_rounds=12)
     shares = [max(1, math.ceil(0.75 * report.cohort_size)) for report in strategy.rounds]
@@ -193,17 +193,17 @@ def test_without_a_trusted_server_sampling_lowers_no_cost(relation):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
 def test_dropouts_pass_no_target(sampling):
-    words = {"clip_norm": 0.5, "noise_multiplier": 5.0, "sampling": sampling, "num_clients": 6, "delta": 1e-3}
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 5.0, "sampling": sampling, "num_clients": 6, "delta": 1e-3}
     grid = LocalGrid(still_app(6), 6, tamper=lambda node, reply: [] if node <= 2 else [reply])
-    strategy = DPFedSAM(**words, target_epsilon=2.0, trusted_server=False)
+    strategy = DPFedSAM(**arguments, target_epsilon=2.0, trusted_server=False)
     strategy.start(grid, model_arrays(still_model()), num_rounds=90)
     assert 1 < len(strategy.rounds) < 90
     assert 1.5 < strategy.statement.epsilon <= 2.0
 
 
 def test_a_round_without_a_trusted_server_is_charged_by_the_shares_of_its_own_cohort():
-    words = {"clip_norm": 0.5, "noise_multiplier": 5.0, "num_clients": 6, "delta": 1e-3}
-    strategy = DPFedSAM(**words, sampling=PoissonSampling(sampling_rate=0.5), trusted_server=False)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 5.0, "num_clients": 6, "delta": 1e-3}
+    strategy = DPFedSAM(**arguments, sampling=PoissonSampling(sampling_rate=0.5), trusted_server=False)
     strategy.start(LocalGrid(still_app(6), 6), model_arrays(still_model()), num_rounds=12)
     shares = [max(1, math.ceil(0.75 * report.cohort_size)) for report in strategy.rounds]
     assert len(set(shares)) > 1
@@ -416,7 +416,7 @@ def test_epsilon_during_a_run_never_understates_the_statement():
 def test_without_noise_top_k_still_keeps_only_its_part():
     def client_fn(context):
         records = TensorRecords(inputs=torch.rand(8, 50), targets=torch.randint(0, 4, (8,)))
-        return DPClient(model=nn.Linear(50, 4), clients={"c": records}, training=LocalTraining(learning_rate=0.1))
+        return DPClient(model=nn.Linear(50, 4), clients={"c": records}, training=Training(learning_rate=0.1))
 
     strategy = DPFedSAM(clip_norm=9, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3, keep_ratio=0.1)
     steps = increments(strategy, LocalGrid(client_app(client_fn), 1), model_arrays(nn.Linear(50, 4)), 2)
@@ -440,7 +440,7 @@ def test_fixed_noise_on_the_server_makes_a_run_not_private_and_on_a_client_its_r
 
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
-        return DPClient(model=still_model(), clients={"c": records}, training=LocalTraining(learning_rate=1e-30), noise_seed=3)
+        return DPClient(model=still_model(), clients={"c": records}, training=Training(learning_rate=1e-30), noise_seed=3)
 
     client = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=1, delta=1e-3)
     with pytest.raises(RuntimeError, match=r"no client has sent a usable update in any round.*from a fixed seed"):
@@ -466,8 +466,8 @@ def test_a_statement_read_during_a_round_is_not_the_last_word():
         read.append(strategy.statement)
         return [] if node <= 3 else [reply]
 
-    words = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    strategy = DPFedSAM(**words)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 3.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    strategy = DPFedSAM(**arguments)
     strategy.start(LocalGrid(still_app(4), 4, tamper=peek), model_arrays(still_model()), num_rounds=1)
     assert not read[-1].incidents
     assert any("3 updates" in line for line in strategy.statement.incidents)
@@ -476,18 +476,16 @@ def test_a_statement_read_during_a_round_is_not_the_last_word():
         records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
         seed = 3 if context.node_id == 1 else None
         name = f"c{context.node_id}"
-        return DPClient(
-            model=still_model(), clients={name: records}, training=LocalTraining(learning_rate=1e-30), noise_seed=seed
-        )
+        return DPClient(model=still_model(), clients={name: records}, training=Training(learning_rate=1e-30), noise_seed=seed)
 
-    strategy = DPFedSAM(**words | {"num_clients": 2})
+    strategy = DPFedSAM(**arguments | {"num_clients": 2})
     grid = LocalGrid(client_app(client_fn), 2, tamper=lambda node, reply: read.append(strategy.statement) or [reply])
     strategy.start(grid, model_arrays(still_model()), num_rounds=1)
     assert not read[-1].incidents
     assert any("fixed seed" in line for line in strategy.statement.incidents)
     assert strategy.statement.private
 
-    strategy = DPFedAvg(**words, target_epsilon=2.0)
+    strategy = DPFedAvg(**arguments, target_epsilon=2.0)
     result = strategy.start(
         LocalGrid(still_app(4), 4),
         model_arrays(still_model()),
@@ -539,12 +537,12 @@ def test_a_model_that_leaves_the_range_of_its_own_dtype_is_left_out():
 
 
 def test_min_reply_ratio_is_refused_where_nobody_reads_it():
-    words = {"clip_norm": 1, "noise_multiplier": 1, "sampling": FullSampling(), "num_clients": 6, "delta": 1e-3}
+    arguments = {"clip_norm": 1, "noise_multiplier": 1, "sampling": FullSampling(), "num_clients": 6, "delta": 1e-3}
     for more in ({}, {"placement": "central", "trusted_server": False}):
         with pytest.raises(ValueError, match=r"min_reply_ratio=0\.5: is read with"):
-            DPFedSAM(**words, min_reply_ratio=0.5, **more)
+            DPFedSAM(**arguments, min_reply_ratio=0.5, **more)
     with pytest.raises(ValueError, match=r"min_reply_ratio=1\.1"):
-        DPFedSAM(**words, min_reply_ratio=1.1, trusted_server=False)
+        DPFedSAM(**arguments, min_reply_ratio=1.1, trusted_server=False)
 
 
 @pytest.mark.slow
@@ -560,10 +558,10 @@ def test_the_papers_epsilon_is_that_of_the_rounds_that_ran():
 
 
 def test_fixed_size_sampling_under_add_or_remove_is_refused_by_name():
-    words = {"clip_norm": 1, "noise_multiplier": 1, "num_clients": 6, "delta": 1e-4, "relation": "add-or-remove-one"}
+    arguments = {"clip_norm": 1, "noise_multiplier": 1, "num_clients": 6, "delta": 1e-4, "relation": "add-or-remove-one"}
     with pytest.raises(ValueError, match="relation='add-or-remove-one': sampling of a fixed size"):
-        DPFedAvg(**words, sampling=FixedSizeSampling(cohort_size=2))
-    DPFedAvg(**words, sampling=FixedSizeSampling(cohort_size=6))
+        DPFedAvg(**arguments, sampling=FixedSizeSampling(cohort_size=2))
+    DPFedAvg(**arguments, sampling=FixedSizeSampling(cohort_size=6))
 
 
 def test_an_untrusted_server_is_not_made_trusted_by_a_text():

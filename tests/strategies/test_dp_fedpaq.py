@@ -37,13 +37,13 @@ OWN = {"per-step": {}, "clip-update": {"update_clip_norm": 0.2}, "convex-glm": {
 FOUR = {name: records(name) for name in NAMES[:4]}
 
 
-def steps_of(sensitivity: str = "per-step", **words: Any) -> FedPAQSteps:
-    return FedPAQSteps(**STEPS | {"sensitivity": sensitivity} | OWN[sensitivity] | words)
+def steps_of(sensitivity: str = "per-step", **arguments: Any) -> FedPAQSteps:
+    return FedPAQSteps(**STEPS | {"sensitivity": sensitivity} | OWN[sensitivity] | arguments)
 
 
-def pair(steps: FedPAQSteps | None = None, *, server: Any = None, **words: Any) -> tuple[DPFedPAQ, DPFedPAQRecipe]:
+def pair(steps: FedPAQSteps | None = None, *, server: Any = None, **arguments: Any) -> tuple[DPFedPAQ, DPFedPAQRecipe]:
     """A strategy for the four clients, all in every round, and the recipe with the same numbers."""
-    both = {"steps": steps or steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | words
+    both = {"steps": steps or steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | arguments
     recipe = DPFedPAQRecipe(**both)
     both.pop("loss", None)
     options = {"sampling": FullSampling(), "num_clients": 4, "num_records": 8} | (server or {})
@@ -172,9 +172,9 @@ def test_a_client_whose_data_size_is_not_the_public_one_does_not_reply():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [{"clip_norm": 0.4}, {"num_local_steps": 3}, {"batch_size": 1}])
-def test_a_client_with_other_steps_does_not_reply(words):
+def test_a_client_with_other_steps_does_not_reply(arguments):
     strategy, _ = pair()
-    _, recipe = pair(steps_of(**words))
+    _, recipe = pair(steps_of(**arguments))
     with pytest.raises(RuntimeError, match="this client's own"):
         start(strategy, grid_of(recipe, FOUR), 1)
 
@@ -227,19 +227,19 @@ def answers(grid: Any) -> list[Any]:
 
 def test_bytes_per_client_are_told_whatever_the_hosting():
     """A worker that hosts all four sends one sum of floats, and says what each would have sent."""
-    told = []
+    answer = []
     for nodes in (4, 2, 1):
         strategy, recipe = pair(quantization_levels=1, server={"noise_seed": 1})
         grid = grid_of(recipe, IMAGES, model=logistic, num_nodes=nodes, seeds=lambda context: 7)
         model = start(strategy, grid, 1, model=logistic)
         (report,) = strategy.rounds
-        told.append((report.bytes_per_client, model))
+        answer.append((report.bytes_per_client, model))
         assert report.bytes_per_client <= qsgd_bytes(7850, 1)
         kinds = {json.loads(record[KEY])["payload"]["encoding"] for record in answers(grid)}
         assert kinds == ({"qsgd"} if nodes == 4 else {"top-k"})
-    assert told[0][0] == told[1][0] == told[2][0]
-    for _, model in told[1:]:
-        torch.testing.assert_close(model, told[0][1], rtol=1e-5, atol=1e-6)
+    assert answer[0][0] == answer[1][0] == answer[2][0]
+    for _, model in answer[1:]:
+        torch.testing.assert_close(model, answer[0][1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -406,9 +406,9 @@ def test_the_papers_formula_and_its_limits():
         ({"decay_iterations": 0.0}, "decay_iterations=0.0"),
     ],
 )
-def test_steps_that_make_no_sense_are_refused(words, says):
+def test_steps_that_make_no_sense_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
-        FedPAQSteps(**STEPS | {"sensitivity": "per-step"} | words)
+        FedPAQSteps(**STEPS | {"sensitivity": "per-step"} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -419,17 +419,17 @@ def test_steps_that_make_no_sense_are_refused(words, says):
         ({"num_clients": 0}, "num_clients=0"),
     ],
 )
-def test_strategies_that_make_no_sense_are_refused(words, says):
+def test_strategies_that_make_no_sense_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
-        pair(server=words)
+        pair(server=arguments)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [({"quantization_levels": 0}, "quantization_levels=0"), ({"delta": 0.0}, "delta=0"), ({"epsilon": -1.0}, "epsilon=-1")],
 )
-def test_settings_of_both_sides_that_make_no_sense_are_refused(words, says):
+def test_settings_of_both_sides_that_make_no_sense_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
-        pair(**words)
+        pair(**arguments)
     with pytest.raises(ValueError, match=says):
-        DPFedPAQRecipe(**{"steps": steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | words)
+        DPFedPAQRecipe(**{"steps": steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | arguments)

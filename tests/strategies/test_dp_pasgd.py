@@ -14,7 +14,7 @@ from torch import nn
 from flower_dp.clients import DPPASGDRecipe, FlatModel, TensorRecords, model_arrays
 from flower_dp.clients import dp_pasgd as client_side
 from flower_dp.clients.reply.parts import FullNoise, RecordClip, RowClip, StepNoise
-from flower_dp.core.steps import LocalSteps
+from flower_dp.core.steps import StepSchedule
 from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_pasgd import step_terms
@@ -35,10 +35,10 @@ WORDS = {
 SILENT = WORDS | {"epsilon": math.inf, "batch_size": 8}
 
 
-def pair(*, server=None, **words):
+def pair(*, server=None, **arguments):
     """A strategy for the four clients, and the recipe with the same numbers."""
-    words = WORDS | words
-    return DPPASGD(**words, **{"num_clients": 4} | (server or {})), DPPASGDRecipe(**words)
+    arguments = WORDS | arguments
+    return DPPASGD(**arguments, **{"num_clients": 4} | (server or {})), DPPASGDRecipe(**arguments)
 
 
 def row_of(recipe, data, *, model=linear, server_round=1, seed=0, name="c0"):
@@ -79,8 +79,8 @@ def test_a_reply_is_the_movement_of_clipped_gradient_descent():
     torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
     # Steps, decays and clip all show.
     for other in ({"steps": 2}, {"step_size": 0.25}, {"weight_decay": 0.0}, {"clip_norm": 5.0}):
-        words = {"clip_norm": 0.5, "steps": 3, "step_size": 0.25 * 0.8**2, "weight_decay": 0.3} | other
-        assert not torch.allclose(moved, by_hand(data, **words), rtol=1e-2, atol=1e-4)
+        arguments = {"clip_norm": 0.5, "steps": 3, "step_size": 0.25 * 0.8**2, "weight_decay": 0.3} | other
+        assert not torch.allclose(moved, by_hand(data, **arguments), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
@@ -156,9 +156,9 @@ def batches_of(monkeypatch, recipe, data, replies=1):
     """The batches of a client's steps."""
     seen, real = [], client_side.clipped_sum
 
-    def watched(model, records_, positions, **words):
+    def watched(model, records_, positions, **arguments):
         seen.append(tuple(positions.tolist()))
-        return real(model, records_, positions, **words)
+        return real(model, records_, positions, **arguments)
 
     monkeypatch.setattr(client_side, "clipped_sum", watched)
     for seed in range(replies):
@@ -190,8 +190,8 @@ def test_poisson_batches_hold_every_record_by_itself(monkeypatch):
 @pytest.mark.parametrize("batch_sampling", ["fixed-size", "poisson"])
 def test_the_denominator_is_the_public_batch_size(batch_sampling):
     """Equal records: a step is their gradient times the size of the batch over the public one."""
-    words = {"batch_size": 6, "num_local_steps": 1, "batch_sampling": batch_sampling, "clip_norm": 100.0}
-    recipe = DPPASGDRecipe(**SILENT | words)
+    arguments = {"batch_size": 6, "num_local_steps": 1, "batch_sampling": batch_sampling, "clip_norm": 100.0}
+    recipe = DPPASGDRecipe(**SILENT | arguments)
     data = TensorRecords(inputs=torch.ones(30, FEATURES), targets=torch.zeros(30, dtype=torch.int64))
     one = mean_gradient(linear()[0].weight.detach().double(), data, 100.0).flatten()
     counted = [float(-row_of(recipe, data, seed=seed) @ one / (one @ one)) / 0.25 * 6 for seed in range(30)]
@@ -248,21 +248,21 @@ def fits(sample, std):
 @pytest.mark.parametrize("tau", [1, 4, 10])
 def test_the_sum_of_the_steps_that_the_server_sees_has_the_variance_of_tau_draws(tau):
     """Chi-square with 20,000 degrees of freedom for each device, false alarm 1e-6; 5 %, a missing 2 and a factor of tau are noticed."""
-    words = {
+    arguments = {
         "batch_size": {"c0": 4, "c1": 8},
         "epsilon": {"c0": 2.0, "c1": 0.5},
         "num_steps": 3 * tau,
         "num_local_steps": tau,
         "clip_norm": 0.7,
     }
-    strategy, recipe = pair(server={"num_clients": 2}, **words)
+    strategy, recipe = pair(server={"num_clients": 2}, **arguments)
     data = {"c0": still_data(8), "c1": still_data(8)}
     grid = grid_of(recipe, data, model=still_model)
     start(strategy, grid, 1, model=still_model)
     for name, reply in zip(data, grid.received, strict=True):
         (record,) = reply.content.array_records.values()
         moved = next(iter(reversed(record.values()))).numpy().astype(np.float64)
-        of_one = std_of_a_step(words["epsilon"][name], 1e-3, 3 * tau, 0.7, words["batch_size"][name])
+        of_one = std_of_a_step(arguments["epsilon"][name], 1e-3, 3 * tau, 0.7, arguments["batch_size"][name])
         right = 0.25 * math.sqrt(tau) * of_one
         assert fits(moved, right)
         wrong = {right * 1.05, right / 1.05, right / 2, right * 2}
@@ -396,11 +396,11 @@ def test_exact_noise_is_the_closed_forms_and_zcdp_noise_the_papers():
         ({"calibration": "zcdp", "batch_sampling": "poisson"}, "calibration='zcdp': must be 'exact'"),
     ],
 )
-def test_nonsense_is_refused_on_both_sides(words, message):
+def test_nonsense_is_refused_on_both_sides(arguments, message):
     with pytest.raises(ValueError, match=message):
-        DPPASGDRecipe(**WORDS | words)
+        DPPASGDRecipe(**WORDS | arguments)
     with pytest.raises(ValueError, match=message):
-        DPPASGD(**WORDS | words, num_clients=4, num_records=100)
+        DPPASGD(**WORDS | arguments, num_clients=4, num_records=100)
 
 
 @pytest.mark.parametrize(
@@ -420,9 +420,9 @@ def test_nonsense_is_refused_on_both_sides(words, message):
         ),
     ],
 )
-def test_nonsense_is_refused_before_any_client_is_asked(words, message):
+def test_nonsense_is_refused_before_any_client_is_asked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        DPPASGD(**WORDS | words, num_clients=4)
+        DPPASGD(**WORDS | arguments, num_clients=4)
 
 
 @pytest.mark.slow
@@ -456,8 +456,8 @@ def test_a_client_whose_own_terms_are_others_than_the_servers_does_not_reply(lie
 
 def test_terms_of_different_numbers_of_steps_in_a_reply_differ_where_nothing_else_does():
     """As many replies, and no noise to tell them by."""
-    words = TERMS | {"epsilon": math.inf}
-    one, ten = (step_terms(**words | {"num_local_steps": tau}, num_steps=20 * tau) for tau in (1, 10))
+    arguments = TERMS | {"epsilon": math.inf}
+    one, ten = (step_terms(**arguments | {"num_local_steps": tau}, num_steps=20 * tau) for tau in (1, 10))
     assert (one.num_replies, one.release) == (ten.num_replies, ten.release)
     assert one.kind != ten.kind
 
@@ -467,10 +467,10 @@ def test_terms_of_different_numbers_of_steps_in_a_reply_differ_where_nothing_els
 
 def test_the_next_model_is_the_plain_mean_of_the_models_that_came():
     data = {name: records(name, size) for name, size in zip(FOUR, (8, 9, 10, 20), strict=True)}
-    words = SILENT | {"batch_size": {name: len(data[name]) for name in data}, "num_local_steps": 3}
+    arguments = SILENT | {"batch_size": {name: len(data[name]) for name in data}, "num_local_steps": 3}
     moved = {name: by_hand(data[name], clip_norm=0.5, steps=3, step_size=0.25) for name in data}
     for missing in ((), ("c1", "c3")):
-        strategy, recipe = pair(**words)
+        strategy, recipe = pair(**arguments)
         gone = {list(data).index(name) + 1 for name in missing}
         tamper = lambda node, reply, gone=gone: [] if node in gone else [reply]  # noqa: E731
         final = start(strategy, grid_of(recipe, data, tamper=tamper), 1)
@@ -513,7 +513,7 @@ def test_honest_rows_are_never_too_long_and_longer_ones_are_refused():
 
 def test_the_longest_movement_by_hand():
     """Three steps of 0.5: 3 x 0.5 x (2 + 0.1 x 7) + sqrt(3) x 0.5 x 4."""
-    steps = LocalSteps(num_local_steps=3, learning_rate=1.0, learning_rate_decay=0.5, weight_decay=0.1)
+    steps = StepSchedule(num_local_steps=3, learning_rate=1.0, learning_rate_decay=0.5, weight_decay=0.1)
     longest = steps.longest(2, start=7.0, gradient=2.0, noise=4.0)
     assert longest == pytest.approx(3 * 0.5 * 2.7 + math.sqrt(3) * 0.5 * 4)
 
@@ -560,16 +560,16 @@ def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(nu
     ]
     # Training has gone on from the last model, not from the best.
     assert len({next(iter(arrays.values())).numpy().tobytes() for arrays in shown}) == 4
-    words = str(strategy.statement)
+    arguments = str(strategy.statement)
     if best is None:
-        assert "was chosen" not in words
+        assert "was chosen" not in arguments
     else:
         which = f"of round {best}" if best else "the initial one"
         assert (
             f"the resulting model, {which}, was chosen out of {sum(n is not None and math.isfinite(n) for n in numbers)} by its {name}"
-            in words
+            in arguments
         )
-        assert "choosing by public data costs nothing" in words
+        assert "choosing by public data costs nothing" in arguments
 
 
 def test_a_second_run_forgets_the_best_model_of_the_first():

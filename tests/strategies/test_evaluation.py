@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
+from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, privacy_mod
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
@@ -29,9 +29,9 @@ WORDS = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), 
 SHARES = {node: node / 40 for node in range(1, 41)}  # the accuracy of every client
 
 
-def evaluation(**words):
+def evaluation(**arguments):
     return PrivateEvaluation(
-        **{"noise_multiplier": 0.5, "sampling": FullSampling(), "metrics": {"loss": 4.0, "acc": 1.0}} | words
+        **{"noise_multiplier": 0.5, "sampling": FullSampling(), "metrics": {"loss": 4.0, "acc": 1.0}} | arguments
     )
 
 
@@ -45,8 +45,8 @@ def stock(metrics=metrics_of, *mods):
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        told = MetricRecord({"num-examples": 7, **metrics(context.node_id)})
-        return Message(RecordDict({"metrics": told}), reply_to=message)
+        reported = MetricRecord({"num-examples": 7, **metrics(context.node_id)})
+        return Message(RecordDict({"metrics": reported}), reply_to=message)
 
     return app
 
@@ -59,11 +59,11 @@ class StockNumPyClient(NumPyClient):
         return parameters, 1, {}
 
     def evaluate(self, parameters, config):
-        told = metrics_of(self.node)
-        return told.pop("loss"), 7, told
+        reported = metrics_of(self.node)
+        return reported.pop("loss"), 7, reported
 
 
-def own(context, *, clients_per_node=1, **words):
+def own(context, *, clients_per_node=1, **arguments):
     """Clients whose model says class 0 for every record; client i has i of 40 records of that class."""
     first = (context.node_id - 1) * clients_per_node
     records = {
@@ -72,7 +72,7 @@ def own(context, *, clients_per_node=1, **words):
         )
         for number in range(first + 1, first + 1 + clients_per_node)
     }
-    return DPClient(model=nn.Linear(2, 2), clients=records, training=LocalTraining(learning_rate=1e-9), **words)
+    return DPClient(model=nn.Linear(2, 2), clients=records, training=Training(learning_rate=1e-9), **arguments)
 
 
 def flat():
@@ -94,9 +94,9 @@ APPS = {
 }
 
 
-def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, words=(), **plan):
+def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, arguments=(), **plan):
     bounds = {"loss": 4.0, metric: 1.0}
-    strategy = strategy_class(**WORDS | dict(words), evaluation=evaluation(**{"metrics": bounds} | plan))
+    strategy = strategy_class(**WORDS | dict(arguments), evaluation=evaluation(**{"metrics": bounds} | plan))
     grid = LocalGrid(app, nodes)
     result = strategy.start(grid, flat(), num_rounds=num_rounds)
     return strategy, grid, result
@@ -109,20 +109,25 @@ def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, words=(), 
 )
 def test_values_are_those_of_the_clients(name, placement):
     app, nodes, metric = APPS[name]
-    words = {"noise_multiplier": 1e-9}
+    arguments = {"noise_multiplier": 1e-9}
     if placement == "distributed":
-        words |= {"placement": placement}
+        arguments |= {"placement": placement}
     _, _, result = run(
-        app, nodes, metric, words=words, noise_multiplier=1e-6, strategy_class=DPFedSAM if "placement" in words else DPFedAvg
+        app,
+        nodes,
+        metric,
+        arguments=arguments,
+        noise_multiplier=1e-6,
+        strategy_class=DPFedSAM if "placement" in arguments else DPFedAvg,
     )
-    told = dict(result.evaluate_metrics_clientapp[1])
-    assert told[metric] == pytest.approx(20.5 / 40, abs=1e-3)
+    reported = dict(result.evaluate_metrics_clientapp[1])
+    assert reported[metric] == pytest.approx(20.5 / 40, abs=1e-3)
     loss = 2.5 if "stock" in name else None  # 1 and, clipped, 4
     if loss is None:  # logits (2, 0): log(1 + e^-2) for class 0, that and 2 for class 1
         loss = math.log1p(math.exp(-2)) + 2 * (1 - 20.5 / 40)
-    assert told["loss"] == pytest.approx(loss, rel=1e-3)
+    assert reported["loss"] == pytest.approx(loss, rel=1e-3)
     # sqrt(v (1 - v) / 40), of which the noise is no part here
-    assert told[f"{metric}-standard-error"] == pytest.approx(math.sqrt(0.5125 * 0.4875 / 40), rel=1e-3)
+    assert reported[f"{metric}-standard-error"] == pytest.approx(math.sqrt(0.5125 * 0.4875 / 40), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -130,19 +135,19 @@ def test_values_are_those_of_the_clients(name, placement):
 def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod):
     """6,400 entries of noised vectors: their std is 2.5 % off with probability 0.005; seeds are fixed."""
     bounds = {f"metric {number}": 1.0 for number in range(15)}
-    words = WORDS | {"num_clients": 4, "noise_seed": 1}
-    strategy = DPFedSAM(**words, placement=placement, evaluation=evaluation(metrics=bounds))
+    arguments = WORDS | {"num_clients": 4, "noise_seed": 1}
+    strategy = DPFedSAM(**arguments, placement=placement, evaluation=evaluation(metrics=bounds))
     half = dict.fromkeys(bounds, 0.5)
     app = client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: half))
     grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 4) if mod else LocalGrid(app, 1)
-    roster, release = strategy._call_roll(grid), strategy.rules.evaluation.release
+    known_clients, release = strategy._call_roll(grid), strategy.rules.evaluation.release
     length, model = strategy.rules.evaluation.length, wire.Model.of(flat(), frozen=())
-    asked = roster.by_node(np.arange(4))
+    asked = known_clients.by_node(np.arange(4))
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
         messages = strategy._run.ask(
-            release, server_round, length=length, model=model, asked=asked, roster=roster, arrays=flat(), config={}
+            release, server_round, length=length, model=model, asked=asked, known_clients=known_clients, arrays=flat(), config={}
         )
         now, collected = strategy._run.total(release, grid.send_and_receive(messages))
         assert len(collected.clients) == 4
@@ -166,16 +171,16 @@ def test_rounding_is_no_bias(name, placement, monkeypatch):
     """On the lattice of large noise, with draws of zero in its place, the mean of 40 clients is the true one."""
     monkeypatch.setattr("flower_dp.core.noise.gaussian", lambda like, *_: 0.0 * like)
     app, nodes, metric = APPS[name]
-    _, _, result = run(app, nodes, metric, words={"placement": placement}, noise_multiplier=5.0, strategy_class=DPFedSAM)
+    _, _, result = run(app, nodes, metric, arguments={"placement": placement}, noise_multiplier=5.0, strategy_class=DPFedSAM)
     assert result.evaluate_metrics_clientapp[1][metric] == pytest.approx(20.5 / 40, abs=1e-5)
 
 
 def test_no_value_before_the_noise_is_told_anywhere(caplog):
     with caplog.at_level("DEBUG", "flwr"):
         strategy, _, result = run(*APPS["ours"], noise_multiplier=0.5)
-    told = dict(result.evaluate_metrics_clientapp[1])
-    assert set(told) == {"loss", "loss-standard-error", "accuracy", "accuracy-standard-error"}
-    assert told["accuracy"] != pytest.approx(20.5 / 40, abs=1e-9)
+    reported = dict(result.evaluate_metrics_clientapp[1])
+    assert set(reported) == {"loss", "loss-standard-error", "accuracy", "accuracy-standard-error"}
+    assert reported["accuracy"] != pytest.approx(20.5 / 40, abs=1e-9)
     assert "0.5125" not in caplog.text + str(strategy.statement)
 
 
@@ -196,10 +201,10 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("changes", [False, True], ids=["a buffer", "weights that a metrics function changes"])
 def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(changes):
     def metrics(module, records):
-        told = loss_and_accuracy(nn.functional.cross_entropy)(module, records)
+        reported = loss_and_accuracy(nn.functional.cross_entropy)(module, records)
         if changes:
             module.linear.weight.data += 7.0 * records.inputs.sum()
-        return told
+        return reported
 
     def client(names):
         data = {
@@ -207,9 +212,7 @@ def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(cha
             for index, name in enumerate(names_of, 1)
         }
         hosted = {name: data[name] for name in names}
-        return DPClient(
-            model=Remembering(), clients=hosted, training=LocalTraining(learning_rate=0.1), metrics=metrics, device="cpu"
-        )
+        return DPClient(model=Remembering(), clients=hosted, training=Training(learning_rate=0.1), metrics=metrics, device="cpu")
 
     names_of = ("c01", "c02", "c03")
     given = {"linear.weight": np.ones((2, 2), np.float32), "linear.bias": np.zeros(2, np.float32)}
@@ -229,8 +232,8 @@ def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(cha
 
 def test_a_clients_vector_is_never_longer_than_one():
     bounds = MetricBounds(bounds={"a": 1.0, "b": 0.5})
-    for told in ({"a": 1e300, "b": math.inf}, {"a": math.nan, "b": -5.0}, {"a": 1, "b": 0.5}):
-        assert np.linalg.norm(bounds.counted(told)) <= 1 + 1e-12
+    for reported in ({"a": 1e300, "b": math.inf}, {"a": math.nan, "b": -5.0}, {"a": 1, "b": 0.5}):
+        assert np.linalg.norm(bounds.counted(reported)) <= 1 + 1e-12
     assert bounds.counted({"a": math.nan, "b": -5.0}) == pytest.approx(np.array([1, 0, 1]) / math.sqrt(3))
 
 
@@ -245,30 +248,30 @@ def test_lying_nodes_are_clipped_or_refused(total):
                     reply.content.config_records[wire.KEY][wire.KEY] = forged_total(total, length=3)
                 yield reply
 
-    words = WORDS | {"noise_multiplier": 1e-9}
-    strategy = DPFedAvg(**words, evaluation=evaluation(noise_multiplier=1e-6, metrics={"loss": 4.0, "accuracy": 1.0}))
+    arguments = WORDS | {"noise_multiplier": 1e-9}
+    strategy = DPFedAvg(**arguments, evaluation=evaluation(noise_multiplier=1e-6, metrics={"loss": 4.0, "accuracy": 1.0}))
     result = strategy.start(Lying(app, 40), flat(), num_rounds=1)
     others = sum(SHARES[node] for node in range(2, 41))
-    told = result.evaluate_metrics_clientapp[1]["accuracy"]
+    reported = result.evaluate_metrics_clientapp[1]["accuracy"]
     # One client in 40 changes sums of vectors by 1 at most: sqrt(3) in units of the metrics.
-    assert others / (39 + math.sqrt(3)) - 1e-3 <= told <= others / 39 + 1e-3
+    assert others / (39 + math.sqrt(3)) - 1e-3 <= reported <= others / 39 + 1e-3
 
 
 # What is released, on the whole way
 
 
-def constant(strategy_class=DPFedAvg, *, num_metrics=15, nodes=4, clients=40, noise_multiplier=0.5, sampling=None, **words):
+def constant(strategy_class=DPFedAvg, *, num_metrics=15, nodes=4, clients=40, noise_multiplier=0.5, sampling=None, **arguments):
     """A strategy and a grid of clients, all of whose metrics are 0.5, and the metrics' names."""
     bounds = {f"metric {number}": 1.0 for number in range(num_metrics)}
     half = dict.fromkeys(bounds, 0.5)
     app = client_app(lambda context: own(context, clients_per_node=clients // nodes, metrics=lambda *_: half))
     plan = evaluation(metrics=bounds, noise_multiplier=noise_multiplier, sampling=sampling or FullSampling())
-    return strategy_class(**WORDS | {"num_clients": clients} | words, evaluation=plan), LocalGrid(app, nodes), bounds
+    return strategy_class(**WORDS | {"num_clients": clients} | arguments, evaluation=plan), LocalGrid(app, nodes), bounds
 
 
 def values_by_round(strategy, grid, bounds, num_rounds):
     strategy.start(grid, flat(), num_rounds=num_rounds)
-    return np.array([[told[name] for name in bounds] for told in strategy.evaluations.values()])
+    return np.array([[reported[name] for name in bounds] for reported in strategy.evaluations.values()])
 
 
 @pytest.mark.slow
@@ -360,20 +363,20 @@ def test_replies_to_an_evaluation_with_noise_from_a_seed_are_refused_and_the_run
 def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(trusted, shares):
     strategy, grid, _ = constant(DPFedSAM, placement="distributed", trusted_server=trusted, noise_multiplier=2.0)
     strategy.start(grid, flat(), num_rounds=1)
-    (order,) = {
+    (asked,) = {
         json.dumps(json.loads(one.content.config_records["config"][wire.KEY])["ask"], sort_keys=True)
         for one in grid.sent
         if one.metadata.message_type == "evaluate"
     }
-    order = json.loads(order)
-    assert order["placement"] == "distributed"
-    assert order["noise_std"] == pytest.approx(2.0 / math.sqrt(shares))
+    asked = json.loads(asked)
+    assert asked["placement"] == "distributed"
+    assert asked["noise_std"] == pytest.approx(2.0 / math.sqrt(shares))
 
 
-def asked(names=("c01",), **words):
+def asked(names=("c01",), **arguments):
     """An instruction to evaluate the accuracy."""
     bounds = MetricBounds(bounds={"accuracy": 1.0})
-    return wire.Instruction(server_round=1, method=wire.EVALUATION, clients=names, ask=made(metrics=bounds, size=2, **words))
+    return wire.Instruction(server_round=1, method=wire.EVALUATION, clients=names, ask=made(metrics=bounds, size=2, **arguments))
 
 
 @pytest.mark.parametrize(
@@ -418,13 +421,13 @@ def test_what_clients_are_promised_is_the_noise_of_the_plan():
     strategy, grid, _ = constant(noise_multiplier=2.0)
     strategy.start(grid, flat(), num_rounds=1)
     asked = [one for one in grid.sent if one.metadata.message_type == "evaluate"]
-    told = [json.loads(one.content.config_records["config"][wire.KEY])["ask"] for one in asked]
-    assert {(one["noise_multiplier"], one["clip_norm"]) for one in told} == {(2.0, 1.0)}
+    reported = [json.loads(one.content.config_records["config"][wire.KEY])["ask"] for one in asked]
+    assert {(one["noise_multiplier"], one["clip_norm"]) for one in reported} == {(2.0, 1.0)}
 
 
 def test_too_few_replies_without_a_trusted_server_tell_nothing():
     """Nobody tops up the noise of missing clients: 29 of 40 have less than was charged."""
-    for silent, told in ((11, False), (10, True)):
+    for silent, reported in ((11, False), (10, True)):
 
         class Quiet(LocalGrid):
             def send_and_receive(self, messages, *, timeout=None):
@@ -432,10 +435,10 @@ def test_too_few_replies_without_a_trusted_server_tell_nothing():
                     if reply.metadata.message_type != "evaluate" or reply.metadata.src_node_id > silent:  # noqa: B023
                         yield reply
 
-        words = {"placement": "distributed", "trusted_server": False}
-        strategy, grid, _ = constant(DPFedSAM, nodes=40, noise_multiplier=0.01, **words)
+        arguments = {"placement": "distributed", "trusted_server": False}
+        strategy, grid, _ = constant(DPFedSAM, nodes=40, noise_multiplier=0.01, **arguments)
         strategy.start(Quiet(grid.app, 40), flat(), num_rounds=1)
-        assert bool(strategy.evaluations) == told
+        assert bool(strategy.evaluations) == reported
 
 
 def test_what_a_refusing_client_sends_beside_its_refusal_moves_nothing():
@@ -459,7 +462,7 @@ def test_a_stock_node_stands_for_one_client_and_its_reply_is_no_larger_than_it_n
     def huge(node):
         return metrics_of(node) if node > 2 else metrics_of(node) | {f"more {number}": 1.0 for number in range(5000)}
 
-    _, _, result = run(stock(huge), 40, "acc", words={"noise_multiplier": 1e-9}, noise_multiplier=1e-6)
+    _, _, result = run(stock(huge), 40, "acc", arguments={"noise_multiplier": 1e-9}, noise_multiplier=1e-6)
     assert result.evaluate_metrics_clientapp[1]["acc"] == pytest.approx(
         np.mean([SHARES[node] for node in range(3, 41)]), abs=1e-4
     )
@@ -503,7 +506,7 @@ def test_it_is_charged_before_a_message_leaves_and_to_both_ledgers():
 def test_epsilon_is_that_of_training_and_evaluations_together():
     poisson = PoissonSampling(sampling_rate=0.5)
     strategy, _, _ = run(
-        *APPS["ours"], num_rounds=5, words={"sampling": poisson}, sampling=PoissonSampling(sampling_rate=0.25), every=2
+        *APPS["ours"], num_rounds=5, arguments={"sampling": poisson}, sampling=PoissonSampling(sampling_rate=0.25), every=2
     )
     training = SelfComposedDpEvent(PoissonSampledDpEvent(0.5, GaussianDpEvent(1.0)), 5)
     evaluations = SelfComposedDpEvent(PoissonSampledDpEvent(0.25, GaussianDpEvent(0.5)), 2)
@@ -522,7 +525,7 @@ def test_epsilon_is_that_of_training_and_evaluations_together():
 
 def test_the_servers_own_view_counts_evaluations_too():
     strategy, _, _ = run(
-        *APPS["ours"], num_rounds=3, strategy_class=DPFedSAM, words={"placement": "distributed"}, noise_multiplier=2.0
+        *APPS["ours"], num_rounds=3, strategy_class=DPFedSAM, arguments={"placement": "distributed"}, noise_multiplier=2.0
     )
     server = next(one for one in strategy.statement.adversaries if one.name == "the server")
     # 3 messages with a 40th part of the variance of noise of std 1 x clip norm, and 3 with that of noise of std 2.
@@ -532,10 +535,10 @@ def test_the_servers_own_view_counts_evaluations_too():
 
 
 def test_a_target_counts_evaluations():
-    words = {"target_epsilon": 9.0}
-    plain = DPFedAvg(**WORDS | words)
+    arguments = {"target_epsilon": 9.0}
+    plain = DPFedAvg(**WORDS | arguments)
     plain.start(LocalGrid(client_app(own), 40), flat(), num_rounds=20)
-    strategy, _, _ = run(*APPS["ours"], num_rounds=20, words=words, noise_multiplier=2.0)
+    strategy, _, _ = run(*APPS["ours"], num_rounds=20, arguments=arguments, noise_multiplier=2.0)
     assert 0 < len(strategy.rounds) < len(plain.rounds)
     assert strategy.statement.epsilon <= 9.0
 
@@ -590,9 +593,9 @@ def test_methods_with_ledgers_of_single_clients_refuse_it():
         ({"sampling": "full"}, "sampling='full'"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(words, match):
+def test_plans_that_make_no_sense_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
-        evaluation(**words)
+        evaluation(**arguments)
 
 
 def test_a_devices_policy_is_asked():
@@ -639,13 +642,13 @@ def test_a_device_may_insist_on_its_own_share_of_an_evaluations_noise_or_refuse_
 
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 def test_a_rounds_line_has_its_evaluation_and_its_cost(placement):
-    words = {"noise_multiplier": 2.0}
+    arguments = {"noise_multiplier": 2.0}
     if placement == "distributed":  # what a round costs is known when its cohort is drawn
-        words |= {"placement": placement, "trusted_server": False, "sampling": PoissonSampling(sampling_rate=0.9)}
+        arguments |= {"placement": placement, "trusted_server": False, "sampling": PoissonSampling(sampling_rate=0.9)}
     strategy, _, _ = run(
         *APPS["ours"],
         num_rounds=2,
-        words=words,
+        arguments=arguments,
         noise_multiplier=2.0,
         every=2,
         strategy_class=DPFedAvg if placement == "central" else DPFedSAM,

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.parts import Mask
 from flower_dp.core.compression import decode
@@ -28,9 +28,9 @@ from tests.grids import LocalGrid
 SIZE, KEPT = 40_000, 20_000
 
 
-def order(*, size: int = SIZE, keep_ratio: float = 0.5, seed: int = 11, **changes: Any) -> Ask:
-    words = {"placement": "distributed", "noise_std": 0.5}
-    return masked(size=size, keep_ratio=keep_ratio, seed=seed, **words | changes)
+def masked_ask(*, size: int = SIZE, keep_ratio: float = 0.5, seed: int = 11, **changes: Any) -> Ask:
+    arguments = {"placement": "distributed", "noise_std": 0.5}
+    return masked(size=size, keep_ratio=keep_ratio, seed=seed, **arguments | changes)
 
 
 def coordinates(asked: Ask, size: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def fits(values: np.ndarray, std: float) -> bool:
 
 @pytest.mark.parametrize("placement", ["distributed", "central"])
 def test_only_kept_coordinates_leave_and_the_payload_is_their_values(placement: str) -> None:
-    table = order(placement=placement, noise_std=0.5 if placement == "distributed" else 0.0)
+    table = masked_ask(placement=placement, noise_std=0.5 if placement == "distributed" else 0.0)
     total, answer = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
     mask = coordinates(table, SIZE)
     assert len(mask) == KEPT
@@ -76,7 +76,7 @@ def test_only_kept_coordinates_leave_and_the_payload_is_their_values(placement: 
 def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected(noise_std: float, hosted: int) -> None:
     size = 5 * SIZE
     names = tuple(f"c{i}" for i in range(hosted))
-    table = order(noise_std=noise_std)
+    table = masked_ask(noise_std=noise_std)
     total, _ = fit(_client({name: _records(np.zeros(size)) for name in names}, noise_seed=41), names, table)
     kept, std = total[coordinates(table, size)], noise_std * math.sqrt(hosted)
     assert fits(kept, std)
@@ -86,7 +86,7 @@ def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected
 
 def test_the_clip_bounds_the_masked_update() -> None:
     """What is not kept takes nothing of the clip norm; what is kept is as long as the clip norm, less the lattice."""
-    table = order(placement="central", noise_std=0.0)
+    table = masked_ask(placement="central", noise_std=0.0)
     mask = coordinates(table, SIZE)
     update = np.full(SIZE, 1e6)
     update[mask] = 3.0
@@ -100,7 +100,7 @@ def test_the_clip_bounds_the_masked_update() -> None:
 
 
 def test_the_lattice_is_that_of_the_kept_coordinates() -> None:
-    table = order(keep_ratio=0.0025, noise_std=30.0)
+    table = masked_ask(keep_ratio=0.0025, noise_std=30.0)
     step = lattice_step(30.0, clip_norm=1.0, dimension=100)
     assert step > lattice_step(30.0, clip_norm=1.0, dimension=SIZE)
     total, _ = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
@@ -109,7 +109,7 @@ def test_the_lattice_is_that_of_the_kept_coordinates() -> None:
 
 
 def test_clients_of_a_round_share_the_mask_and_no_data_chooses_it() -> None:
-    table = order(placement="central", noise_std=0.0)
+    table = masked_ask(placement="central", noise_std=0.0)
     rows = {name: np.random.default_rng(i).standard_normal(SIZE) * 10.0**i for i, name in enumerate("ab")}
     kept = []
     for name, row in rows.items():
@@ -120,14 +120,14 @@ def test_clients_of_a_round_share_the_mask_and_no_data_chooses_it() -> None:
         assert len(kept[-1]) > 0.95 * KEPT
     both, _ = fit(_client({name: _records(row) for name, row in rows.items()}), ("a", "b"), table)
     assert set(np.flatnonzero(both)) <= set(coordinates(table, SIZE))
-    other, _ = fit(_client({"a": _records(rows["a"])}), ("a",), order(placement="central", noise_std=0.0, seed=12))
+    other, _ = fit(_client({"a": _records(rows["a"])}), ("a",), masked_ask(placement="central", noise_std=0.0, seed=12))
     # Two masks of half the coordinates share a quarter of them; the standard deviation of that is 50.
     assert abs(len(np.intersect1d(np.flatnonzero(other), coordinates(table, SIZE))) - SIZE / 4) < 1000
 
 
 def test_one_client_a_node_and_many_give_the_same_sum() -> None:
     data = {name: _records(np.random.default_rng(i).standard_normal(200)) for i, name in enumerate("abc")}
-    table = order()
+    table = masked_ask()
     together, answer = fit(_client(data, noise_seed=5), tuple(data), table)
     alone = [fit(_client({name: data[name]}, noise_seed=5), (name,), table) for name in data]
     np.testing.assert_array_equal(together, np.sum([total for total, _ in alone], axis=0, dtype=np.float64))
@@ -135,7 +135,7 @@ def test_one_client_a_node_and_many_give_the_same_sum() -> None:
 
 
 def test_the_order_and_the_client_draw_one_mask() -> None:
-    table = order(keep_ratio=0.01)
+    table = masked_ask(keep_ratio=0.01)
     assert table.mask is not None
     np.testing.assert_array_equal(coordinates(table, SIZE), Mask(of=RoundMask(seed=11, keep_ratio=0.01), length=SIZE).indices)
     # As NumPy draws it everywhere: its checksum travels with every payload.
@@ -147,11 +147,11 @@ def test_the_order_and_the_client_draw_one_mask() -> None:
 
 def test_a_payload_under_another_mask_is_refused() -> None:
     client, names = _client({"a": _records(np.ones(100))}), ("a",)
-    arrays, _, answer = client.fit([np.zeros(100, np.float32)], config_of(instruction(names, order(size=100))))
+    arrays, _, answer = client.fit([np.zeros(100, np.float32)], config_of(instruction(names, masked_ask(size=100))))
     read = Answer.from_json(answer[wire.KEY], names)
     payload = wire.payload_of(ArrayRecord(arrays), read.payload, 100)
     with pytest.raises(ValueError, match="mask is not the one of this round"):
-        decode(payload, 100, mask=coordinates(order(seed=12, size=100), 100))
+        decode(payload, 100, mask=coordinates(masked_ask(seed=12, size=100), 100))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_payload_under_another_mask_is_refused() -> None:
     ],
 )
 def test_asks_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
-    text = forged(instruction(("a",), order(size=2)), **changes)
+    text = forged(instruction(("a",), masked_ask(size=2)), **changes)
     with pytest.raises(Declined, match=r"placement|noise_std|keep_ratio|mask|keys"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(text))
 
@@ -190,7 +190,7 @@ def still(num_clients):
     def client_fn(context):
         part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
         hosted = {f"c{i:03}": TensorRecords(inputs=inputs, targets=targets) for i in range(part, num_clients, parts)}
-        return DPClient(model=nn.Linear(1, 2000), clients=hosted, training=LocalTraining(learning_rate=1e-30), device="cpu")
+        return DPClient(model=nn.Linear(1, 2000), clients=hosted, training=Training(learning_rate=1e-30), device="cpu")
 
     return client_app(client_fn)
 
@@ -213,8 +213,8 @@ def masks_of(grid):
 @pytest.mark.parametrize("drop", [0, 1])
 def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop, mask):
     sampling = FullSampling()
-    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": sampling, "num_clients": 4, "delta": 1e-3}
-    strategy = FedSMP(**words, keep_ratio=0.25, placement=placement, mask=mask)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": sampling, "num_clients": 4, "delta": 1e-3}
+    strategy = FedSMP(**arguments, keep_ratio=0.25, placement=placement, mask=mask)
     grid = LocalGrid(still(4), 4, tamper=lambda node, reply: [] if strategy.rounds and node <= drop else [reply])
     models = []
 
@@ -241,8 +241,8 @@ def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop,
 
 
 def test_the_statement_is_that_of_the_noised_sum():
-    words = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    masked, whole = FedSMP(**words, keep_ratio=0.25), DPFedSAM(**words)
+    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    masked, whole = FedSMP(**arguments, keep_ratio=0.25), DPFedSAM(**arguments)
     for strategy in (masked, whole):
         strategy.start(LocalGrid(still(4), 2), model_arrays(nn.Linear(1, 2000)), num_rounds=3)
     assert masked.statement.epsilon == whole.statement.epsilon

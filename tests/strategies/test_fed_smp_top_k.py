@@ -72,9 +72,9 @@ def test_before_anything_was_released_a_mask_is_random() -> None:
         ({"mask": "top-k", "keep_ratio": 0.0}, "keep_ratio=0"),
     ],
 )
-def test_nonsense_is_refused(words: dict[str, Any], match: str) -> None:
+def test_nonsense_is_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        FedSMP(**WORDS, **words)
+        FedSMP(**WORDS, **arguments)
 
 
 # The strategy
@@ -104,14 +104,14 @@ def asked_of(grid: LocalGrid) -> list[Any]:
     return [mask for _, mask in sorted(found.items())]
 
 
-def run(strategy: Any, app: Any, model: nn.Module, num_rounds: int, **words: Any) -> tuple[np.ndarray, LocalGrid]:
+def run(strategy: Any, app: Any, model: nn.Module, num_rounds: int, **arguments: Any) -> tuple[np.ndarray, LocalGrid]:
     """The models of a run [rounds + 1, d], and its grid."""
     models: list[np.ndarray] = []
 
     def keep(server_round: int, arrays: Any) -> None:
         models.append(np.concatenate([array.numpy().ravel() for array in arrays.values()]).astype(np.float64))
 
-    grid = LocalGrid(app, 2, **words)
+    grid = LocalGrid(app, 2, **arguments)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -171,15 +171,15 @@ def test_a_round_that_is_not_released_makes_no_mask() -> None:
 
 def test_statement_and_bytes_are_those_of_rand_k() -> None:
     """Masks are post-processing; the title is the method's own."""
-    words = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5), "num_clients": 8}
+    arguments = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5), "num_clients": 8}
     found = []
     for own in ({"mask": "top-k"}, {}):
-        strategy = FedSMP(**words, keep_ratio=0.25, **own)
+        strategy = FedSMP(**arguments, keep_ratio=0.25, **own)
         run(strategy, still(8), nn.Linear(1, 2000), 3)
         found.append((strategy.statement.epsilon, strategy.statement.noise, strategy.rounds[-1].bytes_per_client))
         assert strategy.statement.method == f"Fed-SMP-{'top_k' if own else 'rand_k'}"
     assert found[0] == found[1]
-    whole = DPFedSAM(**words)
+    whole = DPFedSAM(**arguments)
     run(whole, still(8), nn.Linear(1, 2000), 3)
     assert whole.statement.epsilon == found[0][0]
 

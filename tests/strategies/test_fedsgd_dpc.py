@@ -26,11 +26,11 @@ LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
 GAUSSIAN = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 2.0, "delta": 1e-5, "sampling_rate": 0.5}
 
 
-def pair(num_rounds, *, server=None, **words):
+def pair(num_rounds, *, server=None, **arguments):
     """A strategy for the four clients, two a round, and the recipe with the same numbers."""
-    recipe = FedSGDDPCRecipe(num_replies=math.ceil(num_rounds / 2), **words)
+    recipe = FedSGDDPCRecipe(num_replies=math.ceil(num_rounds / 2), **arguments)
     options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.5} | (server or {})
-    return FedSGDDPC(**words, **options), recipe
+    return FedSGDDPC(**arguments, **options), recipe
 
 
 def reply_and_loss(recipe, data, *, seed=0, model=None, name="c0"):
@@ -48,8 +48,8 @@ def sum_of(recipe, flat, data, positions, seed, step=0.0):
     return clipped_sum(flat, data, positions, clip=clip, loss=recipe.loss, seed=seed)[0]
 
 
-def reply(recipe, data, **words):
-    return reply_and_loss(recipe, data, **words)[0]
+def reply(recipe, data, **arguments):
+    return reply_and_loss(recipe, data, **arguments)[0]
 
 
 # The gradient
@@ -79,8 +79,8 @@ def by_hand(data, clip_norm, order):
 
 @pytest.mark.parametrize(("mechanism", "order"), [("laplace", 1), ("gaussian", 2)])
 def test_reply_is_minus_the_mean_of_clipped_gradients(mechanism, order):
-    words = {"mechanism": mechanism, "clip_norm": 0.7, "delta": 0.0 if mechanism == "laplace" else 1e-5}
-    recipe = FedSGDDPCRecipe(**words, epsilon=math.inf, num_replies=1)
+    arguments = {"mechanism": mechanism, "clip_norm": 0.7, "delta": 0.0 if mechanism == "laplace" else 1e-5}
+    recipe = FedSGDDPCRecipe(**arguments, epsilon=math.inf, num_replies=1)
     data = records("c0")
     torch.testing.assert_close(reply(recipe, data), -by_hand(data, 0.7, order) / 8, rtol=1e-5, atol=1e-7)
     assert not torch.allclose(by_hand(data, 0.7, 1), by_hand(data, 0.7, 2))
@@ -180,8 +180,8 @@ def test_a_record_without_a_gradient_moves_the_mean_by_its_clip_norm_at_most():
     ],
     ids=["unknown classes", "broken", "NaN"],
 )
-def test_a_client_none_of_whose_records_have_a_gradient_replies_with_noise(make, words, caplog):
-    recipe = FedSGDDPCRecipe(**words, num_replies=1)
+def test_a_client_none_of_whose_records_have_a_gradient_replies_with_noise(make, arguments, caplog):
+    recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
     data = make(records("c0"))
     with caplog.at_level(logging.WARNING, logger="flwr"):
         row, loss = reply_and_loss(recipe, data, seed=4)
@@ -294,9 +294,9 @@ def test_dropout_of_a_record_does_not_depend_on_who_is_in_the_batch(monkeypatch)
 
 
 @pytest.mark.parametrize(("words", "norm"), [(LAPLACE, "l1"), (GAUSSIAN, "l2")], ids=["laplace", "gaussian"])
-def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(words, norm):
+def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(arguments, norm):
     """So that the sum with and without a record differs by its clip norm at most, exactly; in any parts, and in any order."""
-    recipe = FedSGDDPCRecipe(**words, num_replies=1)
+    recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
     data = records("c0")
     release = recipe.terms("c0", data).release
     flat = FlatModel(linear())
@@ -327,8 +327,8 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(words,
 
 
 @pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
-def test_the_noised_sum_lies_on_the_lattice(words):
-    recipe = FedSGDDPCRecipe(**words, num_replies=1)
+def test_the_noised_sum_lies_on_the_lattice(arguments):
+    recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
     release = recipe.terms("c0", records("c0")).release
     step = release.lattice_step(FEATURES * CLASSES)
     seen = []
@@ -551,23 +551,23 @@ def test_batches_are_drawn_anew_for_every_reply_of_a_round():
 
 
 def test_add_or_remove_one_takes_the_public_size_and_replace_one_insists_on_it():
-    words = {**LAPLACE, "num_replies": 1}
+    arguments = {**LAPLACE, "num_replies": 1}
     with pytest.raises(ValueError, match="num_records=None: must be the public data size"):
-        FedSGDDPCRecipe(**words, relation="add-or-remove-one")
-    recipe = FedSGDDPCRecipe(**words, relation="add-or-remove-one", num_records=10)
+        FedSGDDPCRecipe(**arguments, relation="add-or-remove-one")
+    recipe = FedSGDDPCRecipe(**arguments, relation="add-or-remove-one", num_records=10)
     assert recipe.terms("c0", records("c0")).release.expected_cohort == 10
     with pytest.raises(ValueError, match="num_records=10: client 'c0' has 8 records"):
-        FedSGDDPCRecipe(**words, num_records=10).terms("c0", records("c0"))
+        FedSGDDPCRecipe(**arguments, num_records=10).terms("c0", records("c0"))
 
 
 # The server
 
 
 def test_update_is_the_papers_average_and_missing_replies_count_as_zeros():
-    words = {**LAPLACE, "epsilon": math.inf, "clip_norm": 1.0}
+    arguments = {**LAPLACE, "epsilon": math.inf, "clip_norm": 1.0}
     sizes = {"c0": 4, "c1": 8, "c2": 12, "c3": 16}
     data = {name: records(name, size) for name, size in sizes.items()}
-    strategy, recipe = pair(2, server={"num_records": sizes}, **words)
+    strategy, recipe = pair(2, server={"num_records": sizes}, **arguments)
 
     def lose_c3(node, message):
         return [] if node == 4 else [message]
@@ -578,8 +578,8 @@ def test_update_is_the_papers_average_and_missing_replies_count_as_zeros():
         expected -= 0.5 * 4 / 2 * sizes[name] / 40 * by_hand(data[name], 1.0, 1) / sizes[name]
     torch.testing.assert_close(final.double(), expected, rtol=1e-5, atol=1e-6)
     # c2 and c3 are next, and c3's reply is lost: 4/2 stays 4/2.
-    strategy, recipe = pair(2, server={"num_records": sizes, "cohort_size": 4}, **words)
-    recipe = FedSGDDPCRecipe(**words, num_replies=1)
+    strategy, recipe = pair(2, server={"num_records": sizes, "cohort_size": 4}, **arguments)
+    recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
     final = start(strategy, grid_of(recipe, data, tamper=lose_c3), 1)
     expected = vector_of(linear()).double()
     for name in ("c0", "c1", "c2"):
@@ -589,10 +589,10 @@ def test_update_is_the_papers_average_and_missing_replies_count_as_zeros():
 
 
 def test_uniform_aggregation_and_equal_sizes_agree():
-    words = {**LAPLACE, "epsilon": math.inf}
+    arguments = {**LAPLACE, "epsilon": math.inf}
     finals = []
     for aggregation in ("uniform", "data-size"):
-        strategy, recipe = pair(2, server={"aggregation": aggregation}, **words)
+        strategy, recipe = pair(2, server={"aggregation": aggregation}, **arguments)
         finals.append(start(strategy, grid_of(recipe, FOUR), 2))
     torch.testing.assert_close(*finals)
 
@@ -606,11 +606,11 @@ def test_step_sizes():
 
 
 @pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN])
-def test_same_result_for_one_client_a_node_and_for_many(words):
+def test_same_result_for_one_client_a_node_and_for_many(arguments):
     """With one noise seed for every client: what is sampled, clipped, weighted and accounted is the same for any hosting."""
     finals, statements = [], []
     for num_nodes in (4, 2, 1):
-        strategy, recipe = pair(4, **words | {"epsilon": math.inf, "sampling_rate": 1.0})
+        strategy, recipe = pair(4, **arguments | {"epsilon": math.inf, "sampling_rate": 1.0})
         finals.append(start(strategy, grid_of(recipe, FOUR, num_nodes=num_nodes), 4))
         statements.append([len(report_names(strategy)), strategy.rounds[0].replies])
     torch.testing.assert_close(finals[0], finals[1])
@@ -659,8 +659,8 @@ def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
 
 @pytest.mark.slow
 def test_a_small_budget_over_many_replies_is_stated_within_it():
-    words = GAUSSIAN | {"epsilon": 0.05, "sampling_rate": 0.01}
-    strategy, _ = pair(1, server={"num_replies": 1000}, **words)
+    arguments = GAUSSIAN | {"epsilon": 0.05, "sampling_rate": 0.01}
+    strategy, _ = pair(1, server={"num_replies": 1000}, **arguments)
     strategy.rules.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
         strategy.rules.training.charge(("c0",))
@@ -701,8 +701,8 @@ def test_fixed_noise_is_not_private():
         ({"aggregation": "median"}, "aggregation='median'"),
     ],
 )
-def test_nonsense_is_refused_before_any_client_is_asked(words, message):
-    options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.5, **LAPLACE} | words
+def test_nonsense_is_refused_before_any_client_is_asked(arguments, message):
+    options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.5, **LAPLACE} | arguments
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         FedSGDDPC(**options)
 

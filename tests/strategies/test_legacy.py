@@ -29,9 +29,9 @@ def test_server_fn_is_told_what_to_write(make):
     app = ServerApp(server_fn=lambda context: ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2)))
     grid = LocalGrid(ClientApp(), 2)
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
-    with pytest.raises(LegacyAppError) as told:
+    with pytest.raises(LegacyAppError) as answer:
         app(grid, context)
-    text = str(told.value)
+    text = str(answer.value)
     name = type(strategy).__name__
     assert text.startswith(f"{name} runs on Flower's Message API; ServerApp(server_fn=...)")
     for line in ("app = ServerApp()", "@app.main()", f"{name}(...).start(grid, ArrayRecord("):

@@ -24,11 +24,11 @@ from flower_dp.clients import (
     FedSGDDPCRecipe,
     FlatModel,
     LocalDPClient,
-    LocalTraining,
     NbAFLRecipe,
     RecordMetrics,
     ScaffoldRecipe,
     TensorRecords,
+    Training,
     client_app,
 )
 from flower_dp.clients.account import LEDGER_PATH
@@ -79,16 +79,16 @@ GAUSSIAN = {"mechanism": "gaussian", "clip_norm": 1.0, "epsilon": 2.0, "delta": 
 TURN = {"cohort_size": CLIENTS, "learning_rate": 1e-6, "num_clients": CLIENTS, "num_records": SIZE, "num_replies": 3}
 
 
-def sgd(words, **more):
+def sgd(arguments, **more):
     return (
-        lambda **options: FedSGDDPC(**words, **TURN, **more, **options),
-        FedSGDDPCRecipe(**words, num_replies=3, num_records=SIZE, **more),
+        lambda **options: FedSGDDPC(**arguments, **TURN, **more, **options),
+        FedSGDDPCRecipe(**arguments, num_replies=3, num_records=SIZE, **more),
     )
 
 
 def paq(strategy, recipe):
-    words = {"num_clients": CLIENTS, "num_records": SIZE, "num_replies": 3, "sampling": FullSampling()}
-    return lambda **options: strategy(**PAQ, **words, **options), recipe(**PAQ, num_replies=3)
+    arguments = {"num_clients": CLIENTS, "num_records": SIZE, "num_replies": 3, "sampling": FullSampling()}
+    return lambda **options: strategy(**PAQ, **arguments, **options), recipe(**PAQ, num_replies=3)
 
 
 METHODS = {
@@ -103,7 +103,7 @@ METHODS = {
     ),
     "nbafl": (
         lambda **options: NbAFL(**NBAFL, num_clients=CLIENTS, num_records=SIZE, **options),
-        NbAFLRecipe(**NBAFL, min_records=SIZE, training=LocalTraining(learning_rate=1e-6)),
+        NbAFLRecipe(**NBAFL, min_records=SIZE, training=Training(learning_rate=1e-6)),
     ),
 }
 
@@ -113,14 +113,14 @@ def data(name, size=SIZE):
     return TensorRecords(inputs=torch.ones(size, 2), targets=targets[:size])
 
 
-def client_of(context, recipe, budget, *, nodes=CLIENTS, **words):
+def client_of(context, recipe, budget, *, nodes=CLIENTS, **arguments):
     part = int(context.node_config["partition-id"])
     hosted = {name: data(name) for name in NAMES[part::nodes]}
-    return LocalDPClient(model=nn.Linear(2, 2), clients=hosted, recipe=recipe, evaluation=budget, device="cpu", **words)
+    return LocalDPClient(model=nn.Linear(2, 2), clients=hosted, recipe=recipe, evaluation=budget, device="cpu", **arguments)
 
 
-def grid_of(recipe, budget=BUDGET, *, nodes=CLIENTS, **words):
-    return LocalGrid(client_app(lambda context: client_of(context, recipe, budget, nodes=nodes, **words)), nodes)
+def grid_of(recipe, budget=BUDGET, *, nodes=CLIENTS, **arguments):
+    return LocalGrid(client_app(lambda context: client_of(context, recipe, budget, nodes=nodes, **arguments)), nodes)
 
 
 def flat():
@@ -153,10 +153,10 @@ every_method = pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("nodes", [CLIENTS, 2])
 def test_values_are_those_of_the_clients_records(method, nodes):
     grid = grid_of(METHODS[method][1], PLENTY, nodes=nodes)
-    told = dict(evaluate(opened(method, grid, PLENTY), grid))
-    assert told["accuracy"] == pytest.approx(0.625, abs=1e-4)
+    reported = dict(evaluate(opened(method, grid, PLENTY), grid))
+    assert reported["accuracy"] == pytest.approx(0.625, abs=1e-4)
     # Logits (2, 0): log(1 + e^-2) for class 0, that and 2 for class 1.
-    assert told["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
+    assert reported["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
 
 
 def test_clients_weigh_by_their_public_data_sizes_as_in_training():
@@ -182,17 +182,17 @@ def test_a_metric_of_ones_own_is_clipped_to_its_bound_record_by_record():
     values = iter([3.0, -1.0, math.nan, 0.5] * (SIZE // 4) * CLIENTS)
     metrics = RecordMetrics(names=("age",), of=lambda outputs, target: {"age": next(values)})
     grid = grid_of(METHODS["dp-fedpaq"][1], PLENTY, record_metrics=metrics)
-    told = evaluate(opened("dp-fedpaq", grid, PLENTY, metrics={"age": 2.0}), grid)
-    assert dict(told)["age"] == pytest.approx((2.0 + 0.0 + 2.0 + 0.5) / 4, abs=1e-4)
+    reported = evaluate(opened("dp-fedpaq", grid, PLENTY, metrics={"age": 2.0}), grid)
+    assert dict(reported)["age"] == pytest.approx((2.0 + 0.0 + 2.0 + 0.5) / 4, abs=1e-4)
 
 
 def test_the_standard_error_is_that_of_the_noise_where_all_clients_are_there():
     grid = grid_of(METHODS["fedsgd-dpc laplace"][1])
-    told = dict(evaluate(opened("fedsgd-dpc laplace", grid), grid))
+    reported = dict(evaluate(opened("fedsgd-dpc laplace", grid), grid))
     # Laplace scale 2 x 2 / 0.5 on a sum of 40; the mean of 4 clients; two metrics share the norm, and [-1, 1] is 2 wide.
     error = math.sqrt(2) * 8 / 40 / math.sqrt(4) * 2 / 2
-    assert told["accuracy-standard-error"] == pytest.approx(error)
-    assert told["loss-standard-error"] == pytest.approx(4 * error)
+    assert reported["accuracy-standard-error"] == pytest.approx(error)
+    assert reported["loss-standard-error"] == pytest.approx(4 * error)
 
 
 def test_the_estimate_is_unbiased_and_its_error_is_as_told():
@@ -352,15 +352,15 @@ def tell(client, instruction):
 
 
 def ask(client, instruction):
-    told = tell(client, instruction)
-    assert set(told) == {wire.KEY}
-    assert set(json.loads(told[wire.KEY])) == ANSWERED
-    return evaluated(told[wire.KEY], instruction)
+    reported = tell(client, instruction)
+    assert set(reported) == {wire.KEY}
+    assert set(json.loads(reported[wire.KEY])) == ANSWERED
+    return evaluated(reported[wire.KEY], instruction)
 
 
-def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **words):
+def device(budget=BUDGET, method="fedsgd-dpc laplace", *, state=None, **arguments):
     context = context_of(state, **{"partition-id": 0})
-    made = client_of(context, METHODS[method][1], budget, **words)
+    made = client_of(context, METHODS[method][1], budget, **arguments)
     made.attach(context)
     return made
 
@@ -560,8 +560,8 @@ def test_pure_epsilons_add_up():
 @pytest.mark.parametrize("sampling_rate", [1.0, 0.5])
 def test_a_clients_total_keeps_the_sum_of_its_budgets(sampling_rate):
     """Also where no accountant composes the two: Poisson sampling under replace-one, and Laplace."""
-    words = GAUSSIAN | {"sampling_rate": sampling_rate}
-    make, recipe = sgd(words)
+    arguments = GAUSSIAN | {"sampling_rate": sampling_rate}
+    make, recipe = sgd(arguments)
     strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
     strategy.start(grid_of(recipe), flat(), num_rounds=3)
     assert 2.0 < strategy.statement.epsilon <= 2.0 + 0.5 + 1e-6
@@ -595,8 +595,8 @@ def test_a_node_that_sends_too_much_is_refused():
     for node, total in ((2, [1e9]), (3, [math.nan]), (4, [0.1, 0.1])):
         reply = next(reply for reply in replies if reply.metadata.src_node_id == node)
         reply.content.config_records[wire.KEY][wire.KEY] = forged_total(total, length=1)
-    told = strategy.aggregate_evaluate(1, replies)
-    assert told["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
+    reported = strategy.aggregate_evaluate(1, replies)
+    assert reported["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 
 
 def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stays_private():
@@ -630,9 +630,9 @@ def test_plans_of_the_other_kind_are_refused():
     central = PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())
     with pytest.raises(ValueError, match="evaluation: is a PrivateEvaluation; NbAFL takes a LocalEvaluation, with a budget"):
         METHODS["nbafl"][0](evaluation=central)
-    words = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    arguments = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
     with pytest.raises(ValueError, match="evaluation: is a LocalEvaluation; DP-FedAvg takes a PrivateEvaluation"):
-        DPFedAvg(**words, evaluation=LocalEvaluation(budget=BUDGET))
+        DPFedAvg(**arguments, evaluation=LocalEvaluation(budget=BUDGET))
 
 
 @pytest.mark.parametrize(
@@ -644,9 +644,9 @@ def test_plans_of_the_other_kind_are_refused():
         ({"num_evaluations": 0}, "num_evaluations=0"),
     ],
 )
-def test_budgets_that_make_no_sense_are_refused(words, match):
+def test_budgets_that_make_no_sense_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
-        EvaluationBudget(**{"epsilon": 1.0, "num_evaluations": 1} | words)
+        EvaluationBudget(**{"epsilon": 1.0, "num_evaluations": 1} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -658,9 +658,9 @@ def test_budgets_that_make_no_sense_are_refused(words, match):
         ({"sampling": 0.5}, "sampling=0.5"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(words, match):
+def test_plans_that_make_no_sense_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
-        LocalEvaluation(**{"budget": BUDGET} | words)
+        LocalEvaluation(**{"budget": BUDGET} | arguments)
 
 
 def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
@@ -737,9 +737,9 @@ def test_clients_of_one_node_are_promised_the_least_noise_of_them():
     strategy = opened("fedsgd-dpc laplace", grid, budget)
     (message,) = strategy.configure_evaluate(1, flat(), {}, grid)
     (text,) = (record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record)
-    told = json.loads(text)["ask"]
-    assert told["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
-    assert told["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
+    reported = json.loads(text)["ask"]
+    assert reported["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
+    assert reported["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
     assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
 
 

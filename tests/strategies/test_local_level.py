@@ -26,9 +26,9 @@ WORDS = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
 FOUR = {name: records(name) for name in NAMES[:4]}
 
 
-def server(**words):
+def server(**arguments):
     options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.1, **WORDS}
-    return FedSGDDPC(**options | words)
+    return FedSGDDPC(**options | arguments)
 
 
 def asked_in_each_round(grid):
@@ -175,7 +175,7 @@ def test_a_reply_counts_once():
 @pytest.mark.parametrize(
     "words", [{"refused": {"why": [7]}}, {"refused": {"why": [1]}}, {"refused": {"why": ["c3"]}}, {"clients": ["c3"]}]
 )
-def test_names_that_were_not_asked_are_refused(words):
+def test_names_that_were_not_asked_are_refused(arguments):
     """In an answer clients stand by their position among those asked, here one; it can't name who is in the sum."""
 
     def pretend(node, reply):
@@ -183,7 +183,7 @@ def test_names_that_were_not_asked_are_refused(words):
             return [reply]
         record = reply.content.config_records[wire.KEY]
         answer = json.loads(record[wire.KEY])
-        answer |= words
+        answer |= arguments
         record[wire.KEY] = json.dumps(answer)
         return [reply]
 
@@ -219,16 +219,16 @@ def test_a_reply_longer_than_any_honest_one_does_not_move_the_model(size):
 def test_honest_noise_is_never_too_long():
     """Of budgets and models small and large."""
     for epsilon, mechanism in ((1e-3, "laplace"), (50.0, "laplace"), (20.0, "gaussian")):
-        words = {**WORDS, "mechanism": mechanism, "epsilon": epsilon, "delta": 0.0 if mechanism == "laplace" else 1e-5}
-        strategy = server(**words, cohort_size=4, num_replies=3)
-        start(strategy, grid_of(FedSGDDPCRecipe(**words, num_replies=3), FOUR, num_nodes=2), 3)
+        arguments = {**WORDS, "mechanism": mechanism, "epsilon": epsilon, "delta": 0.0 if mechanism == "laplace" else 1e-5}
+        strategy = server(**arguments, cohort_size=4, num_replies=3)
+        start(strategy, grid_of(FedSGDDPCRecipe(**arguments, num_replies=3), FOUR, num_nodes=2), 3)
         assert [report.replies for report in strategy.rounds] == [4, 4, 4]
 
 
 # The client's own account
 
 
-def instruction(*, clients=("c0",), num_replies=(2,), server=None, clip_norm=0.5, noise_multiplier=0.0, own=None, **words):
+def instruction(*, clients=("c0",), num_replies=(2,), server=None, clip_norm=0.5, noise_multiplier=0.0, own=None, **arguments):
     """What a server asks whose recipe is `server`, by default that of the clients; `own` is what it says of each of them."""
     agreed = [
         FedSGDDPCRecipe(**WORDS | (server or {}), num_replies=number).terms(name, records(name))
@@ -244,7 +244,7 @@ def instruction(*, clients=("c0",), num_replies=(2,), server=None, clip_norm=0.5
         for name, terms in zip(clients, agreed, strict=True)
     }
     asked = own_ask(each, clip_norm=clip_norm, noise_multiplier=noise_multiplier)
-    return wire.Instruction(**{"server_round": 1, "method": "fedsgd-dpc", "clients": clients} | words, ask=asked)
+    return wire.Instruction(**{"server_round": 1, "method": "fedsgd-dpc", "clients": clients} | arguments, ask=asked)
 
 
 def client(state, *, recipe=None, policy=None, names=("c0",)):
@@ -258,13 +258,13 @@ def client(state, *, recipe=None, policy=None, names=("c0",)):
     )
 
 
-def ask(state, *, recipe=None, policy=None, names=("c0",), table=None, **words):
+def ask(state, *, recipe=None, policy=None, names=("c0",), table=None, **arguments):
     """Make a new client on an old state, ask it, and return who replied, who refused, and the row.
 
     `table` has keys of the ask that no honest server sends.
     """
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
-    table, asked = table or {}, instruction(**words)
+    table, asked = table or {}, instruction(**arguments)
     text = forged(asked, **table)
     arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(parameters, config_of(text))
     refused = wire.Answer.from_json(answer[wire.KEY], asked.clients).refused
@@ -358,19 +358,21 @@ def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
     "told",
     [{"placement": "central"}, {"placement": "central", "noise_multiplier": 0.0}, {"placement": "distributed", "noise_std": 0.5}],
 )
-def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(told):
+def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(reported):
     """It would state what its own noise costs, or that of shares; and an account would pay for that."""
     state = RecordDict()
-    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=made(clip_norm=0.5, size=18, **told))
+    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=made(clip_norm=0.5, size=18, **reported))
     parameters = [array.numpy() for array in model_arrays(linear()).values()]
-    with pytest.raises(Declined, match=f"placement='{told['placement']}': this client's messages are private on its own terms"):
+    with pytest.raises(
+        Declined, match=f"placement='{reported['placement']}': this client's messages are private on its own terms"
+    ):
         client(state).fit(parameters, config_of(asked))
     assert StateAccount(state).replies("c0") == 0
 
 
 def test_a_node_says_which_method_it_runs():
-    told = json.loads(client(RecordDict(), names=("c1", "c0")).get_properties({})[wire.KEY])
-    assert told == {"clients": ["c0", "c1"], "methods": ["fedsgd-dpc"]}
+    reported = json.loads(client(RecordDict(), names=("c1", "c0")).get_properties({})[wire.KEY])
+    assert reported == {"clients": ["c0", "c1"], "methods": ["fedsgd-dpc"]}
 
 
 def test_replies_made_of_the_same_state_by_clients_made_anew_never_repeat_noise():
@@ -486,8 +488,8 @@ def test_buffers_do_not_carry_data_from_client_to_client():
             return ClippedGradients._row(self, vector, job)
 
     class Keeping(FedSGDDPCRecipe):
-        def pipeline(self, release, **words):
-            made = super().pipeline(release, **words)
+        def pipeline(self, release, **arguments):
+            made = super().pipeline(release, **arguments)
             train = Watched(**{field.name: getattr(made.train, field.name) for field in fields(made.train)})
             return replace(made, train=train)
 
@@ -543,8 +545,8 @@ def test_numpy_client_through_flowers_own_client_app():
 
 
 def test_terms_tell_each_other_apart():
-    words = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0, "delta": 0.0, "num_replies": 2, "num_records": 8}
-    texts = {gradient_terms(**words).text}
+    arguments = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0, "delta": 0.0, "num_replies": 2, "num_records": 8}
+    texts = {gradient_terms(**arguments).text}
     for change in (
         {"clip_norm": 0.6},
         {"epsilon": 2.1},
@@ -552,13 +554,13 @@ def test_terms_tell_each_other_apart():
         {"num_records": 9},
         {"relation": "add-or-remove-one"},
     ):
-        texts.add(gradient_terms(**words | change).text)
+        texts.add(gradient_terms(**arguments | change).text)
     assert len(texts) == 6
 
 
 def test_terms_of_different_numbers_of_replies_differ_where_their_noise_does_not():
-    words = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4, "min_records": 8}
-    few, many = weights_terms(**words, num_replies=4), weights_terms(**words, num_replies=5)
+    arguments = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4, "min_records": 8}
+    few, many = weights_terms(**arguments, num_replies=4), weights_terms(**arguments, num_replies=5)
     assert few.release == many.release
     assert few.kind != many.kind
     assert few.text != many.text

@@ -7,22 +7,22 @@ import torch
 from scipy import optimize, stats
 from torch import nn
 
-from flower_dp.clients import FlatModel, LocalTraining, NbAFLRecipe, ProximalTerm, TensorRecords
+from flower_dp.clients import FlatModel, NbAFLRecipe, ProximalTerm, TensorRecords, Training
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
 from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
-TRAINING = LocalTraining(learning_rate=0.1, batch_size=4, regularizers=(ProximalTerm(strength=0.5),))
+TRAINING = Training(learning_rate=0.1, batch_size=4, regularizers=(ProximalTerm(strength=0.5),))
 NOISE = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4}
 QUIET = NOISE | {"epsilon": math.inf}
 
 
-def pair(*, training=TRAINING, server=None, min_records=8, **words):
-    words = NOISE | words
-    recipe = NbAFLRecipe(training=training, min_records=min_records, **words)
-    return NbAFL(**{"num_clients": 4, "num_records": 8, **words, **(server or {})}), recipe
+def pair(*, training=TRAINING, server=None, min_records=8, **arguments):
+    arguments = NOISE | arguments
+    recipe = NbAFLRecipe(training=training, min_records=min_records, **arguments)
+    return NbAFL(**{"num_clients": 4, "num_records": 8, **arguments, **(server or {})}), recipe
 
 
 def reply(recipe, data, *, seed=0, model=None, start_at=None):
@@ -54,7 +54,7 @@ def test_proximal_term_pulls_towards_the_global_model(wrapped):
     data = records("c0")
     flat = FlatModel(module)
     origin = flat.vector.clone()
-    training = LocalTraining(learning_rate=0.3, batch_size=8, num_local_steps=3, regularizers=(ProximalTerm(strength=0.7),))
+    training = Training(learning_rate=0.3, batch_size=8, num_local_steps=3, regularizers=(ProximalTerm(strength=0.7),))
     expected = origin.clone()
     parameters = list(module.parameters())
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_proximal_term_pulls_towards_the_global_model(wrapped):
     training.train(flat, data, 1, torch.Generator().manual_seed(0))
     torch.testing.assert_close(flat.vector, expected)
     flat.vector.copy_(origin)
-    LocalTraining(learning_rate=0.3, batch_size=8, num_local_steps=3).train(flat, data, 1, torch.Generator().manual_seed(0))
+    Training(learning_rate=0.3, batch_size=8, num_local_steps=3).train(flat, data, 1, torch.Generator().manual_seed(0))
     assert (flat.vector - origin).norm() > 1.1 * (expected - origin).norm()
 
 
@@ -217,12 +217,12 @@ ZEROS = {name: TensorRecords(inputs=torch.zeros(8, FEATURES), targets=torch.zero
 @pytest.mark.parametrize("wrong", [1.0, 1.05, 0.95])
 def test_measured_noise_of_broadcasts_and_a_wrong_one_is_rejected(wrong):
     """One exposure and 30 rounds: sigma_D^2 + sigma_U^2 / N; 8 runs of 3,000 draws, 5 sigma of the variance."""
-    words = {"uplink_exposures": 1}
+    arguments = {"uplink_exposures": 1}
     up = math.sqrt(2 * math.log(125)) * (2 * 1.5 / 8) / 2.0
     down = 2 * math.sqrt(2 * math.log(125)) * 1.5 * math.sqrt(30**2 - 4) / (8 * 4 * 2.0)
     values = []
     for _ in range(8):
-        strategy, recipe = pair(server={"num_replies": 1}, **words)
+        strategy, recipe = pair(server={"num_replies": 1}, **arguments)
         grid = grid_of(recipe, ZEROS, model=wide)
         strategy.plan(30)
         assert strategy.rules.downlink_noise_std == pytest.approx(down)
@@ -313,11 +313,11 @@ def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
     """Exact composition of L = 25 exposures."""
     recipe = NbAFLRecipe(training=TRAINING, clip_norm=20.0, epsilon=claimed, delta=0.01, uplink_exposures=25, min_records=100)
     data = {"c0": records("c0", 100)}
-    words = {"clip_norm": 20.0, "epsilon": claimed, "delta": 0.01, "uplink_exposures": 25}
-    strategy = NbAFL(num_clients=1, num_records=100, **words)
+    arguments = {"clip_norm": 20.0, "epsilon": claimed, "delta": 0.01, "uplink_exposures": 25}
+    strategy = NbAFL(num_clients=1, num_records=100, **arguments)
     start(strategy, grid_of(recipe, data), 25)
-    told = float(re.search(r"exact composition under it gives ([\d.]+)", strategy.statement.adversaries[0].paper.reason)[1])
-    assert told == pytest.approx(exact, abs=0.06)
+    answer = float(re.search(r"exact composition under it gives ([\d.]+)", strategy.statement.adversaries[0].paper.reason)[1])
+    assert answer == pytest.approx(exact, abs=0.06)
 
 
 @pytest.mark.slow
@@ -343,9 +343,9 @@ def test_paper_formula_is_in_its_range_for_small_epsilon_and_flagged_beyond_its_
     start(strategy, grid_of(recipe, FOUR), 4)
     assert strategy.statement.adversaries[0].paper.valid
     assert "leans on an assumption" in strategy.statement.adversaries[0].paper.reason
-    words = {"uplink_exposures": 3}
-    recipe = NbAFLRecipe(training=TRAINING, min_records=8, num_replies=4, **NOISE | words)
-    strategy, _ = pair(server={"num_replies": 4}, **words)
+    arguments = {"uplink_exposures": 3}
+    recipe = NbAFLRecipe(training=TRAINING, min_records=8, num_replies=4, **NOISE | arguments)
+    strategy, _ = pair(server={"num_replies": 4}, **arguments)
     start(strategy, grid_of(recipe, FOUR), 4)
     paper = strategy.statement.adversaries[0].paper
     assert not paper.valid
@@ -381,6 +381,6 @@ def test_without_noise_nothing_is_claimed():
         ({"aggregation": "best"}, "aggregation='best'"),
     ],
 )
-def test_nonsense_is_refused_before_any_client_is_asked(words, message):
+def test_nonsense_is_refused_before_any_client_is_asked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        NbAFL(**{"num_clients": 4, "num_records": 8, **NOISE, **words})
+        NbAFL(**{"num_clients": 4, "num_records": 8, **NOISE, **arguments})

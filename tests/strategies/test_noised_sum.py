@@ -61,10 +61,10 @@ def test_the_lattice_of_an_evaluation_is_finer() -> None:
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_the_share_that_is_asked_follows_a_public_number_where_the_cohort_is_secret(trusted: bool) -> None:
-    words = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5)}
-    made = sum_of(DPFedSAM(**words, trusted_server=trusted))
-    told = {(made.ask(9, NAMES[:size]).noise_std, made.ask(9, NAMES[:size]).step) for size in range(1, 17)}
-    assert (len(told) == 1) == trusted
+    arguments = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5)}
+    made = sum_of(DPFedSAM(**arguments, trusted_server=trusted))
+    answer = {(made.ask(9, NAMES[:size]).noise_std, made.ask(9, NAMES[:size]).step) for size in range(1, 17)}
+    assert (len(answer) == 1) == trusted
     if not trusted:  # 75 % of those that are asked must answer
         assert made.ask(9, NAMES[:8]).noise_std == pytest.approx(1.0 / math.sqrt(6))
 
@@ -136,7 +136,7 @@ def test_what_clients_select_is_asked_where_they_add_the_noise_alone() -> None:
     assert (central.keep_ratio, distributed.keep_ratio) == (1.0, 0.3)
 
 
-def own_replies(terms: dict[str, Terms], **words: Any) -> OwnReplies:
+def own_replies(terms: dict[str, Terms], **arguments: Any) -> OwnReplies:
     made = OwnReplies(
         **{
             "name": "fedsgd-dpc",
@@ -146,7 +146,7 @@ def own_replies(terms: dict[str, Terms], **words: Any) -> OwnReplies:
             "weight_of": lambda name: 1.0,
             "longest": lambda now: lambda name: 1.0,
         }
-        | words
+        | arguments
     )
     made.open(terms)
     return made

@@ -8,10 +8,10 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC
-from flower_dp.strategies.population.roster import Register
+from flower_dp.strategies.population.client_manager import ClientManager
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -25,7 +25,7 @@ def app(methods=None):
         if methods == "fedsgd-dpc":
             recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9)
             return LocalDPClient(model=nn.Linear(2, 2), clients=clients, recipe=recipe)
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=LocalTraining(learning_rate=0.1))
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
 
     return client_app(client_fn)
 
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_is_not_asked_and_the_denominator_stays():
 def test_a_client_that_comes_back_under_another_node_id_is_asked_there():
     strategy, grid, _ = run(THREE, {2: {3: None}, 3: {77: "c"}})
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 77}]
-    assert strategy._register._roster.names == ("a", "b", "c")
+    assert strategy._register._known.names == ("a", "b", "c")
 
 
 def test_a_node_that_comes_back_under_its_own_id_is_asked_again():
@@ -138,22 +138,22 @@ def test_a_run_that_everybody_left_waits_and_then_fails():
 def test_every_known_client_is_drawn_with_the_same_rate():
     """2,000 Poisson cohorts of 3 + 3 clients: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
     strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
-    register = Register(3, timeout=1, newcomers=True)
+    manager = ClientManager(3, timeout=1, newcomers=True)
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 3)
-    register.roster(grid)
+    manager.known_clients(grid)
     grid.contexts.update(dict.fromkeys((11, 12, 13), grid.contexts[1]))
-    roster = register.roster(grid)
-    assert len(roster.names) == 6
+    known_clients = manager.known_clients(grid)
+    assert len(known_clients.names) == 6
     counts = np.zeros(6)
     for number in range(2000):
-        counts[strategy.rules.training.cohort(roster.names, strategy._run.generator("cohort", number))] += 1
+        counts[strategy.rules.training.cohort(known_clients.names, strategy._run.generator("cohort", number))] += 1
     assert (abs(counts / 2000 - 0.3) < 0.05).all()
 
 
 def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():
     """As many as it was accounted for: who left is drawn as well, and not asked."""
-    words = WORDS | {"sampling": FixedSizeSampling(cohort_size=2)}
-    strategy, grid, _ = run(THREE, {2: {3: None}}, num_rounds=40, strategy=DPFedAvg(**words))
+    arguments = WORDS | {"sampling": FixedSizeSampling(cohort_size=2)}
+    strategy, grid, _ = run(THREE, {2: {3: None}}, num_rounds=40, strategy=DPFedAvg(**arguments))
     sizes = [len(nodes) for nodes in grid.asked[1:]]
     assert set(sizes) == {1, 2}
     (line,) = strategy.rules.ledger.lines()

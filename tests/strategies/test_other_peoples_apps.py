@@ -12,10 +12,10 @@ from flwr.server.superlink.linkstate.utils import create_message_error_unavailab
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.population.roster import Register
+from flower_dp.strategies.population.client_manager import ClientManager
 from flower_dp.strategies.releases import replies
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -164,7 +164,7 @@ def test_waiting_says_how_many_clients_have_registered(caplog):
     nodes, calls = list(grid.contexts), count()
     grid.get_node_ids = lambda: nodes[: next(calls) + 1]
     with caplog.at_level(logging.INFO, "flwr"):
-        Register(3, timeout=10, newcomers=True).roster(grid)
+        ClientManager(3, timeout=10, newcomers=True).known_clients(grid)
     said = [record.getMessage() for record in caplog.records]
     assert [f"{number} of 3 clients registered" in said for number in (1, 2)] == [True, True]
 
@@ -181,18 +181,18 @@ class SimulatedGrid(LocalGrid):
 
 @pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
 def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch, kind):
-    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.2)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.2)
     grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
-        Register(5, timeout=30, newcomers=True).roster(grid)
+        ClientManager(5, timeout=30, newcomers=True).known_clients(grid)
 
 
 # a run that can't pay
 
 
 def test_a_run_that_can_not_pay_for_one_round_fails():
-    words = WORDS | {"noise_multiplier": 0.1, "target_epsilon": 0.5}
-    strategy = DPFedAvg(**words)
+    arguments = WORDS | {"noise_multiplier": 0.1, "target_epsilon": 0.5}
+    strategy = DPFedAvg(**arguments)
     with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
         strategy.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(weight=np.zeros(4, np.float32)))
     assert strategy.statement.epsilon == 0
@@ -252,7 +252,7 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
         name = str(context.node_id)
-        return DPClient(model=nn.Linear(2, 2), clients={name: records}, training=LocalTraining(learning_rate=1.0))
+        return DPClient(model=nn.Linear(2, 2), clients={name: records}, training=Training(learning_rate=1.0))
 
     app = ClientApp(client_fn=lambda context: client_fn(context).to_client()) if numpy_client else client_app(client_fn)
     initial = arrays(mask=MASK, weight=np.zeros((2, 2), np.float32), bias=np.zeros(2, np.float32))
@@ -269,10 +269,10 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
 
 @pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
 def test_the_log_compares_noise_with_the_signal_before_round_1(noise_multiplier, warns, caplog):
-    words = WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier}
+    arguments = WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier}
     with caplog.at_level(logging.INFO, "flwr"):
         app = stock_app(shifted(lambda node: 1.0))
-        DPFedAvg(**words).start(LocalGrid(app, 2), arrays(w=np.zeros(100, np.float32)), num_rounds=1)
+        DPFedAvg(**arguments).start(LocalGrid(app, 2), arrays(w=np.zeros(100, np.float32)), num_rounds=1)
     norm = noise_multiplier * 0.5 / 2 * 10  # std of the mean of 2, times sqrt(100)
     said = caplog.text
     assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5" in said

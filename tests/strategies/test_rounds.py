@@ -1,4 +1,4 @@
-"""The round: roll call, messages, refusals, early end. Expected models are computed by hand."""
+"""The round: client query, messages, refusals, early end. Expected models are computed by hand."""
 
 import json
 import math
@@ -13,20 +13,20 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import ClientPolicy, DPClient, LocalTraining, TensorRecords, client_app, model_arrays
+from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
 
-def fedavg(num_clients, **words):
-    settings = {"clip_norm": 1e6, "noise_multiplier": 0.0, "sampling": FullSampling(), "delta": 1e-3} | words
+def fedavg(num_clients, **arguments):
+    settings = {"clip_norm": 1e6, "noise_multiplier": 0.0, "sampling": FullSampling(), "delta": 1e-3} | arguments
     return DPFedAvg(num_clients=num_clients, **{"registration_timeout": 5} | settings)
 
 
-def start(strategy, grid, record=None, num_rounds=1, **words):
-    return strategy.start(grid, record or arrays(w=np.zeros(4, np.float32)), num_rounds=num_rounds, **words)
+def start(strategy, grid, record=None, num_rounds=1, **arguments):
+    return strategy.start(grid, record or arrays(w=np.zeros(4, np.float32)), num_rounds=num_rounds, **arguments)
 
 
 # Drop-in: stock clients, and the clients of this package through both of Flower's client APIs
@@ -63,7 +63,7 @@ def test_a_stock_app_with_a_query_of_its_own_works():
 
 
 def test_a_node_that_does_not_answer_does_not_decide_what_the_app_is(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.roll_call._SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("flower_dp.strategies.population.client_query._SILENT_SECONDS", 0.2)
 
     class Deaf(LocalGrid):
         def send_and_receive(self, messages, *, timeout=None):
@@ -88,7 +88,7 @@ INPUTS = torch.randn(60, 6, generator=GENERATOR)
 TARGETS = torch.randint(0, 3, (60,), generator=GENERATOR)
 
 
-def hosted(num_clients, **words):
+def hosted(num_clients, **arguments):
     """A client_fn whose nodes host the clients i with i mod nodes = partition-id, 60 / num_clients records each."""
     each = 60 // num_clients
 
@@ -98,7 +98,7 @@ def hosted(num_clients, **words):
             f"c{i:02}": TensorRecords(inputs=INPUTS, targets=TARGETS, indices=torch.arange(i * each, (i + 1) * each))
             for i in range(part, num_clients, parts)
         }
-        settings = {"training": LocalTraining(learning_rate=0.5, batch_size=3, momentum=0.5, sam_radius=0.05)} | words
+        settings = {"training": Training(learning_rate=0.5, batch_size=3, momentum=0.5, sam_radius=0.05)} | arguments
         return DPClient(model=make_model(), clients=clients, **settings)
 
     return client_fn
@@ -134,7 +134,7 @@ def test_user_config_and_round_reach_the_clients_and_the_user_config_is_left_alo
     assert dict(config) == {"lr": 0.5}
 
 
-# Roll call
+# Client query
 
 
 def test_waits_for_all_clients_to_register():
@@ -165,7 +165,7 @@ def test_a_client_hosted_twice_is_refused():
         return DPClient(
             model=make_model(),
             clients={"same": TensorRecords(inputs=INPUTS, targets=TARGETS)},
-            training=LocalTraining(learning_rate=0.1),
+            training=Training(learning_rate=0.1),
         )
 
     with pytest.raises(TimeoutError, match="client name 'same' is hosted twice"):
@@ -177,9 +177,9 @@ def test_a_node_that_cannot_make_its_clients_says_so_without_a_word_of_its_data(
         raise ValueError("could not convert 'Jane Doe' to float")
 
     grid = LocalGrid(client_app(client_fn), 2)
-    with pytest.raises(ValueError, match="client_fn failed; the node's own log says why") as told:
+    with pytest.raises(ValueError, match="client_fn failed; the node's own log says why") as reported:
         start(fedavg(2), grid, model_arrays(make_model()))
-    assert "Jane" not in str(told.value)
+    assert "Jane" not in str(reported.value)
     assert "Jane Doe" in caplog.text
     # The same where it fails later, on a train message.
     train = Message(RecordDict({"arrays": model_arrays(make_model())}), dst_node_id=1, message_type="train")
@@ -355,8 +355,8 @@ def test_small_cohorts_get_more_rounds_before_the_run_is_given_up():
 def test_a_client_policy_refuses_a_larger_clip_norm_and_less_noise():
     policy = ClientPolicy(max_clip_norm=0.5, min_noise_multiplier=0.8)
     app = client_app(hosted(4, policy=policy))
-    for words, reason in (({"clip_norm": 0.6}, "clip_norm=0.6"), ({"noise_multiplier": 0.7}, "noise_multiplier=0.7")):
-        strategy = fedavg(4, **({"clip_norm": 0.5, "noise_multiplier": 0.8} | words))
+    for arguments, reason in (({"clip_norm": 0.6}, "clip_norm=0.6"), ({"noise_multiplier": 0.7}, "noise_multiplier=0.7")):
+        strategy = fedavg(4, **({"clip_norm": 0.5, "noise_multiplier": 0.8} | arguments))
         with pytest.raises(RuntimeError, match=reason):
             start(strategy, LocalGrid(app, 2), model_arrays(make_model()), num_rounds=4)
 
@@ -385,16 +385,16 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("words", "named"), NONSENSE, ids=[named for _, named in NONSENSE])
-def test_nonsense_is_refused_by_name(words, named):
+def test_nonsense_is_refused_by_name(arguments, named):
     good = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 10, "delta": 1e-5}
     with pytest.raises(ValueError, match=re.escape(named)):
-        DPFedAvg(**(good | words))
+        DPFedAvg(**(good | arguments))
 
 
 @pytest.mark.parametrize(("words", "named"), [({"keep_ratio": 0}, "keep_ratio=0"), ({"placement": "edge"}, "placement='edge'")])
-def test_nonsense_of_dp_fedsam_is_refused_by_name(words, named):
+def test_nonsense_of_dp_fedsam_is_refused_by_name(arguments, named):
     with pytest.raises(ValueError, match=named):
-        DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=10, delta=1e-5, **words)
+        DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=10, delta=1e-5, **arguments)
 
 
 def test_poisson_rates_beyond_one_are_refused():
@@ -432,8 +432,8 @@ def test_parameters_without_dimensions_half_precision_and_empty_arrays_are_train
 
 @pytest.mark.slow
 def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
-    words = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": PoissonSampling(sampling_rate=0.5)}
-    strategy = fedavg(8, target_epsilon=4.0, **words)
+    arguments = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": PoissonSampling(sampling_rate=0.5)}
+    strategy = fedavg(8, target_epsilon=4.0, **arguments)
     seen = []
     result = start(
         strategy,
@@ -449,7 +449,7 @@ def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
     assert sorted(result.train_metrics_clientapp) == seen[1:]
     assert f"ended before round {ended + 1}: it would pass target_epsilon=4" in str(strategy.statement)
     # One more round would have been too much.
-    longer = fedavg(8, **words)
+    longer = fedavg(8, **arguments)
     start(longer, LocalGrid(stock_app(shifted(lambda node: 0.1)), 8), num_rounds=ended + 1)
     assert longer.statement.epsilon > 4.0
 
@@ -472,8 +472,8 @@ def test_reports_count_bytes_as_they_were_sent():
 
     def size(messages):
         arrays_size = sum(len(k) + len(a.data) for m in messages for r in m.content.array_records.values() for k, a in r.items())
-        words = [item for m in messages for r in m.content.config_records.values() for item in r.items()]
-        return arrays_size + sum(len(k) + (len(v) if isinstance(v, str) else 8) for k, v in words)
+        arguments = [item for m in messages for r in m.content.config_records.values() for item in r.items()]
+        return arrays_size + sum(len(k) + (len(v) if isinstance(v, str) else 8) for k, v in arguments)
 
     assert strategy.rounds[0].bytes_down == size(sent)
     assert strategy.rounds[0].bytes_up == size(grid.received)
@@ -503,8 +503,8 @@ def test_client_metrics_are_sent_only_when_server_and_client_agree_and_the_state
         assert ("client-loss" in result.train_metrics_clientapp[1]) == (asks and allows)
         assert ("CLIENT METRICS" in str(strategy.statement)) == asks
         assert ("CLIENT METRICS: the norms of clients' updates before the clip" in str(strategy.statement)) == asks
-        told = {name for name in strategy.line_of(1) if name.startswith("client-")}
-        assert told == ({"client-loss", "client-update-norm", "client-update-norm-squared"} if asks and allows else set())
+        reported = {name for name in strategy.line_of(1) if name.startswith("client-")}
+        assert reported == ({"client-loss", "client-update-norm", "client-update-norm-squared"} if asks and allows else set())
 
 
 def test_client_metrics_are_means_over_the_clients_that_replied_and_a_new_run_forgets_them():
@@ -523,7 +523,7 @@ def test_client_metrics_are_means_over_the_clients_that_replied_and_a_new_run_fo
     def client_fn(context):
         part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
         mine = dict(list(rows.items())[part::parts])
-        training = LocalTraining(learning_rate=1.0, loss=lambda outputs, targets: -outputs.mean())
+        training = Training(learning_rate=1.0, loss=lambda outputs, targets: -outputs.mean())
         return DPClient(model=Shifts(), clients=mine, training=training, policy=ClientPolicy(allow_metrics=True))
 
     strategy = fedavg(4, clip_norm=0.1, report_client_metrics=True)

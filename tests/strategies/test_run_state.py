@@ -80,31 +80,39 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
 
 
 def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
-    words = {"num_clients": 2, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
-    words |= {"num_local_steps": 1, "learning_rate": 0.1}
+    arguments = {
+        "num_clients": 2,
+        "batch_size": 4,
+        "num_records": 8,
+        "clip_norm": 1.0,
+        "epsilon": 2.0,
+        "delta": 1e-3,
+        "num_steps": 4,
+    }
+    arguments |= {"num_local_steps": 1, "learning_rate": 0.1}
     evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
-    strategy = DPPASGD(**words, evaluation=evaluation)
+    strategy = DPPASGD(**arguments, evaluation=evaluation)
     strategy.rules.open(("a", "b"))
     strategy.rules.training.charge(("a",))
     strategy.rules.evaluation.release.charge(("b",))
-    same_terms = moved(DPPASGD(**words, evaluation=evaluation), strategy.state)
+    same_terms = moved(DPPASGD(**arguments, evaluation=evaluation), strategy.state)
     assert same_terms.rules.evaluation.release.replies("b") == 1
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}):
         with pytest.raises(ValueError, match="charged for dp-pasgd by other terms"):
-            moved(DPPASGD(**words | changed, evaluation=evaluation), strategy.state)
+            moved(DPPASGD(**arguments | changed, evaluation=evaluation), strategy.state)
     smaller = replace(evaluation, budget=EvaluationBudget(epsilon=0.25, num_evaluations=2))
     with pytest.raises(ValueError, match="charged for private-evaluation by other terms"):
-        moved(DPPASGD(**words, evaluation=smaller), strategy.state)
+        moved(DPPASGD(**arguments, evaluation=smaller), strategy.state)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
-        moved(DPPASGD(**words), strategy.state)
+        moved(DPPASGD(**arguments), strategy.state)
 
 
 def test_in_turn_the_next_cohort_follows_from_the_stored_state():
-    words = WORDS | {"sampling": RoundRobinSampling(cohort_size=1)}
-    strategy = DPFedAvg(**words)
+    arguments = WORDS | {"sampling": RoundRobinSampling(cohort_size=1)}
+    strategy = DPFedAvg(**arguments)
     names, drawn = ("a", "b", "c", "d"), []
     for _ in range(4):
-        strategy = moved(DPFedAvg(**words), strategy.state)
+        strategy = moved(DPFedAvg(**arguments), strategy.state)
         drawn.extend(strategy.rules.training.cohort(names, strategy._run.generator("cohort")))
         strategy.rules.training.charge(names[:1])
     assert sorted(drawn) == [0, 1, 2, 3]
@@ -121,11 +129,11 @@ def test_a_run_that_has_ended_stays_so():
 
 
 def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begin_with():
-    words = {"num_clients": 2, "batch_size": 4, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
-    strategy = DPPASGD(**words, num_local_steps=1, learning_rate=0.1)
+    arguments = {"num_clients": 2, "batch_size": 4, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
+    strategy = DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1)
     strategy.rules.open(("a", "b"))
     strategy.rules.training.charge(("a",))
-    other = moved(DPPASGD(**words, num_local_steps=1, learning_rate=0.1), strategy.state)
+    other = moved(DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1), strategy.state)
     other.rules.open(("b",))  # a client that is not there yet
     assert (other.rules.training.replies("a"), other.rules.training.replies("b")) == (1, 0)
     with pytest.raises(ValueError, match="'c' was not there when this run began"):

@@ -30,9 +30,9 @@ BOTH: dict[str, Any] = {"steps": STEPS, "epsilon": 5.0, "delta": 1e-5, "num_repl
 DIVISOR = [2 * 0.2 / (1 + 0.5 * round_) for round_ in range(4)]  # E eta_k
 
 
-def pair(server: Any = None, **words: Any) -> tuple[Scaffold, ScaffoldRecipe]:
+def pair(server: Any = None, **arguments: Any) -> tuple[Scaffold, ScaffoldRecipe]:
     options = {"sampling": FullSampling(), "num_clients": 4, "num_records": 8} | (server or {})
-    return Scaffold(**BOTH | words, **options), ScaffoldRecipe(**BOTH | words)
+    return Scaffold(**BOTH | arguments, **options), ScaffoldRecipe(**BOTH | arguments)
 
 
 def rows_of(grid: Any) -> list[np.ndarray]:
@@ -101,8 +101,8 @@ def test_a_mean_over_all_clients_is_that_of_the_gradients_and_corrections_cancel
 def test_steps_go_along_gradient_plus_c_minus_c_i():
     """Without noise, one record and no clipping: the second round's update by hand."""
     steps = replace(STEPS, clip_norm=1e4, batch_size=8, num_local_steps=1, decay_iterations=None)
-    words = {"steps": steps, "epsilon": math.inf}
-    strategy, recipe = pair(**words)
+    arguments = {"steps": steps, "epsilon": math.inf}
+    strategy, recipe = pair(**arguments)
     grid = grid_of(recipe, FOUR)
     models: list[torch.Tensor] = []
 
@@ -189,8 +189,8 @@ def test_a_numpy_client_finds_the_servers_vector_behind_the_model():
 
     def client_fn(context):
         name = sorted(FOUR)[int(context.node_config["partition-id"])]
-        words = {"recipe": recipe, "noise_seed": 3, "device": "cpu", "context": context}
-        return LocalDPClient(model=linear(), clients={name: FOUR[name]}, **words).to_client()
+        arguments = {"recipe": recipe, "noise_seed": 3, "device": "cpu", "context": context}
+        return LocalDPClient(model=linear(), clients={name: FOUR[name]}, **arguments).to_client()
 
     named = start(pair({"noise_seed": 1})[0], grid_of(recipe, FOUR, seeds=lambda context: 3), 3)
     assert torch.equal(start(strategy, LocalGrid(ClientApp(client_fn=client_fn), 4), 3), named)
@@ -228,11 +228,11 @@ def test_a_client_refuses_vectors_that_its_method_does_not_work_with():
     message = next(one for one in grid.sent if one.metadata.message_type == "train")
     (config,) = [record for record in message.content.config_records.values() if ANSWER in record]
     client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), context=context_of())
-    told = json.loads(config[ANSWER])
-    assert told["ask"]["vectors"] == ["control"]
+    answer = json.loads(config[ANSWER])
+    assert answer["ask"]["vectors"] == ["control"]
     weights = linear()[0].weight.detach().numpy()
     with pytest.raises(ValueError, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
-        client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(told | {"method": "dp-fedpaq"})})
+        client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(answer | {"method": "dp-fedpaq"})})
     own = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe, context=context_of())
     for names, arrays, why in (
         (None, 0, r"vectors=\[\] came with the model: this method works with \['control'\]"),
@@ -246,8 +246,8 @@ def test_a_client_refuses_vectors_that_its_method_does_not_work_with():
         ("control", 1, "must be names of vectors"),
         ([["control"]], 1, "vectors: name="),
     ):
-        ask = {name: value for name, value in told["ask"].items() if name != "vectors"}
-        forged = json.dumps(told | {"ask": ask | ({} if names is None else {"vectors": names})})
+        ask = {name: value for name, value in answer["ask"].items() if name != "vectors"}
+        forged = json.dumps(answer | {"ask": ask | ({} if names is None else {"vectors": names})})
         with pytest.raises(ValueError, match=why):
             own.fit([weights, *[np.zeros(18, np.float32)] * arrays], {ANSWER: forged})
     for bad in (

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.core.steps import LocalSteps
+from flower_dp.core.steps import StepSchedule
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
@@ -75,8 +75,8 @@ def test_a_message_of_fedsgd_has_the_noise_of_a_weighted_mean():
 
 
 def test_a_message_of_dp_pasgd_has_the_noise_of_all_its_steps():
-    words = PASGD | {"learning_rate_decay": 0.5, "weight_decay": 0.4, "learning_rate": 0.25}
-    strategy = DPPASGD(**words, batch_size=dict(zip(NAMES, (4, 8, 2, 16), strict=True)))
+    arguments = PASGD | {"learning_rate_decay": 0.5, "weight_decay": 0.4, "learning_rate": 0.25}
+    strategy = DPPASGD(**arguments, batch_size=dict(zip(NAMES, (4, 8, 2, 16), strict=True)))
     statement = stated(strategy)
     least = statement.noise["least_noise_std_of_a_mean_gradient"]
     assert least == pytest.approx(strategy.rules.books.terms["c3"].release.noise_std / 16)
@@ -86,7 +86,7 @@ def test_a_message_of_dp_pasgd_has_the_noise_of_all_its_steps():
 
 
 def test_the_noise_of_steps_is_added_up_by_hand():
-    steps = LocalSteps(num_local_steps=3, learning_rate=0.5, learning_rate_decay=0.2, weight_decay=0.1)
+    steps = StepSchedule(num_local_steps=3, learning_rate=0.5, learning_rate_decay=0.2, weight_decay=0.1)
     size, variance = 0.4, 0.0
     for _ in range(3):  # w <- (1 - size x decay) w - size x noise
         variance = (1 - size * 0.1) ** 2 * variance + (size * 1.5) ** 2
@@ -132,20 +132,20 @@ def test_adversaries_that_differ_in_anything_have_lines_of_their_own(change):
 # Assumptions
 
 
-def relies(statement, words):
-    return [line for line in statement.assumptions if words in line]
+def relies(statement, arguments):
+    return [line for line in statement.assumptions if arguments in line]
 
 
 @pytest.mark.slow
 def test_only_a_cost_that_counts_sampling_relies_on_it():
-    words = "which records are in a batch is known to the client alone"
+    arguments = "which records are in a batch is known to the client alone"
     poisson = {"mechanism": "gaussian", "delta": 1e-3, "num_records": SIZES}
     few = stated(FedSGDDPC(**SGD, **poisson, sampling_rate=0.05), rounds=9)
     assert few.accountant != "gaussian-exact"
-    assert relies(few, words)
+    assert relies(few, arguments)
     every = stated(FedSGDDPC(**SGD, **poisson, sampling_rate=1.0), rounds=9)
     assert every.accountant == "gaussian-exact"
-    assert not relies(every, words)
+    assert not relies(every, arguments)
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_local_steps_rely_on_a_secret_choice_where_it_is_counted(method, size):
     ids=lambda value: type(value).__name__,
 )
 def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
-    words = LEVEL | {"num_clients": 400, "noise_multiplier": 1.0, "delta": 1e-4}
+    arguments = LEVEL | {"num_clients": 400, "noise_multiplier": 1.0, "delta": 1e-4}
     relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
-    strategy = DPFedAvg(**words, sampling=sampling, relation=relation)
+    strategy = DPFedAvg(**arguments, sampling=sampling, relation=relation)
     names = tuple(f"c{index}" for index in range(400))
     strategy.plan(20)
     for _ in range(20):
@@ -192,8 +192,8 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
 
 def test_the_statement_in_a_file_has_every_adversary():
     statement = stated(METHODS["fedsgd-dpc"]())
-    told = json.loads(json.dumps(statement.to_dict()))
-    assert [one["name"] for one in told["adversaries"]] == ["the server", "participants", "outsiders"]
+    answer = json.loads(json.dumps(statement.to_dict()))
+    assert [one["name"] for one in answer["adversaries"]] == ["the server", "participants", "outsiders"]
 
 
 CENTRAL = "the server is trusted: it sees single updates and adds the noise"
@@ -211,19 +211,19 @@ APART = "clients do not combine their knowledge of their shares of the noise"
     ],
     ids=["central", "distributed", "nobody adds missing shares"],
 )
-def test_who_is_trusted_with_the_noise_is_said(words, assumed):
-    statement = stated(DPFedSAM(**LEVEL, sampling=FullSampling(), **words))
+def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
+    statement = stated(DPFedSAM(**LEVEL, sampling=FullSampling(), **arguments))
     assert statement.assumptions[0] == "clients clip as asked, and whether a client answers does not depend on its data"
     assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART)) == assumed
 
 
 def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
     sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
-    words = "adversaries may know who takes part: sampling lowers no cost"
+    arguments = "adversaries may know who takes part: sampling lowers no cost"
     strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), trusted_server=False)
     strategy.plan(3)
-    assert relies(strategy.statement, words)
-    assert not relies(stated(METHODS["dp-fedsam"]()), words)
+    assert relies(strategy.statement, arguments)
+    assert not relies(stated(METHODS["dp-fedsam"]()), arguments)
 
 
 def test_a_local_statement_says_what_is_public_and_whom_nobody_can_check():
@@ -255,11 +255,11 @@ def test_metrics_without_noise_are_named(method):
     strategy = METHODS[method]()
     stated(strategy)
     facts = RunFacts(seeded_noise=False, missing=Missing(), incidents=(), report_client_metrics=False)
-    silent = strategy.rules.explain(facts).not_covered
+    silent = strategy.rules.statement(facts).not_covered
     assert not any(line.startswith("CLIENT METRICS") for line in silent)
-    training = strategy.rules.explain(replace(facts, report_client_metrics=True)).not_covered
+    training = strategy.rules.statement(replace(facts, report_client_metrics=True)).not_covered
     assert "CLIENT METRICS: clients sent training metrics without noise" in training
-    own = strategy.rules.explain(replace(facts, own_evaluation=True)).not_covered
+    own = strategy.rules.statement(replace(facts, own_evaluation=True)).not_covered
     assert any("configure_evaluate asks clients for metrics without noise" in line for line in own)
 
 
@@ -268,7 +268,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
     strategy = METHODS[method]()
     stated(strategy)
     facts = RunFacts(seeded_noise=True, missing=Missing(), incidents=(), report_client_metrics=False)
-    statement = strategy.rules.explain(facts)
+    statement = strategy.rules.statement(facts)
     papers = [statement.paper, *(one.paper for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert all("seed" in paper.reason for paper in papers if paper is not None)
@@ -291,8 +291,8 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
         ({"sampling": FullSampling()}, None),
     ],
 )
-def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(words, fault):
-    strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4, "noise_multiplier": 1.0}, **words)
+def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault):
+    strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4, "noise_multiplier": 1.0}, **arguments)
     strategy.plan(2)
     names = tuple(f"c{index}" for index in range(400))
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(words, fault):
     paper = strategy.statement.paper
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
-    rate = words["sampling"].expected_cohort(400) / 400
+    rate = arguments["sampling"].expected_cohort(400) / 400
     event = SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(1.0)), 2)
     assert paper.epsilon == pytest.approx(accounting.rdp_epsilon(event, delta=1e-4, relation="add-or-remove-one"))
 

@@ -65,9 +65,9 @@ def test_two_masks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("words", [{"keep_ratio": 0.5}, {"quantization_levels": 3}])
-def test_a_sent_mask_goes_with_nothing_that_a_seeded_one_does_not_go_with(words: dict[str, Any]) -> None:
+def test_a_sent_mask_goes_with_nothing_that_a_seeded_one_does_not_go_with(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="mask: does not go with"):
-        ask(placement="distributed", mask=SentMask.of([1], length=8), **words)
+        ask(placement="distributed", mask=SentMask.of([1], length=8), **arguments)
     with pytest.raises(ValueError, match="mask: must not be there"):
         Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="local", mask=SentMask.of([1], length=8))
 

@@ -322,16 +322,16 @@ def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) 
 
 @pytest.mark.parametrize("words", [{"noise_std": 0.1}, {"keep_ratio": 0.5}, {"quantization_levels": 3}])
 @pytest.mark.parametrize("placement", ["central", "local"])
-def test_where_clients_add_no_share_they_add_and_choose_nothing(words: dict[str, Any], placement: str) -> None:
+def test_where_clients_add_no_share_they_add_and_choose_nothing(arguments: dict[str, Any], placement: str) -> None:
     ask(placement=placement)
     with pytest.raises(ValueError, match=f"must be 0, 1 and 0 for placement='{placement}'"):
-        ask(placement=placement, step=0.0, **words)
+        ask(placement=placement, step=0.0, **arguments)
 
 
 @pytest.mark.parametrize("words", [{"step": 2.0**-12}, {"mask": RoundMask(seed=1, keep_ratio=0.5)}])
-def test_under_local_placement_lattice_and_coordinates_are_the_clients_own(words: dict[str, Any]) -> None:
+def test_under_local_placement_lattice_and_coordinates_are_the_clients_own(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="step, mask: must not be there for placement='local'"):
-        ask(placement="local", **words)
+        ask(placement="local", **arguments)
 
 
 @pytest.mark.parametrize("placement", ["central", "distributed"])
@@ -550,9 +550,9 @@ def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
     read = Answer.from_json(answer.to_json(MANY_NAMES), MANY_NAMES)
     assert set(read.refused) == set(MANY_NAMES)
     assert all(len(reason) <= wire.MOST_REASON for reason in read.refused.values())
-    told = [read.refused[name] == refused[name][: wire.MOST_REASON] for name in MANY_NAMES]
-    assert sum(told) == wire.MOST_REASONS
-    assert {read.refused[name] for name, said in zip(MANY_NAMES, told, strict=True) if not said} == {"another reason"}
+    reported = [read.refused[name] == refused[name][: wire.MOST_REASON] for name in MANY_NAMES]
+    assert sum(reported) == wire.MOST_REASONS
+    assert {read.refused[name] for name, said in zip(MANY_NAMES, reported, strict=True) if not said} == {"another reason"}
 
 
 @pytest.mark.parametrize("count", [1, 1000, 200_000])
@@ -590,8 +590,8 @@ MALFORMED = [
 
 @pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:12])
 def test_texts_that_are_no_instruction_or_answer_are_refused(text: str) -> None:
-    for kind, words in ((Instruction, "flower-dp|instruction: unknown keys"), (Answer, "flower-dp|answer: unknown keys")):
-        with pytest.raises(ValueError, match=words):
+    for kind, arguments in ((Instruction, "flower-dp|instruction: unknown keys"), (Answer, "flower-dp|answer: unknown keys")):
+        with pytest.raises(ValueError, match=arguments):
             _read(kind, text)
 
 
@@ -905,10 +905,10 @@ def test_models_of_other_dtypes_are_refused(dtype: Any) -> None:
 
 def test_bytes_are_counted_as_sent() -> None:
     record = ArrayRecord({"x": Array(np.zeros(10, np.float32))})
-    words = ConfigRecord({"k": "abc", "flag": True, "list": [1, 2]})
+    arguments = ConfigRecord({"k": "abc", "flag": True, "list": [1, 2]})
     assert wire.content_bytes(RecordDict({"a": record})) == 1 + 40 + 128
     # Names count: a forged one may be long.
-    assert wire.content_bytes(RecordDict({"a": record, "c": words})) == 1 + 40 + 128 + (1 + 3) + (4 + 8) + (4 + 16)
+    assert wire.content_bytes(RecordDict({"a": record, "c": arguments})) == 1 + 40 + 128 + (1 + 3) + (4 + 8) + (4 + 16)
     assert wire.content_bytes(RecordDict({"m": MetricRecord({"loss": 0.5})})) == 4 + 8
 
 

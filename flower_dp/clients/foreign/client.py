@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 from flower_dp import wire
 from flower_dp.clients.account import account_of, refuse_ledger
 from flower_dp.clients.foreign.evaluation import AppContribution, AppMetrics
-from flower_dp.clients.foreign.training import AppCall, AppTraining, Updates
+from flower_dp.clients.foreign.training import AppCall, AppTraining, AppUpdates
 from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.policy import ClientPolicy
@@ -90,7 +90,7 @@ class AppClient:
             rows: Train = AppMetrics(app=app, bounds=instruction.bounds)
             length = instruction.bounds.num_counted
         else:
-            rows, length = Updates(train=train), train.model.layout.size
+            rows, length = AppUpdates(train=train), train.model.layout.size
         with reading():
             pipeline = client_level.pipeline(instruction.ask, train=rows, length=length)
         jobs = [self._job(instruction)] if self.name in instruction.clients else []

@@ -77,8 +77,8 @@ class AppContribution:
     def __call__(self, vector: Array, job: Job) -> np.ndarray:
         """Return the contribution [1, dimension], float64."""
         try:
-            told = metrics_of(self.app)
-            return self.bounds.centred(np.asarray([[told[name] for name in self.bounds.bounds]]))
+            metrics = metrics_of(self.app)
+            return self.bounds.centred(np.asarray([[metrics[name] for name in self.bounds.bounds]]))
         except Exception as error:
             log.error("evaluation failed: the reply is noise alone", exc_info=error)
             return np.zeros((1, len(self.bounds.bounds)))

@@ -92,7 +92,7 @@ class _PrivacyMod:
     noise_seed: int | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer the roll call, or train or evaluate as the server instructs; refuse all other messages.
+        """Answer the client query, or train or evaluate as the server instructs; refuse all other messages.
 
         Whatever the message is, the client's account is kept while the app runs, and errors leave in this package's words alone.
 
@@ -107,7 +107,7 @@ class _PrivacyMod:
         kind = message.metadata.message_type
         train = kind.partition(".")[0] == "train"
         # Not a query: the server would take the app for one of the Message API, and it may be a `NumPyClient`.
-        if kind == "get_properties" or (train and wire.is_roll_call(message)):
+        if kind == "get_properties" or (train and wire.is_client_query(message)):
             return _config_reply(message, self._hosted(context))
         if train:
             return self._train(message, context, app)

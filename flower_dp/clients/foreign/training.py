@@ -91,7 +91,7 @@ class AppTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updates:
+class AppUpdates:
     """Training whose row is the trained model minus the global model, as it was received.
 
     Attributes:
@@ -117,12 +117,12 @@ def record_names_of(content: RecordDict) -> RecordNames:
     Raises:
         ValueError: if its config is not exactly one record of a name that apps read.
     """
-    told = [
+    counts = [
         record_names for record_names in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if record_names.config in content.config_records
     ]
-    if len(told) != 1 or len(content.config_records) != 1:
+    if len(counts) != 1 or len(content.config_records) != 1:
         raise ValueError(f"message has config records {sorted(content.config_records)[:8]}: must be 'config' or 'fitins.config'")
-    return told[0]
+    return counts[0]
 
 
 def stock_message(message: Message, record_names: RecordNames) -> Message:

@@ -146,8 +146,8 @@ class EvaluationRecipe:
 def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds) -> np.ndarray:
     """Return a record's contribution [dimension]; zero for one whose metrics can't be computed."""
     try:
-        told = metrics.of(*record)
-        return np.asarray(bounds.centred(np.asarray([[float(told[name]) for name in bounds.bounds]]))[0])
+        values = metrics.of(*record)
+        return np.asarray(bounds.centred(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
     except Exception as error:
         log.warning("a record's metrics can't be computed (%s): it counts as zero", type(error).__name__)
         return np.zeros(len(bounds.bounds))

@@ -32,7 +32,7 @@ class Mask:
     Attributes:
         of: the round's mask, as the server has asked for it.
         length: of the vector.
-        num_beside: coordinates behind the vector that are always kept.
+        num_extra: coordinates behind the vector that are always kept.
         indices: the kept coordinates [k], increasing.
 
     Raises:
@@ -48,13 +48,13 @@ class Mask:
 
     of: wire.PublicMask
     length: int
-    num_beside: int = 0
+    num_extra: int = 0
     indices: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        beside = np.arange(self.length, self.length + self.num_beside)
+        extra = np.arange(self.length, self.length + self.num_extra)
         # A new array: torch wants one that can be written.
-        object.__setattr__(self, "indices", np.concatenate([self.of.indices(self.length), beside]))
+        object.__setattr__(self, "indices", np.concatenate([self.of.indices(self.length), extra]))
 
     def keep(self, row: Array) -> Array:
         """Return the kept coordinates [k] of a row [d]."""
@@ -63,7 +63,7 @@ class Mask:
     def spread(self, kept: Array) -> Array:
         """Return the vector [d] of kept coordinates [k], 0 elsewhere."""
         xp = array_namespace(kept)
-        vector = xp.zeros((self.length + self.num_beside,), dtype=kept.dtype, device=device(kept))
+        vector = xp.zeros((self.length + self.num_extra,), dtype=kept.dtype, device=device(kept))
         vector[self._on(kept)] = kept
         return vector
 
@@ -134,8 +134,8 @@ class IndicatorClip:
         xp = array_namespace(row)
         update, asked = row[:-1], self.indicator
         clipped = clip_l2(update, asked.clip_norm)
-        told = indicator(update, asked.clip_norm, asked.scale)
-        last = xp.full((1,), told, dtype=clipped.dtype, device=device(clipped))
+        within = indicator(update, asked.clip_norm, asked.scale)
+        last = xp.full((1,), within, dtype=clipped.dtype, device=device(clipped))
         return noise.toward_zero(xp.concat([clipped, last]), self.step)
 
 

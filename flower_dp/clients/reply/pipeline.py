@@ -189,8 +189,8 @@ class Pipeline:
             raise ValueError(f"noise: {_kind(self.train)} does not add this {_kind(self.noise)} in every step")
         if isinstance(self.noise, StepNoise) and not isinstance(self.clip, RecordClip):
             raise ValueError(f"clip: {_kind(self.clip)} would clip what is noised already; StepNoise goes with RecordClip")
-        told = self.encode.mask if isinstance(self.encode, RandK) else None
-        if told != self.before_clip:
+        sent_mask = self.encode.mask if isinstance(self.encode, RandK) else None
+        if sent_mask != self.before_clip:
             raise ValueError(f"encode: {_kind(self.encode)} does not send the coordinates of the mask before the clip")
         if type(self.noise) is ServerNoise:
             self._check_without_noise()

@@ -8,11 +8,11 @@ from torch import Tensor
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.engines.one_by_one import Trained
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalUpdates:
+class TrainedUpdates:
     """Local training by an engine: a row is the trained model minus the global model.
 
     Attributes:
@@ -22,7 +22,7 @@ class LocalUpdates:
         engine: `one_by_one` or `batched`.
     """
 
-    training: LocalTraining
+    training: Training
     model: FlatModel
     server_round: int
     engine: str

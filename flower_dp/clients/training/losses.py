@@ -42,7 +42,7 @@ def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean hinge loss max(0, 1 - y f) of a linear SVM; at 1 = y f its gradient is zero.
 
     A target that is neither -1 nor +1 counts as a loss of 0 with a gradient of zero. The loss has no L2 term: that is
-    `weight_decay` of `LocalTraining`, which does not depend on records and so needs neither clip nor noise.
+    `weight_decay` of `Training`, which does not depend on records and so needs neither clip nor noise.
 
     Args:
         outputs: f, one number a record [batch, 1].

@@ -138,8 +138,8 @@ def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> t
     def one(weights: dict[str, Tensor], inputs: Inputs, target: Tensor) -> Tensor:
         placed = {place: weights[name] for place, name in places.items()}
         batch = each(inputs, lambda tensor: tensor.unsqueeze(0))
-        words = {} if isinstance(batch, Tensor) else dict(batch)
-        outputs = torch.func.functional_call(model.module, placed, () if words else (batch,), words, tie_weights=False)
+        arguments = {} if isinstance(batch, Tensor) else dict(batch)
+        outputs = torch.func.functional_call(model.module, placed, () if arguments else (batch,), arguments, tie_weights=False)
         return loss(outputs, target.unsqueeze(0))
 
     vectorised = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")

@@ -74,7 +74,7 @@ class FlatModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTraining:
+class Training:
     """The recipe of local training: minibatch SGD, SAM or Adam, with a fresh state every round.
 
     Attributes:
@@ -95,8 +95,8 @@ class LocalTraining:
             class (`flower_dp.clients.training.losses`).
 
     Example:
-        >>> from flower_dp.clients import LocalTraining
-        >>> LocalTraining(learning_rate=0.1, learning_rate_decay=0.5, sam_radius=0.05).step_size(3)
+        >>> from flower_dp.clients import Training
+        >>> Training(learning_rate=0.1, learning_rate_decay=0.5, sam_radius=0.05).step_size(3)
         0.025
     """
 

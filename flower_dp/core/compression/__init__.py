@@ -64,6 +64,6 @@ def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> 
     codec = CODECS[checks.one_of("payload encoding", header.get("encoding"), tuple(CODECS))]
     if len(arrays) != codec.num_arrays:
         raise ValueError(f"payload has {len(arrays)} arrays: encoding {codec.name} has {codec.num_arrays}")
-    if unknown := set(header) - {"encoding", "length", *codec.words}:
+    if unknown := set(header) - {"encoding", "length", *codec.keys}:
         raise ValueError(f"payload header has words that encoding {codec.name} does not know: {sorted(unknown, key=str)[:4]}")
     return codec.read(payload, length, mask)

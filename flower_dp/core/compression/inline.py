@@ -44,4 +44,4 @@ def _read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
     return np.frombuffer(data, dtype="<f8").astype(np.float64)
 
 
-CODEC = Codec(name="inline", num_arrays=0, words=("values",), read=_read)
+CODEC = Codec(name="inline", num_arrays=0, keys=("values",), read=_read)

@@ -40,7 +40,7 @@ class Codec:
     Attributes:
         name: the header's `encoding`.
         num_arrays: how many arrays a payload has.
-        words: the keys that a header may have besides `encoding` and `length`; `read` checks their values.
+        keys: those that a header may have besides `encoding` and `length`; `read` checks their values.
         read: payload, length and the mask that both sides know (None without one) -> the vector [length], float32 or float64.
             It trusts nothing, and raises ValueError for a payload that no honest sender makes.
 
@@ -52,7 +52,7 @@ class Codec:
 
     name: str
     num_arrays: int
-    words: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     read: Callable[[Payload, int, np.ndarray | None], np.ndarray]
 
 

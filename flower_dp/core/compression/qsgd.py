@@ -215,4 +215,4 @@ def _unpacked(body: np.ndarray, length: int, levels: int) -> np.ndarray:
     return digits[:length]
 
 
-CODEC = Codec(name="qsgd", num_arrays=1, words=("levels", "coding"), read=_read)
+CODEC = Codec(name="qsgd", num_arrays=1, keys=("levels", "coding"), read=_read)

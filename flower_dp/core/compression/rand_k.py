@@ -34,12 +34,12 @@ def _read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
         raise ValueError("payload encoding='rand-k': no mask is shared with this sender")
     (values,) = payload.arrays
     check_values(values, mask.size)
-    told = payload.header.get("mask")
-    if type(told) is not int or told != checksum(mask):
+    seen = payload.header.get("mask")
+    if type(seen) is not int or seen != checksum(mask):
         raise ValueError("payload mask is not the one of this round")
     vector = np.zeros(length, values.dtype)
     vector[mask] = values
     return vector
 
 
-CODEC = Codec(name="rand-k", num_arrays=1, words=("mask",), read=_read)
+CODEC = Codec(name="rand-k", num_arrays=1, keys=("mask",), read=_read)

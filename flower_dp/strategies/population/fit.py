@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 
-from flower_dp.strategies.population.roster import Roster
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.rules import Rules
 from flower_dp.wire import EVALUATION
 
 
-def why_none_fits(rules: Rules, roster: Roster) -> str | None:
-    """Return why the clients of a roster can't run a method, None if they can."""
-    if not roster.hosting:
+def why_none_fits(rules: Rules, known_clients: KnownClients) -> str | None:
+    """Return why the known clients can't run a method, None if they can."""
+    if not known_clients.hosting:
         return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
-    return why_unfit(rules, roster.methods)
+    return why_unfit(rules, known_clients.methods)
 
 
 def why_unfit(rules: Rules, methods: frozenset[str]) -> str | None:

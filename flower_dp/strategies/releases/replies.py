@@ -56,13 +56,13 @@ class Missing:
         )
 
     def __str__(self) -> str:
-        words = {
+        counts = {
             "from nodes that did not reply": self.silent,
             "whose training failed or diverged": self.failed,
             "declined by clients": self.declined,
             "refused by the server": self.rejected,
         }
-        return ", ".join(f"{count} {what}" for what, count in words.items() if count)
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,13 +178,13 @@ def _answering(
 
 
 def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], reply: Message) -> None:
-    words = _end_of(reply.error.reason)
+    counts = _end_of(reply.error.reason)
     if reply.error.code not in APP_RAISED:
-        collected.leave_out(node, names, f"no reply: {words}", Missing(silent=len(names)))
-    elif f"{wire.DECLINED}: " in words:
-        collected.leave_out(node, names, f"error reply: {words}", Missing(declined=len(names)))
+        collected.leave_out(node, names, f"no reply: {counts}", Missing(silent=len(names)))
+    elif f"{wire.DECLINED}: " in counts:
+        collected.leave_out(node, names, f"error reply: {counts}", Missing(declined=len(names)))
     else:
-        collected.leave_out(node, names, f"error reply: {words}", Missing(failed=len(names)))
+        collected.leave_out(node, names, f"error reply: {counts}", Missing(failed=len(names)))
 
 
 def _add(collected: Collected, reply: Message, names: tuple[str, ...], limits: Limits, stock: StockReply | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flower_dp.clients.training.engines.batched import train_batched
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one_by_one
 from flower_dp.clients.training.lus import LUS
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 
@@ -23,7 +23,7 @@ ENGINES = ("one_by_one", "batched")
 def local_updates(
     vector: Tensor,
     clients: Sequence[Records],
-    training: LocalTraining,
+    training: Training,
     *,
     model: FlatModel,
     server_round: int,

@@ -15,7 +15,7 @@ from torch import Tensor
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.engines.program import Program
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records, TensorRecords
 
 log = logging.getLogger("flwr")
@@ -38,7 +38,7 @@ class UnfitRecipeError(RuntimeError):
 def train_batched(
     vector: Tensor,
     clients: Sequence[Records],
-    training: LocalTraining,
+    training: Training,
     *,
     model: FlatModel,
     server_round: int,
@@ -68,7 +68,7 @@ def num_slots(num_parameters: int, device: torch.device) -> int:
 class _Trainer:
     """One round of one node's clients."""
 
-    def __init__(self, vector: Tensor, training: LocalTraining, model: FlatModel, server_round: int) -> None:
+    def __init__(self, vector: Tensor, training: Training, model: FlatModel, server_round: int) -> None:
         self._vector, self._training, self._model, self._round = vector, training, model, server_round
         self._threads = torch.get_num_threads()
         self.num_slots = num_slots(model.layout.size, model.device)
@@ -161,7 +161,7 @@ class _Trainer:
             raise RuntimeError("a client's update in a group differs from its update alone; is the loss a mean over records?")
         return program
 
-    def _brief(self) -> LocalTraining:
+    def _brief(self) -> Training:
         return replace(self._training, num_local_epochs=1, num_local_steps=None)
 
     def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:

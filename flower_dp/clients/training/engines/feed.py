@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
-from flower_dp.clients.training.recipe import LocalTraining
+from flower_dp.clients.training.recipe import Training
 from flower_dp.clients.training.records import Inputs, Records, num_rows
 
 # Inputs and targets of a step, [records, ...] each.
@@ -43,7 +43,7 @@ class MixedRecordsError(ValueError):
 class Feed:
     """The batches of one client for one round, read from its data set as they are needed.
 
-    Order and number of records are those of `LocalTraining.train` with a generator of the same seed, and so is what the data set
+    Order and number of records are those of `Training.train` with a generator of the same seed, and so is what the data set
     draws from torch's own generators.
 
     Args:
@@ -59,7 +59,7 @@ class Feed:
         Exception: any error that the data set raises for the first records.
     """
 
-    def __init__(self, records: Records, training: LocalTraining, device: torch.device, seed: int) -> None:
+    def __init__(self, records: Records, training: Training, device: torch.device, seed: int) -> None:
         self._records, self._device, self._batch_size = records, device, training.batch_size
         self._draws = OwnDraws(device, draws_seed(seed))
         self._positions = training.positions(len(records), torch.Generator().manual_seed(seed))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining
+from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
 
 # A client's update [d] and mean training loss, or its error.
@@ -15,7 +15,7 @@ Trained = tuple[Tensor, Tensor] | Exception
 def train_one_by_one(
     vector: Tensor,
     clients: Sequence[Records],
-    training: LocalTraining,
+    training: Training,
     *,
     model: FlatModel,
     server_round: int,
@@ -26,9 +26,7 @@ def train_one_by_one(
         yield train_one(vector, records, training, model=model, server_round=server_round, seed=seed)
 
 
-def train_one(
-    vector: Tensor, records: Records, training: LocalTraining, *, model: FlatModel, server_round: int, seed: int
-) -> Trained:
+def train_one(vector: Tensor, records: Records, training: Training, *, model: FlatModel, server_round: int, seed: int) -> Trained:
     """Train one client from the global model."""
     model.vector.copy_(vector)
     model.reset_buffers()

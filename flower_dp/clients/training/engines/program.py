@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.losses import checked, class_losses, cross_entropy, known_classes
-from flower_dp.clients.training.recipe import FlatModel, LocalTraining, parts
+from flower_dp.clients.training.recipe import FlatModel, Training, parts
 
 # A tensor, or two matrices [slots, ...] whose product it is.
 Gradient = Tensor | tuple[Tensor, Tensor]
@@ -45,7 +45,7 @@ class Program:
             has an embedding.
     """
 
-    def __init__(self, model: FlatModel, training: LocalTraining, kind: Kind, num_slots: int, *, sliced: bool) -> None:
+    def __init__(self, model: FlatModel, training: Training, kind: Kind, num_slots: int, *, sliced: bool) -> None:
         self._training, self._num_slots = training, num_slots
         self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
         self._layout, self._vectors = model.layout, _vectors(model, num_slots)

@@ -1,4 +1,4 @@
-"""The roll call: the server asks nodes which clients they host and which methods they run.
+"""The client query: the server asks nodes which clients they host and which methods they run.
 
 Questions are sent at once, and answers are read as they arrive, so that no node has to wait for another. All nodes of a run
 execute the same ClientApp, so the answers of a few show whether nodes can be asked for names. If they can't, as with stock
@@ -47,9 +47,9 @@ def _properties_query(node: int) -> Message:
 # properties. An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train
 # function finds no model in that message and raises.
 _QUESTIONS: tuple[tuple[_Question, RecordNames], ...] = (
-    (partial(wire.roll_call, message_type="query"), MESSAGE_API),
+    (partial(wire.client_query, message_type="query"), MESSAGE_API),
     (_properties_query, NUMPY_CLIENT),
-    (partial(wire.roll_call, message_type="train"), MESSAGE_API),
+    (partial(wire.client_query, message_type="train"), MESSAGE_API),
 )
 
 
@@ -76,7 +76,7 @@ class _Open:
     reasons: list[str] = field(default_factory=list)
 
 
-class RollCall:
+class ClientQuery:
     """Asks nodes which clients they host, by the question that the run's ClientApp can answer.
 
     An app counts as stock only if Flower itself reports that it can't answer. An app that fails in another way is not taken for a
@@ -142,7 +142,9 @@ class RollCall:
         self._sent = {sent: (node, question) for sent, (node, question) in self._sent.items() if node in wanted}
         hosted: dict[int, Hosted] = {}
         if not late and len(self._votes) < _VOTERS:
-            hosted = {node: told for node, told in self._vote(grid, wanted, most_names).items() if self._votes[node] == self.kind}
+            hosted = {
+                node: answer for node, answer in self._vote(grid, wanted, most_names).items() if self._votes[node] == self.kind
+            }
         if self.kind is None:
             return {}
         step = self.kind[0]
@@ -218,19 +220,19 @@ class RollCall:
                 if node is None or question is None or node not in self._open:
                     continue
                 try:
-                    told = self._next(node, question, reply, most_names)
+                    answer = self._next(node, question, reply, most_names)
                 except _NoAnswerError as error:
                     self._strange = True
                     self._closed(node)
                     self.failed(node, str(error))
                 else:
-                    if told is None and node not in self._votes:
+                    if answer is None and node not in self._votes:
                         self._open[node] = question
                         self._send(grid, [node])
                         continue
                     self._closed(node)
                     self.failures.pop(node, None)
-                    hosted |= {} if told is None else {node: told}
+                    hosted |= {} if answer is None else {node: answer}
         return hosted
 
     def _closed(self, node: int) -> None:
@@ -245,14 +247,14 @@ class RollCall:
             _NoAnswerError: if the node can't say now which clients it hosts.
         """
         record_names = _QUESTIONS[question.step][1]
-        told = None if reply.has_error() else _told(reply, most_names)
+        answer = None if reply.has_error() else _told(reply, most_names)
         if not question.votes:
-            if told is None:
+            if answer is None:
                 raise _NoAnswerError(_reason(reply) or "it does not say which clients it hosts")
-            return told
-        if told is not None:
+            return answer
+        if answer is not None:
             self._votes[node] = question.step, record_names
-            return told
+            return answer
         if not reply.has_error():
             if record_names is NUMPY_CLIENT:
                 self._votes[node] = None, NUMPY_CLIENT
@@ -276,7 +278,7 @@ class RollCall:
         reason = _reason(reply)
         question.message_api |= _NO_QUERIES in reason
         known = (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED)
-        self._strange |= not question.message_api and not any(words in reason for words in known)
+        self._strange |= not question.message_api and not any(text in reason for text in known)
         if reply.error.code not in APP_RAISED:
             raise _NoAnswerError(reason)
         question.reasons.append(reason)

@@ -1,4 +1,4 @@
-"""The roster: which clients are known, and which node hosts each now.
+"""Which clients are known, and which node hosts each now.
 
 A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names; node ids change with
 every run, and with every restart of a SuperNode without a registered key.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.serverapp import Grid
 
-from flower_dp.strategies.population.roll_call import RollCall, is_simulation
+from flower_dp.strategies.population.client_query import ClientQuery, is_simulation
 from flower_dp.wire import MESSAGE_API, Hosted, RecordNames
 
 log = logging.getLogger("flwr")
@@ -29,7 +29,7 @@ _NOBODY = Hosted(names=(), methods=frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roster:
+class KnownClients:
     """All known clients, and the node that hosts each.
 
     Attributes:
@@ -49,7 +49,7 @@ class Roster:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             name, count = Counter(self.names).most_common(1)[0]
-            raise ValueError(f"names: {name!r} stands {count} times in the roster: names must be unique")
+            raise ValueError(f"names: {name!r} stands {count} times: client names must be unique")
 
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
         """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
@@ -60,8 +60,8 @@ class Roster:
         return {node: tuple(names) for node, names in groups.items()}
 
 
-class Register:
-    """Keeps the roster of a run, while nodes join, leave and come back under another id.
+class ClientManager:
+    """Keeps the known clients of a run, while nodes join, leave and come back under another id.
 
     A client is known by its name. If its node has left and another node hosts the name, that node has the client from now on.
     While its node is connected, no other node can take the name, so that no client is asked twice in a round.
@@ -90,28 +90,28 @@ class Register:
         self._num_clients, self._timeout, self._newcomers, self._unfit = num_clients, timeout, newcomers, unfit
         self._most_clients = num_clients + (num_clients if most_newcomers is None else most_newcomers) * newcomers
         self._most_per_node = most_clients_per_node
-        self._roll_call = RollCall()
+        self._query = ClientQuery()
         # The answers of nodes, in the order in which they registered.
         self._hosted: dict[int, Hosted] = {}
         self._there: set[int] = set()
         # When a round may wait for new nodes again.
         self._waits_from = 0.0
-        self._roster: Roster | None = None
+        self._known: KnownClients | None = None
 
-    def roster(self, grid: Grid) -> Roster:
-        """Return the current roster: at first wait for `num_clients`, later check which nodes have joined and left.
+    def known_clients(self, grid: Grid) -> KnownClients:
+        """Return the clients as they are now: at first wait for `num_clients`, later check which nodes have joined and left.
 
         Raises:
             TimeoutError: if too few clients have registered in time, or no client is connected any more.
             ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has too few clients, or there
                 are more clients than `num_clients` and newcomers can't take part.
         """
-        if self._roster is None:
+        if self._known is None:
             self._wait(grid)
-            self._roster = self._first(grid)
+            self._known = self._first(grid)
         else:
-            self._roster = self._next(grid, self._roster)
-        return self._roster
+            self._known = self._next(grid, self._known)
+        return self._known
 
     # The start
 
@@ -126,9 +126,9 @@ class Register:
         deadline, seen, settled, enough = time.monotonic() + self._timeout, -1, 0.0, math.inf
         while True:
             self._there = set(grid.get_node_ids())
-            before = self._roll_call.kind
-            answers = self._roll_call.ask(grid, self._there - set(self._hosted), most_names=most_names)
-            if self._roll_call.kind != before:
+            before = self._query.kind
+            answers = self._query.ask(grid, self._there - set(self._hosted), most_names=most_names)
+            if self._query.kind != before:
                 self._hosted.clear()  # answers of another kind of app
             self._hosted |= answers
             names = self._names_there()
@@ -136,7 +136,7 @@ class Register:
             if count >= self._num_clients:
                 enough = min(enough, now)
                 # Others that were asked are waited for a little: then all clients of a start are there from the first round.
-                if not self._roll_call.waiting or (not simulation and now > enough + _SETTLED_SECONDS):
+                if not self._query.waiting or (not simulation and now > enough + _SETTLED_SECONDS):
                     return
             elif (reason := self._none_fits()) is not None:
                 raise ValueError(reason)
@@ -144,9 +144,9 @@ class Register:
                 seen, settled = count, now
                 log.info("%s of %s clients registered", count, self._num_clients)
             # In a simulation all nodes are there from the start, a moment after the server.
-            failing = len(self._roll_call.failures)
+            failing = len(self._query.failures)
             complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
-            if complete and not self._roll_call.waiting and count < self._num_clients and now > settled + _SETTLED_SECONDS:
+            if complete and not self._query.waiting and count < self._num_clients and now > settled + _SETTLED_SECONDS:
                 where = "simulation has" if simulation else "nodes have"
                 raise ValueError(
                     f"num_clients={self._num_clients}: the {where} {count} clients on {self._num_hosts} nodes{self._failures()}"
@@ -168,28 +168,28 @@ class Register:
 
     def _none_fits(self) -> str | None:
         """Return why none of the connected nodes can take part, if all have answered and would be enough."""
-        told = [self._hosted[node] for node in self._there if node in self._hosted]
-        reasons = [self._reason(one) for one in told]
-        if self._roll_call.waiting or None in reasons or sum(len(one.names) for one in told) < self._num_clients:
+        answer = [self._hosted[node] for node in self._there if node in self._hosted]
+        reasons = [self._reason(one) for one in answer]
+        if self._query.waiting or None in reasons or sum(len(one.names) for one in answer) < self._num_clients:
             return None
-        return self._reason(Hosted(names=(), methods=frozenset.intersection(*(one.methods for one in told))))
+        return self._reason(Hosted(names=(), methods=frozenset.intersection(*(one.methods for one in answer))))
 
-    def _reason(self, told: Hosted) -> str | None:
+    def _reason(self, answer: Hosted) -> str | None:
         """Return why a node can't take part, None if it can."""
-        return self._unfit(told.methods) if self._roll_call.hosting else None
+        return self._unfit(answer.methods) if self._query.hosting else None
 
     def _failures(self) -> str:
         """Return how many nodes can't take part, and the reason of one of them; and a name that two nodes host."""
-        failures = self._roll_call.failures
+        failures = self._query.failures
         silent = (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items())
         unfit = [(node, reason) for node in self._there if node in self._hosted and (reason := self._reason(self._hosted[node]))]
         others = (f"; {len(unfit)} can't take part: node {node}: {reason}" for node, reason in unfit)
         counts = Counter(name for node in self._there for name in self._names(node))
         twice = next((name for name, count in counts.items() if count > 1), None)
-        words = next(silent, "") + next(others, "")
-        return words + (f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else "")
+        first = next(silent, "") + next(others, "")
+        return first + (f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else "")
 
-    def _first(self, grid: Grid) -> Roster:
+    def _first(self, grid: Grid) -> KnownClients:
         for node in self._there & set(self._hosted):
             if reason := self._reason(self._hosted[node]):
                 log.warning("node %s is not asked: %s", node, reason)
@@ -208,7 +208,7 @@ class Register:
 
     # Later
 
-    def _next(self, grid: Grid, before: Roster) -> Roster:
+    def _next(self, grid: Grid, before: KnownClients) -> KnownClients:
         there = set(grid.get_node_ids())
         if there == self._there and there <= set(self._hosted):
             return before
@@ -238,18 +238,18 @@ class Register:
         """Ask nodes that are new, and wait a little for their answers; return whether any client is there."""
         begun, most_names = time.monotonic(), self._most_per_node or self._num_clients
         new = there - set(self._hosted)
-        answers = self._roll_call.ask(grid, new, most_names=most_names, late=True)
-        while begun >= self._waits_from and self._roll_call.awaited(_LATE_SECONDS):
+        answers = self._query.ask(grid, new, most_names=most_names, late=True)
+        while begun >= self._waits_from and self._query.awaited(_LATE_SECONDS):
             time.sleep(_POLL_SECONDS)
-            answers |= self._roll_call.ask(grid, new - set(answers), most_names=most_names, late=True)
+            answers |= self._query.ask(grid, new - set(answers), most_names=most_names, late=True)
             if (waited := time.monotonic() - begun) > _LATE_SECONDS:
                 self._waits_from = time.monotonic() + _REST * waited
                 break
-        for node, told in answers.items():
-            reason = self._reason(told)
+        for node, answer in answers.items():
+            reason = self._reason(answer)
             if reason is not None:
                 log.warning("node %s is not asked: %s", node, reason)
-            self._hosted[node] = told if reason is None else _NOBODY
+            self._hosted[node] = answer if reason is None else _NOBODY
         self._there = there
         return any(self._names(node) for node in there)
 
@@ -272,27 +272,27 @@ class Register:
                 )
         return list(names)
 
-    def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> Roster:
-        """Return the roster of these clients; a client stays on its node while that is connected."""
+    def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> KnownClients:
+        """Return these clients with their nodes; a client stays on its node while that is connected."""
         home = {name: node for name, node in before.items() if node in self._there}
         known = set(names)
-        for node, told in self._hosted.items():
-            for name in told.names if node in self._there else ():
+        for node, answer in self._hosted.items():
+            for name in answer.names if node in self._there else ():
                 if name in known and home.setdefault(name, node) != node:
                     log.warning("client %r is hosted by nodes %s and %s: the first one is asked", name, home[name], node)
         hosts = [self._hosted[node].methods for node in self._there if self._names(node)]
-        return Roster(
+        return KnownClients(
             names=names,
             nodes=tuple(home.get(name) for name in names),
-            record_names=self._roll_call.record_names or MESSAGE_API,
-            hosting=self._roll_call.hosting,
+            record_names=self._query.record_names or MESSAGE_API,
+            hosting=self._query.hosting,
             methods=frozenset.intersection(*hosts) if hosts else frozenset(),
         )
 
     def _names(self, node: int) -> tuple[str, ...]:
         """Return the clients of a node that can take part."""
-        told = self._hosted.get(node, _NOBODY)
-        return told.names if self._reason(told) is None else ()
+        answer = self._hosted.get(node, _NOBODY)
+        return answer.names if self._reason(answer) is None else ()
 
 
 def _few(names: list[str]) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The roll call of apps that are not this package's: their refusal of a question is an answer, not an error to show."""
+"""The client query of apps that are not this package's: their refusal of a question is an answer, not an error to show."""
 
 import logging
 import time
@@ -11,10 +11,10 @@ from flwr.app import Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flower_dp.clients import DPClient, LocalTraining, TensorRecords, client_app, privacy_mod
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, privacy_mod
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
-from flower_dp.strategies.population.roll_call import RollCall
+from flower_dp.strategies.population.client_query import ClientQuery
 from flower_dp.wire import instruction_of
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
@@ -67,7 +67,7 @@ def test_the_roll_call_of_stock_clients_leaves_no_error_in_the_log(app, errors):
 
 
 def test_an_app_that_fails_for_another_reason_is_shown_and_ends_the_run_before_a_round(errors, monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.roster._SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
 
     def broken(context):
         raise FileNotFoundError("no data on this node")
@@ -101,7 +101,7 @@ def hosting_apps():
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
         model = torch.nn.Linear(2, 2)
-        return DPClient(model=model, clients={f"device-{context.node_id}": records}, training=LocalTraining(learning_rate=0.1))
+        return DPClient(model=model, clients={f"device-{context.node_id}": records}, training=Training(learning_rate=0.1))
 
     return {
         "ours": client_app(client_fn),
@@ -136,25 +136,25 @@ def test_a_client_that_fails_at_first_is_not_taken_for_a_stock_one(kind, placeme
 @pytest.mark.parametrize("kind", hosting_apps())
 def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_one(kind):
     """No other node says what the app is."""
-    roll_call, grid, told = RollCall(), LocalGrid(faltering(hosting_apps()[kind], failures=3), 1), {}
+    client_query, grid, answer = ClientQuery(), LocalGrid(faltering(hosting_apps()[kind], failures=3), 1), {}
     for _ in range(40):
-        if told := roll_call.ask(grid, [1], most_names=9):
+        if answer := client_query.ask(grid, [1], most_names=9):
             break
         time.sleep(0.05)
-    assert (told[1].names, roll_call.hosting) == (("device-1",), True)
+    assert (answer[1].names, client_query.hosting) == (("device-1",), True)
 
 
 def test_a_node_that_fails_is_asked_again_after_longer_and_longer_pauses(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("flower_dp.strategies.population.roll_call.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("flower_dp.strategies.population.client_query.time", SimpleNamespace(monotonic=lambda: clock[0]))
     app = stock_app(shifted(lambda node: 1.0))
-    roll_call, grid, asked = RollCall(), LocalGrid(faltering(app, failures=6), 1), []
-    while not (told := roll_call.ask(grid, [1], most_names=9)):
+    client_query, grid, asked = ClientQuery(), LocalGrid(faltering(app, failures=6), 1), []
+    while not (answer := client_query.ask(grid, [1], most_names=9)):
         if len(grid.sent) > len(asked):
             asked += [clock[0]] * (len(grid.sent) - len(asked))
         clock[0] += 0.25
     assert sorted(set(asked)) == [0.0, 0.5]
-    assert (clock[0], told[1].names, roll_call.failures) == (1.5, ("node-1",), {})
+    assert (clock[0], answer[1].names, client_query.failures) == (1.5, ("node-1",), {})
 
 
 def test_an_error_in_training_is_shown(errors):
