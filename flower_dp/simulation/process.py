@@ -20,8 +20,8 @@ log = logging.getLogger("flwr")
 def main(request_file: str) -> None:
     """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
-    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder` and `outcome`. The status is
-    `completed`, `failed`, or `refused` where the app's check has refused the settings.
+    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder` and `outcome`. The
+    status is `completed`, `failed`, or `refused` where the app's check has refused the settings.
     """
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     app = read_app(Path(request["folder"]))
