@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from flower_dp.running import columns
+from flower_dp.core import columns
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -85,7 +85,7 @@ def _draw(left: Axes, kind: str, names: Sequence[str], rows: Rows) -> None:
         right.set_ylim(bottom=0.0)
     left.grid(alpha=0.3)
     if lines or spent:
-        left.legend(handles=[*lines, *spent], loc="best")
+        left.legend(handles=[*lines, *spent], loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
 
 
 def _line(axes: Axes, rows: Rows, name: str, **look: Any) -> list[Line2D]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from flower_dp.running import columns
+from flower_dp.core import columns
 
 _ERROR = "-standard-error"
 

@@ -13,8 +13,8 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flower_dp.core import columns
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running import columns
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays

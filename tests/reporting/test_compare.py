@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from flower_dp.cli import main as cli
-from flower_dp.reporting import compare
+from flower_dp.reporting import compare, tables
 from flower_dp.reporting.figures import figure
 
 CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "output-dir": "x"}
@@ -135,7 +135,7 @@ def test_rounds_without_a_test_are_bridged_and_a_loss_that_is_not_finite_is_no_g
     assert curves(folder)[0].rounds.tolist() == [0, 2]
     (curve,) = curves(folder, metric="loss")
     assert np.isnan(curve.mean).tolist() == [False, True]
-    assert "not finite" in compare.table([curve], "loss")
+    assert "not finite" in tables.text([curve], "loss")
 
 
 def test_not_private_is_infinite_whatever_the_rounds_say(write):
@@ -170,9 +170,9 @@ def test_table_and_picture(write, call, tmp_path):
     status, out, err = call(*folders)
     assert (status, err) == (0, "")
     assert out.splitlines() == [
-        "curve          seeds  final accuracy (%)  tight epsilon  delta  protects                   rounds",
-        "clip-norm=0.5  2      75 +- 7.1           1.5            0.001  client, add-or-remove-one  2",
-        "clip-norm=1    1      90                  not private    -      -                          2",
+        "curve          seeds  final accuracy (%)  tight epsilon (largest)  delta  protects                   rounds",
+        "clip-norm=0.5  2      75 +- 7.1           1.5                      0.001  client, add-or-remove-one  2",
+        "clip-norm=1    1      90                  not private              -      -                          2",
         "figure: comparison.png",
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
@@ -248,7 +248,7 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
         ([good, write("unfinished", [0.1], statement=None)], "unfinished: the run was not finished (no model.safetensors)"),
         ([good, f"{good}/../good"], "good: is given twice"),
         ([good, write("later", [], lines=[line(7, 0.5, 1.0)], seed=1)], "later: has no accuracy of a round that"),
-        ([good, "--output", "x.pdf"], "--output=x.pdf: must end in .png"),
+        ([good, "--output", "x.doc"], "--output=x.doc: must end in one of "),
         ([good, "--output", "no/where.png"], "--output=no/where.png: can't be written"),
         ([good, "--metric", "speed"], "--metric"),
         ([], "RUN"),

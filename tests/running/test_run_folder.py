@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_dp.running import columns, plot, run_folder
+from flower_dp.core import columns
+from flower_dp.running import plot, run_folder
 from flower_dp.running.run_folder import RunFolder
 
 
