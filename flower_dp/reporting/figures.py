@@ -73,7 +73,7 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     result = canvas.empty(6.5, 4.6 + 0.2 * len(lines))
     axes = result.subplots()
     for place, (name, points) in enumerate(lines.items()):
-        look, label = canvas.look(place), "\n".join(wrapped(name))
+        look, label = canvas.look(place), "\n".join(wrapped(f"{name}, n = {_counts(points)}"))
         private = sorted((curve for curve in points if curve.private), key=lambda curve: curve.epsilon)
         if private:
             axes.errorbar(
@@ -91,7 +91,7 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
             if not curve.private:
                 _level(axes, curve, label, look["color"])
     _metric_axis(axes, metric)
-    _epsilon_axis(axes, [curve for curve in curves if curve.private])
+    _epsilon_axis(axes, [curve for curve in curves if curve.private], "epsilon of the whole run")
     axes.grid(alpha=0.3)
     result.suptitle(_title(curves, metric, "point"), fontsize="medium")
     result.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -101,9 +101,15 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
 def _level(axes: Axes, curve: Curve, label: str, colour: str) -> None:
     """Draw what a curve reaches without privacy, across, with its spread."""
     last, spread = float(curve.mean[-1]), float(curve.std[-1])
-    axes.axhline(last, color=colour, linestyle=":", label=f"{label}\nnot private, n = {len(curve.runs)}")
+    axes.axhline(last, color=colour, linestyle=":", label=f"{label}\nnot private")
     if len(curve.runs) > 1:
         axes.axhspan(last - spread, last + spread, color=colour, alpha=0.15, linewidth=0)
+
+
+def _counts(curves: Sequence[Curve]) -> str:
+    """Return how many runs the curves have."""
+    counts = sorted({len(curve.runs) for curve in curves})
+    return " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
 
 
 def _looks(curves: Sequence[Curve], *, grouped: bool) -> list[Mapping[str, Any]]:
@@ -161,7 +167,7 @@ def _clip_norms(axes: Axes, curves: Sequence[tuple[Mapping[str, Any], Curve]]) -
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _epsilon_axis(axes: Axes, curves: Sequence[Curve]) -> None:
+def _epsilon_axis(axes: Axes, curves: Sequence[Curve], what: str = "epsilon spent") -> None:
     private = [curve for curve in curves if curve.private]
     ends = [curve.epsilon for curve in private if curve.epsilon > 0]
     if ends and max(ends) > 20 * min(ends):
@@ -169,7 +175,7 @@ def _epsilon_axis(axes: Axes, curves: Sequence[Curve]) -> None:
     guarantees = {(curve.runs[0].delta, curve.runs[0].unit) for curve in private}
     delta, unit = next(iter(guarantees))
     one = f" (delta {delta_in_words(delta)}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
-    axes.set_xlabel("epsilon spent" + (one if len(guarantees) == 1 else " (for different deltas or units)"))
+    axes.set_xlabel(what + (one if len(guarantees) == 1 else " (for different deltas or units)"))
     if len(private) < len(curves):
         axes.set_title("without the curves that are not private", fontsize="medium")
 
