@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,15 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flower_dp.core import columns
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
-from flower_dp.strategies.run_state import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 
 log = logging.getLogger("flwr")
 
 _LARGEST_ARRAY = 2**40
-# The columns of `metrics.jsonl` that are the run's own, whether a line has them or not.
-_OWN = frozenset(
-    {"round", "num-rounds", "delta", "elapsed", "seconds"} | {one.name.replace("_", "-") for one in fields(RoundReport)}
-) | {"cost-per-device", "clip-norm"}  # the further numbers of methods (`Rules.numbers`)
-# Of private evaluations, and of training metrics that clients were asked for.
-_PREFIXES = ("private-", "client-")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +115,7 @@ def _users(metrics: Mapping[str, Any], warned: set[str]) -> dict[str, Any]:
     In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised mean,
     or for the size of a cohort that is secret.
     """
-    taken = {name for name in metrics if name in _OWN or name.startswith(_PREFIXES)}
+    taken = {name for name in metrics if columns.own(name)}
     for name in sorted(taken - warned):
         log.warning("evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name)
     warned |= taken

@@ -1,12 +1,11 @@
 """The run folder: configuration, metrics, statement, model and plot of one run."""
 
 import importlib.util
-import io
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,7 +94,9 @@ class RunFolder:
         """
         write_whole(self.path / MODEL, _safetensors(arrays))
         if importlib.util.find_spec("matplotlib") is not None:
-            plot_progress(read_metrics(self.path), self.path / PLOT)
+            from flower_dp.running import plot  # noqa: PLC0415  (slow to load)
+
+            write_whole(self.path / PLOT, plot.png(read_metrics(self.path)))
 
 
 def _launched_folder(folder: Path) -> Path:
@@ -181,79 +182,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{file}, line {number}: must be a JSON object")
         rows.append(row)
     return rows
-
-
-def plot_progress(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Draw accuracy (left) and epsilon (right) over the rounds into a PNG file.
-
-    Rounds without an accuracy are bridged; rounds whose epsilon is null (not private) are left out. Blue circles and
-    orange squares differ for the colour-blind and in grey print.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (slow to load)
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: PLC0415
-
-    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    left = figure.add_subplot()
-    right = left.twinx()
-    sides = [
-        (left, "accuracy", "test accuracy (%)", "#0072B2", "o", "-"),
-        (right, "epsilon", "epsilon spent", "#D55E00", "s", "--"),
-    ]
-    lines = []
-    found = {}
-    for axes, key, label, colour, marker, style in sides:
-        rounds, values = _points(metrics, key)
-        found[key] = bool(rounds)
-        marks = marker if len(rounds) <= 60 else None
-        drawn = axes.plot(rounds, values, color=colour, marker=marks, markersize=4, linestyle=style, label=label)
-        lines += drawn if rounds else []
-        axes.set_ylabel(label, color=colour)
-        axes.tick_params(axis="y", labelcolor=colour)
-        if not rounds:
-            axes.set_yticks([])
-            # "None" could be read as no epsilon spent.
-            unbounded = key == "epsilon" and any("epsilon" in row for row in metrics)
-            axes.set_ylabel("epsilon: infinite, not private" if unbounded else f"{key}: not recorded", color=colour)
-    left.set_xlabel("round")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if found["accuracy"]:
-        left.set_ylim(0.0, 1.0)
-        left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0, symbol=""))
-    if found["epsilon"]:
-        right.set_ylim(bottom=0.0)
-    left.grid(alpha=0.3)
-    left.set_title(_title(metrics))
-    if lines:
-        left.legend(handles=lines, loc="lower right")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_whole(Path(path), buffer.getvalue())
-
-
-def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return the rounds and values for which `key` is present and finite."""
-    kept = [
-        (int(row["round"]), float(row[key]))
-        for row in metrics
-        if "round" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
-    ]
-    return [at for at, _ in kept], [value for _, value in kept]
-
-
-def _title(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last values of the run in one line."""
-    parts = [f"{max((int(row.get('round', 0)) for row in metrics), default=0)} rounds"]
-    _, accuracies = _points(metrics, "accuracy")
-    if accuracies:
-        parts.append(f"accuracy {100 * accuracies[-1]:.1f} %")
-    last = metrics[-1] if metrics else {}
-    if isinstance(last.get("epsilon"), int | float):
-        parts.append(f"epsilon {last['epsilon']:.2f}" + (f" at delta {last['delta']:.1e}" if last.get("delta") else ""))
-    elif "epsilon" in last:
-        parts.append("not private")
-    return ", ".join(parts)
 
 
 def _plain(value: Any) -> Any:
