@@ -16,6 +16,8 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from flower_dp.core.environment import RUN_FOLDER
+
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 STATEMENT_JSON = "statement.json"
@@ -25,8 +27,6 @@ PLOT = "progress.png"
 LOG = "flower.log"
 # Files that only a run writes. A `config.toml` may also be an app's own file.
 RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, PLOT, LOG)
-# The environment variable in which `flower-dp run` passes the run folder to an app's ServerApp.
-VARIABLE = "FLOWER_DP_RUN_FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,9 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str) -> Self:
+    def create(
+        cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, over_links: bool = True
+    ) -> Self:
         """Make the folder and write the resolved configuration to `config.toml`.
 
         Args:
@@ -56,13 +58,15 @@ class RunFolder:
                 a new one under `~/.flower-dp/runs` (see `new_folder`).
             config: The run's settings, with values that TOML can hold.
             name: The name of the run, used in the default folder's name.
+            over_links: Whether to write in place of a link to the app's own `config.toml`, which the app then can't read there.
 
         Raises:
             ValueError: The folder already holds a run, or `path` is a file.
         """
-        launched = os.environ.get(VARIABLE) if path is None else None
+        launched = os.environ.get(RUN_FOLDER) if path is None else None
         folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
-        write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
+        if over_links or not (folder.path / CONFIG).is_symlink():
+            write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
         return folder
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -102,7 +106,7 @@ def _launched_folder(folder: Path) -> Path:
     """Return the folder that `flower-dp run` has created, which may contain links, if it holds no run yet."""
     names = [name for name in (CONFIG, *RESULTS) if name != LOG and (folder / name).exists()]
     if held := [name for name in names if not (folder / name).is_symlink()]:
-        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app can write one run folder only")
+        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
     return folder
 
 
