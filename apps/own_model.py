@@ -23,6 +23,7 @@ from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
 from flower_dp.running.apps import OwnFunction, read_app
 from flower_dp.running.recorded import record_run
+from flower_dp.strategies.journal import OnRound
 
 # What this app's own model and data are made from.
 _NOT_READ = (
@@ -99,6 +100,7 @@ def app(
     data_fn: DataFn | None = None,
     evaluate_fn: EvaluateFn | None = None,
     loss: Loss = nn.functional.cross_entropy,
+    on_round: OnRound | None = None,
 ) -> Apps:
     """Return a ServerApp and a ClientApp around your own model and data.
 
@@ -116,6 +118,7 @@ def app(
         evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
             says. None for no metrics.
         loss: model outputs, targets -> mean loss of a batch.
+        on_round: called on the server with the public numbers of every round, as the strategies' argument of this name.
 
     Raises:
         ValueError: when a run starts, for invalid settings, naming them.
@@ -149,6 +152,7 @@ def app(
             name=f"{settings.method}-seed{settings.seed}",
             path=settings.output_path(),
             evaluate_fn=_evaluation(functions.evaluate, model, settings.evaluate_every, settings.num_rounds),
+            on_round=on_round,
             timeout=settings.round_timeout,
         )
 

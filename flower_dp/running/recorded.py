@@ -132,8 +132,8 @@ def record_run(
         ...     strategy, arrays = make_strategy(), make_arrays()
         ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
     """
-    recording = Recording.begin(path, config, name, not_covered)
-    observers = (recording, *(() if on_round is None else (tracker(on_round),)))
+    trackers = () if on_round is None else (tracker(on_round),)
+    observers = (Recording.begin(path, config, name, not_covered), *trackers)
     token = OBSERVERS.set(lambda: observers)
     try:
         result: Result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **words)

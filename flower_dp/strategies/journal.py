@@ -95,7 +95,13 @@ class Tracker:
 
 
 def tracker(on_round: OnRound) -> Observer:
-    """Return the observer that calls `on_round`, without harm to the run."""
+    """Return the observer that calls `on_round`, whose errors do no harm to the run from here on.
+
+    Raises:
+        Exception: what the `open` of `on_round` raises, if it has that: nothing was released yet.
+    """
+    if callable(begin := getattr(on_round, "open", None)):
+        begin()
     return Unfailing(observer=Tracker(on_round=on_round), name="on_round")
 
 
@@ -147,7 +153,7 @@ class Journal:
         """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round."""
         if not self._observers:
             return
-        if failed or isinstance(result, Result) and result.arrays:
+        if failed or (isinstance(result, Result) and result.arrays):
             found: Result | None = result
         else:
             found = None if self._arrays is None else Result(arrays=self._arrays)

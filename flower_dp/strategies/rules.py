@@ -35,7 +35,8 @@ class Options(TypedDict, total=False):
             (num_clients + most_newcomers) / num_clients times as far as by `num_clients` clients.
         on_round: called with the public numbers of every round, those of the line in a run folder's `metrics.jsonl`, and of round
             0, the initial model: a function, or a writer of `flower_dp.running.trackers`. An error in it is logged, and the run
-            goes on. If it has a method `close`, this is called at the end of the run.
+            goes on. If it has methods `open` and `close`, these are called before the run and after it; an error in `open` ends
+            the run before any client is asked.
     """
 
     report_client_metrics: bool
