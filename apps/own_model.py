@@ -153,6 +153,7 @@ def app(
             path=settings.output_path(),
             evaluate_fn=_evaluation(functions.evaluate, model, settings.evaluate_every, settings.num_rounds),
             on_round=on_round,
+            model=model,
             timeout=settings.round_timeout,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -16,9 +16,13 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core.environment import RUN_CONFIG
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
+from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger("flwr")
 
@@ -47,11 +51,13 @@ class Recording:
         folder: the folder.
         watch: who waits for the run in this process.
         not_covered: added to the statement.
+        others: what the whole model has besides the arrays of the run (`rest_of`).
     """
 
     folder: RunFolder
     watch: Watch
     not_covered: tuple[str, ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -59,9 +65,9 @@ class Recording:
         path: str | os.PathLike[str] | None,
         config: Mapping[str, Any],
         name: str,
-        not_covered: Sequence[str] = (),
         *,
         over_links: bool = True,
+        **fields: Any,
     ) -> "Recording":
         """Create the folder, see `RunFolder.create`.
 
@@ -72,7 +78,7 @@ class Recording:
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch(on_line=lambda line: None)
         watch.folder = folder.path
-        return cls(folder=folder, watch=watch, not_covered=tuple(not_covered))
+        return cls(folder=folder, watch=watch, **fields)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Write a line of `metrics.jsonl`."""
@@ -86,7 +92,7 @@ class Recording:
         self.folder.state(whole.to_dict(), str(whole))
         self.watch.statement = whole
         if result is not None:
-            self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
+            self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
 
 
@@ -102,6 +108,7 @@ def record_run(
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     not_covered: Sequence[str] = (),
     on_round: OnRound | None = None,
+    model: "nn.Module | None" = None,
     **words: Any,
 ) -> Result:
     """Run a strategy and write its run folder: configuration, one line of metrics per round, statement, model and plot.
@@ -120,6 +127,8 @@ def record_run(
             for names of the run's own columns (`epsilon`, `round`, `private-...`, `client-...`), which the log then warns of.
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         on_round: called with every line, as the strategies' argument of this name.
+        model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
+            rest, and `RunFolder.model_into` takes no other base.
         words: further arguments of `strategy.start`.
 
     Raises:
@@ -133,7 +142,9 @@ def record_run(
         ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
     """
     trackers = () if on_round is None else (tracker(on_round),)
-    observers = (Recording.begin(path, config, name, not_covered), *trackers)
+    others = {} if model is None else rest_of(model)
+    recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others)
+    observers = (recording, *trackers)
     token = OBSERVERS.set(lambda: observers)
     try:
         result: Result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **words)

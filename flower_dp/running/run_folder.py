@@ -10,28 +10,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
 from flower_dp.core.environment import RUN_FOLDER
+from flower_dp.running.trained_model import described, put_into, stored_model
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 STATEMENT_JSON = "statement.json"
 STATEMENT_TEXT = "statement.txt"
 MODEL = "model.safetensors"
+MODEL_JSON = "model.json"
 PLOT = "progress.png"
 LOG = "flower.log"
 # Files that only a run writes. A `config.toml` may also be an app's own file.
-RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, PLOT, LOG)
+RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The folder of one run.
+
+    Attributes:
+        path: of the folder.
 
     Every file but `metrics.jsonl` and `flower.log` is written completely or not at all; `metrics.jsonl` grows by complete lines.
 
@@ -46,6 +54,9 @@ class RunFolder:
     """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path).expanduser())
 
     @classmethod
     def create(
@@ -86,20 +97,45 @@ class RunFolder:
         write_whole(self.path / STATEMENT_JSON, content.encode())
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
-    def finish(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Write the final model, which only a completed run has, and the plot of the metrics.
+    def finish(self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None) -> None:
+        """Write the final model, which only a completed run has, what it consists of, and the plot of the metrics.
 
         Without matplotlib there is no plot.
 
         Args:
             arrays: The model's named arrays, of any shape (0-d too) and memory layout.
+            others: The arrays of the whole model that the run did not have, such as a frozen base (`trained_model.rest_of`).
 
         Raises:
             ValueError: An array's dtype is one that safetensors cannot hold.
         """
-        write_whole(self.path / MODEL, _safetensors(arrays))
+        content = _safetensors(arrays)
+        write_whole(self.path / MODEL, content)
+        write_whole(self.path / MODEL_JSON, (json.dumps(described(arrays, content, others or {}), indent=2) + "\n").encode())
         if importlib.util.find_spec("matplotlib") is not None:
             plot_progress(read_metrics(self.path), self.path / PLOT)
+
+    def model_into(self, model: "nn.Module") -> tuple[str, ...]:
+        """Put the trained model into a torch module; return the names of the parameters and buffers that stay as they are.
+
+        Only what the run has trained, or sent, is replaced: buffers stay, and so does a frozen base, as of LoRA, which must be in
+        the module. Tied weights are one tensor, under any of their names. `model.json` says what the folder has, with hashes.
+
+        Args:
+            model: a module of the run's architecture, on any device.
+
+        Raises:
+            ValueError: naming the arrays that do not fit the module; or the folder has no model, or not that of the run.
+
+        Example:
+            >>> from flower_dp import RunFolder
+            >>> def trained(path):
+            ...     model = make_model()
+            ...     RunFolder(path).model_into(model)
+            ...     return model.eval()
+        """
+        arrays, others = stored_model(self.path / MODEL, self.path / MODEL_JSON)
+        return put_into(model, arrays, others, str(self.path / MODEL))
 
 
 def _launched_folder(folder: Path) -> Path:
