@@ -26,6 +26,7 @@ from flower_dp.clients.training.losses import Loss
 from flower_dp.running.apps import OwnFunction, read_app
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
+from flower_dp.strategies.journal import OnRound
 
 # What this app's own model and data are made from.
 _NOT_READ = (
@@ -102,6 +103,7 @@ def app(
     data_fn: DataFn | None = None,
     evaluate_fn: EvaluateFn | None = None,
     loss: Loss = nn.functional.cross_entropy,
+    on_round: OnRound | None = None,
 ) -> Apps:
     """Return a ServerApp and a ClientApp around your own model and data.
 
@@ -120,6 +122,7 @@ def app(
             says. A parameter `round` gets the round's number, and `epsilon` the epsilon spent so far, infinite without privacy.
             None for no metrics.
         loss: model outputs, targets -> mean loss of a batch.
+        on_round: called on the server with the public numbers of every round, as the strategies' argument of this name.
 
     Raises:
         ValueError: when a run starts, for invalid settings, naming them.
@@ -153,6 +156,8 @@ def app(
             name=f"{settings.method}-seed{settings.seed}",
             path=settings.output_path(),
             evaluate_fn=_evaluation(functions.evaluate, model, strategy, settings),
+            on_round=on_round,
+            model=model,
             timeout=settings.round_timeout,
         )
 

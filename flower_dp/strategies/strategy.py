@@ -20,6 +20,7 @@ from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.exchange import PlainExchange
+from flower_dp.strategies.journal import Journal, observed
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import EvaluateFn, Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -83,10 +84,19 @@ class DPStrategy(Strategy):
         self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
+        self.on_round = options.get("on_round")
+        if self.on_round is not None and not callable(self.on_round):
+            raise ValueError(f"on_round={self.on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
+        self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
         self._begin()
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if not hasattr(cls.start, "__wrapped__"):
+            setattr(cls, "start", observed(cls.start))  # noqa: B010
 
     def _begin(self) -> None:
         """Forget the last run."""
@@ -198,6 +208,7 @@ class DPStrategy(Strategy):
 
     # Flower's Strategy
 
+    @observed
     def start(
         self,
         grid: Grid,
@@ -254,6 +265,8 @@ class DPStrategy(Strategy):
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
+        if self.journal is not None:
+            self.journal.flush(self)
         run, known_clients = self._run, self._call_roll(grid)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
@@ -293,7 +306,10 @@ class DPStrategy(Strategy):
             means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
             run.note(client_metrics={**run.record.client_metrics, server_round: means})
             metrics.update(means)
-        return now.model.record(vector), metrics
+        model = now.model.record(vector)
+        if self.journal is not None:
+            self.journal.released(server_round, model)
+        return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
