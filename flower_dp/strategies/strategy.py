@@ -254,12 +254,16 @@ class DPStrategy(Strategy):
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
-        run, roster = self._run, self._call_roll(grid)
+        run, is_first = self._run, self._register is None
+        roster = self._call_roll(grid)
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        if is_first:  # a subclass has its own `start`; that of this class has logged it
+            diagnostics.log_noise_and_signal(self.rules, model.layout.size)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
             return run.stop(server_round, reason)
-        model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
+        release = self.rules.training
         asked = run.drawn(release, roster, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)

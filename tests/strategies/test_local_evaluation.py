@@ -545,7 +545,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     papers = [statement.paper, *(one.paper for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert strategy.rounds[-1].epsilon >= total - 1e-6
-    assert "Each client's evaluations alone: c0 0.5" in str(statement)
+    assert "\nEach client's evaluations alone: 0.5000\n" in str(statement)
 
 
 def test_pure_epsilons_add_up():
