@@ -136,8 +136,8 @@ def test_fifty_clients_with_one_epsilon_are_one_line() -> None:
 
 
 def test_clients_with_other_epsilons_are_named_one_by_one() -> None:
-    assert _of_clients(2.0, 2.0, 2.0001) == [
-        "Over 3 clients: epsilon at least 2.0000, median 2.0000, at most 2.0001 (c2)",
-        "Each client: c0 2.0000, c1 2.0000, c2 2.0001",
-        "Each client's evaluations alone: c0 2.0000, c1 2.0000, c2 2.0001",
+    assert _of_clients(2.0, 2.0, 2.5) == [
+        "Over 3 clients: epsilon at least 2.0000, median 2.0000, at most 2.5000 (c2)",
+        "Each client: c0 2.0000, c1 2.0000, c2 2.5000",
+        "Each client's evaluations alone: c0 2.0000, c1 2.0000, c2 2.5000",
     ]
