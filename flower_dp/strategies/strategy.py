@@ -102,7 +102,7 @@ class DPStrategy(Strategy):
         """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
-        self._register: ClientManager | None = None
+        self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
 
     @property
@@ -240,7 +240,7 @@ class DPStrategy(Strategy):
         if type(grid).__name__ == "InMemoryGrid":
             setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         self.rules.plan(num_rounds)
-        known_clients = self._call_roll(grid)
+        known_clients = self._known_clients(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(known_clients.names), len(set(known_clients.nodes)))
         diagnostics.log_noise_and_signal(self.rules, layout.size)
@@ -267,12 +267,16 @@ class DPStrategy(Strategy):
         """
         if self.journal is not None:
             self.journal.flush(self)
-        run, known_clients = self._run, self._call_roll(grid)
+        run, is_first = self._run, self._manager is None
+        known_clients = self._known_clients(grid)
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        if is_first:  # a subclass has its own `start`; that of this class has logged it
+            diagnostics.log_noise_and_signal(self.rules, model.layout.size)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
             return run.stop(server_round, reason)
-        model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
+        release = self.rules.training
         asked = run.drawn(release, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
@@ -320,7 +324,7 @@ class DPStrategy(Strategy):
         run, evaluation = self._run, self.rules.evaluation
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
-        known_clients, release = self._call_roll(grid), evaluation.release
+        known_clients, release = self._known_clients(grid), evaluation.release
         messages = run.ask(
             release,
             server_round,
@@ -375,13 +379,13 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
-    def _call_roll(self, grid: Grid) -> KnownClients:
+    def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
-        first = self._register is None
-        if self._register is None:
+        first = self._manager is None
+        if self._manager is None:
             check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
             rules = self.rules
-            self._register = ClientManager(
+            self._manager = ClientManager(
                 rules.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=all(release.open_population for release in self._run.releases),
@@ -389,10 +393,10 @@ class DPStrategy(Strategy):
                 most_clients_per_node=self.most_clients_per_node,
                 most_newcomers=self.most_newcomers,
             )
-        known_clients = self._register.known_clients(grid)
+        known_clients = self._manager.known_clients(grid)
         if first:
             if reason := why_none_fits(self.rules, known_clients):
-                self._register = None
+                self._manager = None
                 raise ValueError(reason)
             self.rules.open(known_clients.names)
         return known_clients

@@ -140,7 +140,7 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     half = dict.fromkeys(bounds, 0.5)
     app = client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: half))
     grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 4) if mod else LocalGrid(app, 1)
-    known_clients, release = strategy._call_roll(grid), strategy.rules.evaluation.release
+    known_clients, release = strategy._known_clients(grid), strategy.rules.evaluation.release
     length, model = strategy.rules.evaluation.length, wire.Model.of(flat(), frozen=())
     asked = known_clients.by_node(np.arange(4))
     noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
