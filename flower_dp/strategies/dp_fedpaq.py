@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -10,14 +10,12 @@ import numpy as np
 from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
-from flower_dp.core.stored import stored
-from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.control import Control, ControlState, Honest
-from flower_dp.strategies.local_evaluation import OwnEvaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
+from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
@@ -32,118 +30,73 @@ _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
 _NORM_DEVIATIONS = 10.0
 
 
-@stored
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DPFedPAQState:
-    """What a run of DP-FedPAQ or SCAFFOLD has released.
-
-    Attributes:
-        books: replies of every client.
-        control: the vector that is sent with the model; None without one.
-    """
-
-    books: BooksState
-    control: ControlState | None = None
-
-
-class DPFedPAQRules:
-    """The rules of DP-FedPAQ; its arguments are those of `DPFedPAQ`, and three more that `Scaffold` sets.
+class DPFedPAQRules(LocalRules):
+    """The rules of DP-FedPAQ and of SCAFFOLD.
 
     Args:
+        population: the clients.
+        steps: what both sides know.
+        sampling: who takes part in a round.
+        delta: of every budget.
+        quantization_levels: of what clients send; None: float32.
         name: the method's name on the wire.
         title: the method's name for people.
         control: a vector that is sent with the model; None for none.
     """
 
-    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
-
     def __init__(
         self,
-        *,
+        population: Population,
         steps: FedPAQSteps,
         sampling: Sampler,
-        num_clients: int,
-        num_records: int | Sequence[int] | Mapping[str, int],
-        epsilon: float | PerClient,
+        *,
         delta: float,
-        quantization_levels: int | None = 10,
-        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
+        quantization_levels: int | None,
         name: str = "dp-fedpaq",
         title: str = "DP-FedPAQ",
         control: Control | None = None,
     ) -> None:
-        self.name, self.title, self.control = name, title, control
+        self.steps, self.control = steps, control
         if not isinstance(steps, FedPAQSteps):
             raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
-        self.steps = steps
         if not isinstance(sampling, _SAMPLERS):
             kinds = ", ".join(kind.__name__ for kind in _SAMPLERS)
             raise ValueError(f"sampling={sampling!r}: must be one of {kinds}; the server sees who takes part, so none amplifies")
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
-        population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation="uniform")
-        self.cohort_size = sampling.largest_cohort(num_clients)
-        self._epsilon = epsilon
-        check_count("epsilon", epsilon, num_clients)
-        at_random = isinstance(sampling, FixedSizeSampling)
-        self.books = ClientBooks(
+        terms = partial(update_terms, steps=steps, delta=checks.number("delta", delta, above=0, below=1))
+        for size in values_in(population.num_records):  # refuses impossible values, without a calibration
+            terms(epsilon=math.inf, num_replies=1, num_records=size)
+        for budget in values_in(population.epsilon):
+            terms(epsilon=budget, num_replies=1, num_records=steps.num_records)
+
+        def terms_of(one: Member) -> Terms:
+            return terms(epsilon=one.epsilon, num_replies=one.num_replies, num_records=one.num_records)
+
+        cohort_size, at_random = sampling.largest_cohort(population.num_clients), isinstance(sampling, FixedSizeSampling)
+        books = ClientBooks(
             population,
             name=name,
             sampling=sampling,
-            clip_norm=self.clip_norm,
+            clip_norm=steps.sum_norm,  # half of what one replaced record can change
             relation="replace-one",
-            delta=checks.number("delta", delta, above=0, below=1),
-            terms_of=self._terms_of,
-            most_replies=lambda rounds: expected_replies(rounds, self.cohort_size, num_clients, at_random=at_random),
+            delta=delta,
+            terms_of=terms_of,
+            most_replies=lambda rounds: expected_replies(rounds, cohort_size, population.num_clients, at_random=at_random),
             weight_of=lambda _: 1.0,  # a row that is sent alone is sent as it was quantised
             longest=self._longest,
             vectors_of=self._vectors,
         )
-        self.num_clients, self.delta = num_clients, self.books.delta
-        self.training = self.books.training
-        self.evaluation: OwnEvaluation | None = None
-        for size in values_in(num_records):  # refuses impossible values, without a calibration
-            update_terms(steps=steps, epsilon=math.inf, delta=delta, num_replies=1, num_records=size)
-        for budget in values_in(epsilon):
-            self._terms(budget, steps.num_records, 1)
+        super().__init__(title, books)
 
     @property
-    def clip_norm(self) -> float:
-        """Bound of the sum of clipped gradients that noise is added to: half of what one replaced record can change."""
-        return self.steps.sum_norm
+    def own(self) -> ControlState | None:
+        """The vector that is sent with the model; None without one."""
+        return None if self.control is None else self.control.state
 
-    @property
-    def state(self) -> DPFedPAQState:
-        """All that these rules need to go on."""
-        return DPFedPAQState(books=self.books.state, control=None if self.control is None else self.control.state)
-
-    @state.setter
-    def state(self, state: DPFedPAQState) -> None:
-        self.books.state = state.books
-        if self.control is not None and state.control is not None:
-            self.control.state = state.control
-
-    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds."""
-        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
-
-    def plan(self, num_rounds: int) -> None:
-        """Remember the number of rounds, which determines how often a client replies."""
-        self.books.plan(num_rounds)
-
-    def open(self, names: tuple[str, ...]) -> None:
-        """Open a ledger for every client, on the terms of its own budget."""
-        self.books.open(names)
-
-    def _terms_of(self, names: Sequence[str]) -> TermsOf:
-        budgets = per_client("epsilon", self._epsilon, names)
-        return lambda name, size, replies: self._terms(budgets[name], size, replies)
-
-    def _terms(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
-        return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
-
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that every budget is spent, if so."""
-        return self.books.why_stop()
+    @own.setter
+    def own(self, state: ControlState | None) -> None:
+        if self.control is not None and state is not None:
+            self.control.state = state
 
     def _vectors(self, length: int) -> dict[str, np.ndarray]:
         """Return SCAFFOLD's control variate, which is sent with the model."""
@@ -198,15 +151,6 @@ class DPFedPAQRules:
         variances = [terms.release.noise_std**2 for terms in self.books.terms.values()]
         noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
         return factor * noise, factor * self.steps.longest_sum
-
-    def numbers(self, now: Round) -> dict[str, float]:
-        """Return further public numbers of the last round: none."""
-        return {}
-
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the largest cost of a client."""
-        return self.books.epsilon
 
     @property
     def incidents(self) -> tuple[str, ...]:
@@ -271,14 +215,6 @@ class DPFedPAQ(DPStrategy):
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        rules = DPFedPAQRules(
-            steps=steps,
-            sampling=sampling,
-            num_clients=num_clients,
-            num_records=num_records,
-            epsilon=epsilon,
-            delta=delta,
-            quantization_levels=quantization_levels,
-            num_replies=num_replies,
-        )
+        population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
+        rules = DPFedPAQRules(population, steps, sampling, delta=delta, quantization_levels=quantization_levels)
         super().__init__(rules, **options)

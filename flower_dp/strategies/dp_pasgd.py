@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -15,22 +16,13 @@ from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.steps import StepSchedule
-from flower_dp.core.stored import stored
-from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.best_model import BestModel, Evaluate, less_is_better
-from flower_dp.strategies.local_evaluation import OwnEvaluation
+from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import (
-    NOISE_DEVIATIONS,
-    BooksState,
-    ClientBooks,
-    PerClient,
-    Population,
-    TermsOf,
-    check_count,
-)
+from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
@@ -41,100 +33,70 @@ from flower_dp.strategies.statements.dp_pasgd import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
 
-@stored
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DPPASGDState:
-    """What a run of DP-PASGD has released, and its best model.
+class DPPASGDRules(LocalRules):
+    """The rules of DP-PASGD.
 
-    Attributes:
-        books: replies of every device.
-        best: the best model by the server's own evaluation.
+    Args:
+        population: the devices.
+        steps: local steps, the same for all.
+        resources: what rounds and steps cost a device.
+        clip_norm: L2 bound on one record's gradient.
+        delta: of every budget.
+        num_steps: local steps that the noise is made for.
+        batch_sampling: see `step_terms`.
+        calibration: see `step_terms`.
+        best_by: the number by which models are compared.
     """
 
-    books: BooksState
-    best: BestModel
-
-
-class DPPASGDRules:
-    """The rules of DP-PASGD; its arguments are those of `DPPASGD`."""
-
-    name = "dp-pasgd"
-    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    own: BestModel = BestModel()
 
     def __init__(
         self,
+        population: Population,
+        steps: StepSchedule,
+        resources: ResourceBudget,
         *,
-        num_clients: int,
-        batch_size: int | Sequence[int] | Mapping[str, int],
         clip_norm: float,
-        epsilon: float | PerClient,
         delta: float,
         num_steps: int,
-        num_local_steps: int,
-        learning_rate: float,
-        learning_rate_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        batch_sampling: str = "fixed-size",
-        calibration: str = "exact",
-        num_records: int | Sequence[int] | Mapping[str, int] | None = None,
-        cost_per_aggregation: float = 0.0,
-        cost_per_step: float = 0.0,
-        max_cost: float | None = None,
-        best_by: str = "loss",
+        batch_sampling: str,
+        calibration: str,
+        best_by: str,
     ) -> None:
-        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
-        self.steps = StepSchedule(
-            num_local_steps=num_local_steps,
-            learning_rate=learning_rate,
-            learning_rate_decay=learning_rate_decay,
-            weight_decay=weight_decay,
-        )
-        self.title = "DP-PASGD" if num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)"
-        self.num_steps, self.batch_sampling, self.calibration = num_steps, batch_sampling, calibration
+        self.steps, self.num_steps, self.batch_sampling = steps, num_steps, batch_sampling
         less_is_better(best_by)
         self.best_by = best_by
-        self._epsilon, self._batch_size = epsilon, batch_size
-        check_count("epsilon", epsilon, num_clients)
-        check_count("batch_size", batch_size, num_clients)
-        delta = checks.number("delta", delta, above=0, below=1)
-        for size in values_in(batch_size):
-            for budget in values_in(epsilon):
-                self._agreed(delta, budget, size, size)
-        if batch_sampling == "poisson" and num_records is None:
-            raise ValueError("num_records=None: must be the public data sizes with batch_sampling='poisson'")
-        self._sizes_known = num_records is not None
-        population = Population(
-            num_clients=num_clients,
-            num_records=batch_size if num_records is None else num_records,
-            num_replies=num_steps // num_local_steps,
-            aggregation="uniform",
+        terms = partial(
+            step_terms,
+            delta=delta,
+            num_steps=num_steps,
+            num_local_steps=steps.num_local_steps,
+            clip_norm=checks.number("clip_norm", clip_norm, above=0),
+            batch_sampling=batch_sampling,
+            calibration=calibration,
         )
-        self.num_clients, self.delta = num_clients, delta
-        self.books = ClientBooks(
-            population,
-            name=self.name,
+        for size in values_in(population.batch_size):  # refuses impossible values
+            for budget in values_in(population.epsilon):
+                terms(epsilon=budget, batch_size=size, num_records=size)
+        if batch_sampling == "poisson" and population.num_records is None:
+            raise ValueError("num_records=None: must be the public data sizes with batch_sampling='poisson'")
+
+        def terms_of(one: Member) -> Terms:
+            return terms(epsilon=one.epsilon, batch_size=one.batch_size, num_records=one.num_records)
+
+        books = ClientBooks(
+            replace(population, num_replies=num_steps // steps.num_local_steps),
+            name="dp-pasgd",
             sampling=FullSampling(),
-            clip_norm=self.clip_norm,
+            clip_norm=clip_norm,
             relation="replace-one",
             delta=delta,
-            terms_of=self._terms_of,
+            terms_of=terms_of,
             weight_of=lambda _: 1.0,
             longest=self._longest,
         )
-        self.training = self.books.training
-        self.evaluation: OwnEvaluation | None = None
-        prices = ResourceBudget(cost_per_aggregation=cost_per_aggregation, cost_per_step=cost_per_step, max_cost=max_cost)
-        self.resources = Resources(prices, num_local_steps=num_local_steps, replies_of=self._replies)
-        self.best = BestModel()
-
-    @property
-    def state(self) -> DPPASGDState:
-        """All that these rules need to go on."""
-        return DPPASGDState(books=self.books.state, best=self.best)
-
-    @state.setter
-    def state(self, state: DPPASGDState) -> None:
-        self.books.state, self.best = state.books, state.best
+        super().__init__("DP-PASGD" if steps.num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)", books)
+        self.resources = Resources(resources, num_local_steps=steps.num_local_steps, replies_of=self._replies)
 
     def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
         """Make private evaluation a second release of this method's rounds.
@@ -142,27 +104,15 @@ class DPPASGDRules:
         Raises:
             ValueError: if the data sizes are not known.
         """
-        if not self._sizes_known:
+        if self.books.population.num_records is None:
             raise ValueError(
                 "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
             )
-        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
-
-    def plan(self, num_rounds: int) -> None:
-        """Remember the number of rounds; the noise is calibrated for `num_steps`, for any number of them."""
-        self.books.plan(num_rounds)
-
-    def open(self, names: tuple[str, ...]) -> None:
-        """Open a ledger for every client, on the terms of its own budget and batch size."""
-        self.books.open(names)
-
-    def _terms_of(self, names: Sequence[str]) -> TermsOf:
-        budgets, sizes = per_client("epsilon", self._epsilon, names), per_client("batch_size", self._batch_size, names)
-        return lambda name, num_records, _: self._agreed(self.delta, budgets[name], sizes[name], num_records)
+        super().evaluate(plan)
 
     def _replies(self) -> dict[str, int]:
         """Return how many rounds every device was asked in: a round costs it resources whether or not its reply arrives."""
-        return dict(zip(self.books.terms, self.training.state.replies.tolist(), strict=True))
+        return self.training.counts
 
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return which budget is spent; None if none is."""
@@ -175,8 +125,7 @@ class DPPASGDRules:
 
         def longest(name: str) -> float:
             release, batch = asked.terms[name].release, asked.terms[name].release.expected_cohort
-            # Under Poisson sampling a batch may hold all records.
-            most = self.books.num_records[name] if self.batch_sampling == "poisson" else batch
+            most = release.num_clients  # under Poisson sampling a batch may hold all records
             noise = release.noise_scale / batch * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
             return self.steps.longest(now.server_round, start=start, gradient=most / batch * self.clip_norm, noise=noise)
 
@@ -194,27 +143,9 @@ class DPPASGDRules:
         noise = math.sqrt(steps * sum(variances) * dimension) / len(variances)
         return rate * noise, rate * steps * self.clip_norm
 
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the largest cost of a client."""
-        return self.books.epsilon
-
     def numbers(self, now: Round) -> dict[str, float]:
         """Return the largest resource cost of a device so far, if costs were given."""
         return {"cost-per-device": self.resources.largest} if self.resources.budget.has_costs else {}
-
-    def _agreed(self, delta: float, epsilon: float, batch_size: int, num_records: int) -> Terms:
-        return step_terms(
-            epsilon=epsilon,
-            delta=delta,
-            num_steps=self.num_steps,
-            num_local_steps=self.steps.num_local_steps,
-            clip_norm=self.clip_norm,
-            batch_size=batch_size,
-            num_records=num_records,
-            batch_sampling=self.batch_sampling,
-            calibration=self.calibration,
-        )
 
     def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
@@ -306,23 +237,21 @@ class DPPASGD(DPStrategy):
         best_by: str = "loss",
         **options: Unpack[Options],
     ) -> None:
-        rules = DPPASGDRules(
-            num_clients=num_clients,
-            batch_size=batch_size,
-            clip_norm=clip_norm,
-            epsilon=epsilon,
-            delta=delta,
-            num_steps=num_steps,
+        steps = StepSchedule(
             num_local_steps=num_local_steps,
             learning_rate=learning_rate,
             learning_rate_decay=learning_rate_decay,
             weight_decay=weight_decay,
+        )
+        rules = DPPASGDRules(
+            Population(num_clients=num_clients, num_records=num_records, epsilon=epsilon, batch_size=batch_size),
+            steps,
+            ResourceBudget(cost_per_aggregation=cost_per_aggregation, cost_per_step=cost_per_step, max_cost=max_cost),
+            clip_norm=clip_norm,
+            delta=delta,
+            num_steps=num_steps,
             batch_sampling=batch_sampling,
             calibration=calibration,
-            num_records=num_records,
-            cost_per_aggregation=cost_per_aggregation,
-            cost_per_step=cost_per_step,
-            max_cost=max_cost,
             best_by=best_by,
         )
         super().__init__(rules, **options)
@@ -346,7 +275,7 @@ class DPPASGD(DPStrategy):
         """
         compared = None if evaluate_fn is None else self._compared(evaluate_fn)
         result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, compared)
-        if (best := self.rules.best.arrays) is not None:
+        if (best := self.rules.own.arrays) is not None:
             result.arrays = ArrayRecord({name: Array(array) for name, array in best.items()})
         return result
 
@@ -356,7 +285,7 @@ class DPPASGD(DPStrategy):
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             metrics = evaluate_fn(server_round, arrays)
             if metrics is not None:
-                self.rules.best = self.rules.best.after(server_round, arrays, metrics, best_by=self.rules.best_by)
+                self.rules.own = self.rules.own.after(server_round, arrays, metrics, best_by=self.rules.best_by)
             return metrics
 
         return evaluate

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -9,13 +11,13 @@ import numpy as np
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
-from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.local_evaluation import OwnEvaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population, TermsOf, check_count
+from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
@@ -24,89 +26,82 @@ from flower_dp.strategies.statements.fedsgd_dpc import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
 
-class FedSGDDPCRules:
-    """The rules of FedSGD-DPC; its arguments are those of `FedSGDDPC`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """The server's step sizes: see `FedSGDDPC`, whose arguments these are."""
 
-    name = "fedsgd-dpc"
-    stock_refusal = "stock clients add no noise of their own; use flower_dp.clients.LocalDPClient"
+    learning_rate: float | None
+    learning_rate_decay: float
+    strong_convexity: float | None
+    smoothness: float | None
+
+    def __post_init__(self) -> None:
+        checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
+        theory = self.strong_convexity is not None or self.smoothness is not None
+        if self.learning_rate is not None:
+            checks.number("learning_rate", self.learning_rate, above=0)
+            if theory:
+                raise ValueError(
+                    f"learning_rate={self.learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
+                )
+        elif not theory:
+            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
+        else:
+            mu = checks.number("strong_convexity", self.strong_convexity, above=0)
+            checks.number("smoothness", self.smoothness, at_least=mu)
+
+    def at(self, server_round: int) -> float:
+        """Return the step size eta_t of round 1, 2, ..., t = round - 1."""
+        if self.learning_rate is not None:
+            return self.learning_rate * float((1 - self.learning_rate_decay) ** (server_round - 1))
+        mu, smoothness = float(self.strong_convexity or 0), float(self.smoothness or 0)
+        return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
+
+
+class FedSGDDPCRules(LocalRules):
+    """The rules of FedSGD-DPC.
+
+    Args:
+        population: the clients.
+        terms: `gradient_terms` with what all clients have in common.
+        steps: the server's step sizes.
+        cohort_size: clients a round.
+        delta: of every budget.
+        noise_constant: c2 of the paper's epsilon.
+    """
 
     def __init__(
         self,
+        population: Population,
+        terms: partial[Terms],
+        steps: StepSizes,
         *,
-        mechanism: str,
-        num_clients: int,
         cohort_size: int,
-        num_records: int | Sequence[int] | Mapping[str, int],
-        clip_norm: float,
-        epsilon: float | PerClient,
-        learning_rate: float | None = None,
-        delta: float = 0.0,
-        learning_rate_decay: float = 0.0,
-        strong_convexity: float | None = None,
-        smoothness: float | None = None,
-        aggregation: str = "data-size",
-        sampling_rate: float = 1.0,
-        relation: Relation = "replace-one",
-        num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
-        noise_constant: float | None = None,
+        delta: float,
+        noise_constant: float | None,
     ) -> None:
-        self.mechanism = checks.one_of("mechanism", mechanism, MECHANISMS)
-        self.title = f"FedSGD-DPC ({mechanism.capitalize()})"
-        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
-        self.sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
-        self.cohort_size = checks.integer("cohort_size", cohort_size, at_least=1)
+        for budget in values_in(population.epsilon):  # refuses impossible values
+            terms(epsilon=budget, num_records=1, num_replies=1)
+        release = terms(epsilon=math.inf, num_records=1, num_replies=1).release
+        self.mechanism = "laplace" if isinstance(release.mechanism, Laplace) else "gaussian"
+        self.sampling_rate, self.step_size = release.expected_cohort, steps.at
         self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
-        self._check_steps(learning_rate, strong_convexity, smoothness)
-        self._learning_rate = learning_rate
-        self._learning_rate_decay = checks.number("learning_rate_decay", learning_rate_decay, at_least=0, below=1)
-        self._strong_convexity, self._smoothness = strong_convexity, smoothness
-        self._epsilon = epsilon
-        check_count("epsilon", epsilon, num_clients)
-        population = Population(
-            num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation=aggregation
-        )
-        self.books = ClientBooks(
+
+        def terms_of(one: Member) -> Terms:
+            return terms(epsilon=one.epsilon, num_records=one.num_records, num_replies=one.num_replies)
+
+        books = ClientBooks(
             population,
-            name=self.name,
+            name="fedsgd-dpc",
             sampling=RoundRobinSampling(cohort_size=cohort_size),
-            clip_norm=self.clip_norm,
-            relation=relation,
+            clip_norm=release.clip_norm,
+            relation=release.relation,
             delta=delta,
-            terms_of=self._terms_of,
-            most_replies=lambda rounds: -(-rounds * cohort_size // num_clients),
+            terms_of=terms_of,
+            most_replies=lambda rounds: -(-rounds * cohort_size // population.num_clients),
             weight_of=self.weight,
         )
-        self.num_clients, self.delta = num_clients, self.books.delta
-        self.training = self.books.training
-        self.evaluation: OwnEvaluation | None = None
-        self.training.sampling.expected_cohort(num_clients)
-        for budget in values_in(epsilon):
-            self._agreed(budget, 1, 1)
-
-    @property
-    def state(self) -> BooksState:
-        """All that these rules need to go on."""
-        return self.books.state
-
-    @state.setter
-    def state(self, state: BooksState) -> None:
-        self.books.state = state
-
-    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds."""
-        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
-
-    def plan(self, num_rounds: int) -> None:
-        """Remember the number of rounds, which determines how often a client replies."""
-        self.books.plan(num_rounds)
-
-    def open(self, names: tuple[str, ...]) -> None:
-        """Open a ledger for every client, on the terms of its own budget."""
-        self.books.open(names)
-
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that every budget is spent, if so."""
-        return self.books.why_stop()
+        super().__init__(f"FedSGD-DPC ({self.mechanism.capitalize()})", books)
 
     def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
@@ -123,55 +118,9 @@ class FedSGDDPCRules:
         noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
         return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
 
-    def numbers(self, now: Round) -> dict[str, float]:
-        """Return further public numbers of the last round: none."""
-        return {}
-
     def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
         return self.books.share(name) * self.num_clients / self.cohort_size
-
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the largest cost of a client."""
-        return self.books.epsilon
-
-    def step_size(self, server_round: int) -> float:
-        """Return the step size eta_t of round 1, 2, ..., t = round - 1."""
-        if self._learning_rate is not None:
-            return self._learning_rate * float((1 - self._learning_rate_decay) ** (server_round - 1))
-        mu, smoothness = float(self._strong_convexity or 0), float(self._smoothness or 0)
-        return 2 / mu / (server_round - 1 + 2 * smoothness / mu)
-
-    def _terms_of(self, names: Sequence[str]) -> TermsOf:
-        budgets = per_client("epsilon", self._epsilon, names)
-        return lambda name, size, replies: self._agreed(budgets[name], size, replies)
-
-    def _agreed(self, epsilon: float, num_records: int, num_replies: int) -> Terms:
-        return gradient_terms(
-            mechanism=self.mechanism,
-            clip_norm=self.clip_norm,
-            epsilon=epsilon,
-            delta=self.delta,
-            num_replies=num_replies,
-            num_records=num_records,
-            sampling_rate=self.sampling_rate,
-            relation=self.books.relation,
-        )
-
-    @staticmethod
-    def _check_steps(learning_rate: float | None, strong_convexity: float | None, smoothness: float | None) -> None:
-        if learning_rate is not None:
-            checks.number("learning_rate", learning_rate, above=0)
-            if strong_convexity is not None or smoothness is not None:
-                raise ValueError(
-                    f"learning_rate={learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
-                )
-            return
-        if strong_convexity is None and smoothness is None:
-            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
-        mu = checks.number("strong_convexity", strong_convexity, above=0)
-        checks.number("smoothness", smoothness, at_least=mu)
 
     def statement(self, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
@@ -249,22 +198,22 @@ class FedSGDDPC(DPStrategy):
         noise_constant: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        rules = FedSGDDPCRules(
-            mechanism=mechanism,
-            num_clients=num_clients,
-            cohort_size=cohort_size,
-            num_records=num_records,
-            clip_norm=clip_norm,
-            epsilon=epsilon,
+        steps = StepSizes(
             learning_rate=learning_rate,
-            delta=delta,
             learning_rate_decay=learning_rate_decay,
             strong_convexity=strong_convexity,
             smoothness=smoothness,
-            aggregation=aggregation,
+        )
+        population = Population(
+            num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon, aggregation=aggregation
+        )
+        terms = partial(
+            gradient_terms,
+            mechanism=mechanism,
+            clip_norm=clip_norm,
+            delta=delta,
             sampling_rate=sampling_rate,
             relation=relation,
-            num_replies=num_replies,
-            noise_constant=noise_constant,
         )
+        rules = FedSGDDPCRules(population, terms, steps, cohort_size=cohort_size, delta=delta, noise_constant=noise_constant)
         super().__init__(rules, **options)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -10,15 +11,14 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, Sampler
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling
 from flower_dp.core.stored import stored
-from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.local_evaluation import OwnEvaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import BooksState, ClientBooks, PerClient, Population
+from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
@@ -50,91 +50,55 @@ class Broadcast:
     participant_stds: np.ndarray
 
 
-@stored
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NbAFLState:
-    """What a run of NbAFL has released.
+class NbAFLRules(LocalRules):
+    """The rules of NbAFL, whose arguments `NbAFL` describes; `population` has the others."""
 
-    Attributes:
-        books: replies of every client.
-        broadcasts: of every round that had one.
-    """
-
-    books: BooksState
-    broadcasts: tuple[Broadcast, ...] = ()
-
-
-class NbAFLRules:
-    """The rules of NbAFL; its arguments are those of `NbAFL`."""
-
-    name = "nbafl"
-    title = "NbAFL"
     stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
+    own: tuple[Broadcast, ...] = ()
 
     def __init__(
         self,
+        population: Population,
         *,
-        num_clients: int,
-        num_records: int | Sequence[int] | Mapping[str, int],
         clip_norm: float,
         epsilon: float,
         delta: float,
         uplink_exposures: int,
-        cohort_size: int | None = None,
-        num_replies: int | PerClient | None = None,
-        min_records: int | None = None,
-        aggregation: str = "data-size",
+        cohort_size: int | None,
+        min_records: int | None,
     ) -> None:
-        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
-        self.paper_epsilon = epsilon if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)
-        checks.number("delta", delta, above=0, below=1)
+        self.paper_epsilon = epsilon
         self.uplink_exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
-        self.cohort_size = num_clients if cohort_size is None else checks.integer("cohort_size", cohort_size, at_least=1)
-        sampling: Sampler = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
-        population = Population(
-            num_clients=num_clients,
-            num_records=num_records,
-            num_replies=uplink_exposures if num_replies is None else num_replies,
-            aggregation=aggregation,
+        least = min(values_in(population.num_records))
+        self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
+        terms = partial(
+            weights_terms,
+            clip_norm=clip_norm,
+            epsilon=epsilon,
+            delta=checks.number("delta", delta, above=0, below=1),
+            uplink_exposures=uplink_exposures,
+            min_records=self.min_records,
         )
-        sampling.expected_cohort(num_clients)
-        self.num_clients, self.delta = num_clients, delta
-        self.books = ClientBooks(
-            population,
-            name=self.name,
-            sampling=sampling,
-            clip_norm=self.clip_norm,
+        self.uplink_noise_std = terms(num_replies=1).release.noise_scale
+        books = ClientBooks(
+            population if population.num_replies is not None else replace(population, num_replies=uplink_exposures),
+            name="nbafl",
+            sampling=FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size),
+            clip_norm=clip_norm,
             relation="replace-one",
             delta=delta,
-            terms_of=lambda names: lambda name, size, replies: self._terms(replies),
+            terms_of=lambda one: terms(num_replies=one.num_replies),
         )
-        self.training = self.books.training
-        self.evaluation: OwnEvaluation | None = None
-        self.broadcasts: tuple[Broadcast, ...] = ()
-        least = min(values_in(num_records))
-        self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
-        self.uplink_noise_std = self._terms(1).release.noise_scale
+        super().__init__("NbAFL", books)
 
     @property
-    def state(self) -> NbAFLState:
-        """All that these rules need to go on."""
-        return NbAFLState(books=self.books.state, broadcasts=self.broadcasts)
-
-    @state.setter
-    def state(self, state: NbAFLState) -> None:
-        self.books.state, self.broadcasts = state.books, state.broadcasts
-
-    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds."""
-        self.evaluation = OwnEvaluation.of(plan, self.books, self.title)
-
-    def plan(self, num_rounds: int) -> None:
-        """Remember the number of rounds, for which the downlink noise is made."""
-        self.books.plan(num_rounds)
+    def broadcasts(self) -> tuple[Broadcast, ...]:
+        """Those of every round that had one."""
+        return self.own
 
     def open(self, names: tuple[str, ...]) -> None:
         """Open the ledgers of every client."""
-        self.books.open(names)
+        super().open(names)
         if not self.books.planned_rounds and not math.isinf(self.paper_epsilon):
             raise RuntimeError(
                 "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
@@ -157,33 +121,10 @@ class NbAFLRules:
             min_records=self.min_records,
         )
 
-    def _terms(self, num_replies: int) -> Terms:
-        return weights_terms(
-            clip_norm=self.clip_norm,
-            epsilon=self.paper_epsilon,
-            delta=self.delta,
-            uplink_exposures=self.uplink_exposures,
-            min_records=self.min_records,
-            num_replies=num_replies,
-        )
-
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that every budget is spent, if so."""
-        return self.books.why_stop()
-
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
-
-    def numbers(self, now: Round) -> dict[str, float]:
-        """Return further public numbers of the last round: none."""
-        return {}
-
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the largest cost of a client."""
-        return self.books.epsilon
 
     def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the next broadcast, the noised average of the replies, and charge it."""
@@ -244,7 +185,7 @@ class NbAFLRules:
             std=total,
             participant_stds=np.array(left, np.float64),
         )
-        self.broadcasts = (*self.broadcasts, broadcast)
+        self.own = (*self.own, broadcast)
 
     @property
     def broadcast_ledgers(self) -> dict[str, Ledger]:
@@ -328,16 +269,16 @@ class NbAFL(DPStrategy):
         aggregation: str = "data-size",
         **options: Unpack[Options],
     ) -> None:
+        population = Population(
+            num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation=aggregation
+        )
         rules = NbAFLRules(
-            num_clients=num_clients,
-            num_records=num_records,
+            population,
             clip_norm=clip_norm,
             epsilon=epsilon,
             delta=delta,
             uplink_exposures=uplink_exposures,
             cohort_size=cohort_size,
-            num_replies=num_replies,
             min_records=min_records,
-            aggregation=aggregation,
         )
         super().__init__(rules, **options)

@@ -13,7 +13,7 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.control import ControlState, Honest
 from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
-from flower_dp.strategies.releases.books import PerClient
+from flower_dp.strategies.releases.books import PerClient, Population
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
@@ -169,17 +169,15 @@ class Scaffold(DPStrategy):
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
         **options: Unpack[Options],
     ) -> None:
+        population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
         rules = DPFedPAQRules(
+            population,
+            steps,
+            sampling,
+            delta=delta,
+            quantization_levels=quantization_levels,
             name="scaffold",
             title="SCAFFOLD",
             control=ControlVariate(quantization_levels),
-            steps=steps,
-            sampling=sampling,
-            num_clients=num_clients,
-            num_records=num_records,
-            epsilon=epsilon,
-            delta=delta,
-            quantization_levels=quantization_levels,
-            num_replies=num_replies,
         )
         super().__init__(rules, **options)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,18 +26,34 @@ PerClient = Sequence[float] | Mapping[str, float]
 NOISE_DEVIATIONS = 60.0
 # Grid of the accountant for a statement: a coarser one would overstate a small budget.
 _GRID = 1e-5
-# A client's name, data size and number of replies -> its terms.
-TermsOf = Callable[[str, int, int], Terms]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """The public facts about one client: the fields of `Population`."""
+
+    num_records: int
+    num_replies: int
+    epsilon: float
+    batch_size: int
+
+
+_FACTS = tuple(field.name for field in fields(Member))
+TermsOf = Callable[[Member], Terms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
     """The clients of a method with local noise, and the public facts about them.
 
+    Of a fact there is one number for all clients, a sequence in the order of the clients' names, or a mapping by name.
+
     Attributes:
         num_clients: how many there are.
-        num_records: public data sizes: one number, a sequence in the order of the clients' names, or a mapping by name.
-        num_replies: the most replies of a client; one number, a sequence or a mapping; None: as many as the method needs.
+        num_records: public data sizes; None: those of the batches.
+        num_replies: the most replies of a client; None: as many as the method needs.
+        epsilon: budgets.
+        batch_size: records in a mini-batch.
         aggregation: `data-size`: clients are weighted by their public data sizes; `uniform`: equally.
 
     Raises:
@@ -45,19 +61,31 @@ class Population:
     """
 
     num_clients: int
-    num_records: int | PerClient
-    num_replies: int | PerClient | None
-    aggregation: str
+    num_records: int | PerClient | None
+    num_replies: int | PerClient | None = None
+    epsilon: float | PerClient = math.inf
+    batch_size: int | PerClient = 1
+    aggregation: str = "uniform"
 
     def __post_init__(self) -> None:
         checks.integer("num_clients", self.num_clients, at_least=1)
         checks.one_of("aggregation", self.aggregation, AGGREGATIONS)
-        for size in values_in(self.num_records):
-            checks.integer("num_records", size, at_least=1)
-        for replies in [] if self.num_replies is None else values_in(self.num_replies):
-            checks.integer("num_replies", replies, at_least=1)
-        for field, value in (("num_records", self.num_records), ("num_replies", self.num_replies)):
-            check_count(field, value, self.num_clients)
+        for field in _FACTS:
+            value = getattr(self, field)
+            if isinstance(value, Sequence | Mapping) and not isinstance(value, str) and len(value) != self.num_clients:
+                raise ValueError(f"{field}: has {len(value)} values: must have one for each of the {self.num_clients} clients")
+            for one in [] if value is None or field == "epsilon" else values_in(value):
+                checks.integer(field, one, at_least=1)
+
+    def members(self, names: Sequence[str]) -> dict[str, Member]:
+        """Return the facts about every client of these names.
+
+        Raises:
+            ValueError: if names or their number don't fit.
+        """
+        known = self if self.num_records is not None else replace(self, num_records=self.batch_size)
+        facts = {field: per_client(field, getattr(known, field), names) for field in _FACTS}
+        return {name: Member(**{field: values[name] for field, values in facts.items()}) for name in names}
 
 
 @stored
@@ -99,7 +127,7 @@ class ClientBooks:
         clip_norm: of the releases.
         relation: neighbouring relation of the ledgers.
         delta: the delta at which epsilon is stated, in [0, 1).
-        terms_of: the names of all clients -> the terms of each.
+        terms_of: the facts about a client -> its terms.
         most_replies: number of rounds -> the most replies of one client, where the population has no number.
         weight_of: what a client's row counts in the sum; None: its share.
         longest: see `OwnReplies`; None: clip norm and noise of a mean of contributions.
@@ -115,13 +143,14 @@ class ClientBooks:
         clip_norm: float,
         relation: Relation,
         delta: float,
-        terms_of: Callable[[Sequence[str]], TermsOf],
+        terms_of: TermsOf,
         most_replies: Callable[[int], int] | None = None,
         weight_of: Callable[[str], float] | None = None,
         longest: Longest | None = None,
         vectors_of: VectorsOf = no_vectors,
     ) -> None:
         self.population = population
+        sampling.expected_cohort(population.num_clients)
         self.relation = accounting.relation_of(relation)
         self.delta = checks.number("delta", delta, at_least=0, below=1)
         self._terms_of, self._most_replies = terms_of, most_replies
@@ -198,11 +227,10 @@ class ClientBooks:
         self._costs, self._worst = {}, None
         if not names:
             return
-        self.num_records = per_client("num_records", self.population.num_records, names)
+        members = replace(self.population, num_replies=self._num_replies()).members(names)
+        self.num_records = {name: member.num_records for name, member in members.items()}
         self._all_records = sum(self.num_records.values())
-        each = per_client("num_replies", self._num_replies(), names)
-        terms_of = self._terms_of(names)
-        self.training.open({name: terms_of(name, self.num_records[name], each[name]) for name in names})
+        self.training.open({name: self._terms_of(member) for name, member in members.items()})
         if self.evaluation is not None and self._evaluated_terms is not None:
             self.evaluation.open({name: self._evaluated_terms(name, terms) for name, terms in self.terms.items()})
 
@@ -308,23 +336,16 @@ class ClientBooks:
             return 0.0
         if self._worst is None:
             self._worst = WorstClient(self.terms, relation=self.relation, delta=self.delta)
-        replies = dict(zip(self.terms, self.training.state.replies.tolist(), strict=True))
-        return self._worst.epsilon(replies, {} if self.evaluation is None else _pure_epsilons(self.evaluation))
+        return self._worst.epsilon(self.training.counts, {} if self.evaluation is None else _pure_epsilons(self.evaluation))
 
 
 def _pure_epsilons(evaluation: OwnReplies) -> dict[str, float]:
     """Return an upper bound of what evaluations cost every client that was charged: their number times the cost of one."""
-    counts = zip(evaluation.terms.items(), evaluation.state.replies.tolist(), strict=True)
-    return {name: count * _pure(terms.event, evaluation.relation) for (name, terms), count in counts if count}
+    terms, counts = evaluation.terms, evaluation.counts
+    return {name: count * _pure(terms[name].event, evaluation.relation) for name, count in counts.items() if count}
 
 
 @lru_cache(maxsize=1024)
 def _pure(event: DpEvent, relation: Relation) -> float:
     # As a float the product may be below the sum by its last bits.
     return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)
-
-
-def check_count(field: str, value: Any, num_clients: int) -> None:
-    """Refuse a sequence or mapping that doesn't have one value a client."""
-    if isinstance(value, Sequence | Mapping) and not isinstance(value, str) and len(value) != num_clients:
-        raise ValueError(f"{field}: has {len(value)} values: must have one for each of the {num_clients} clients")

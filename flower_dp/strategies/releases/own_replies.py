@@ -112,6 +112,11 @@ class OwnReplies:
         return int(self.state.replies[self._places[name]])
 
     @property
+    def counts(self) -> dict[str, int]:
+        """How many replies were charged to every client."""
+        return dict(zip(self.terms, self.state.replies.tolist(), strict=True))
+
+    @property
     def ledgers(self) -> dict[str, Ledger]:
         """The ledger of every client."""
         return {name: self.ledger(name) for name in self.terms}

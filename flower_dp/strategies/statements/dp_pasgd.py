@@ -28,7 +28,7 @@ def statement_of(rules: "DPPASGDRules", run: RunFacts) -> PrivacyStatement:
     ]
     if counts_sampling(books):
         assumptions.append("which records are in a batch is known to the client alone")
-    if chosen := rules.best.in_words(rules.best_by):
+    if chosen := rules.own.in_words(rules.best_by):
         assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
     scale = "noise_std_of_a_mean_gradient"
     return local_statement(
