@@ -73,7 +73,7 @@ def test_an_account_keeps_its_terms(path):
 
 
 @pytest.mark.parametrize(
-    ("words", "event"),
+    ("keywords", "event"),
     [
         ({}, LaplaceDpEvent(4.0)),
         ({"mechanism": Gaussian(noise_multiplier=1.1)}, GaussianDpEvent(1.1)),
