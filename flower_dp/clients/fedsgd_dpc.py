@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
-from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
@@ -41,14 +42,7 @@ class ClippedGradients:
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
-        for job in jobs:
-            self.model.reset_buffers()
-            try:
-                yield self._row(vector, job)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng = job.secret()

@@ -10,6 +10,7 @@ from flwr.app import RecordDict
 from flower_dp import wire
 from flower_dp.clients.foreign.training import AppCall
 from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Array
 from flower_dp.wire import RecordNames
@@ -51,13 +52,7 @@ class AppMetrics:
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield the client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or the app's error."""
-        for _ in jobs:
-            made: Trained
-            try:
-                made = self.bounds.counted(metrics_of(self.app)), np.zeros(())
-            except Exception as error:
-                made = error
-            yield made
+        return one_by_one(jobs, lambda _: (self.bounds.counted(metrics_of(self.app)), np.zeros(())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

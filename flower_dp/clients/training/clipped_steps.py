@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training.convex import ConvexModel
-from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
@@ -41,16 +42,9 @@ class ClippedSteps:
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         convex = ConvexModel.of(self.model, self.loss, self.steps) if self.steps.sensitivity == "convex-glm" else None
-        for job in jobs:
-            self.model.reset_buffers()
-            try:
-                yield self._row(vector, job, convex)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector, convex), reset=self.model.reset_buffers)
 
-    def _row(self, vector: Tensor, job: Job, convex: ConvexModel | None) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, convex: ConvexModel | None, job: Job) -> tuple[Tensor, Tensor]:
         rng, steps = job.secret(), self.steps
         chosen = torch.from_numpy(rng.permutation(len(job.records))[: steps.num_records])
         here = vector.to(torch.float64)
