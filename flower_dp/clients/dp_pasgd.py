@@ -1,6 +1,6 @@
 """DP-PASGD on the client: local steps on noised means of clipped per-record gradients (Hu et al., Algorithm 1)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from flower_dp.clients.reply.parts import RecordClip, StepNoise
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
@@ -28,12 +29,8 @@ class NoisedSteps:
     """Local steps along noised mean gradients: sum of clipped gradients, plus noise, over the batch's public size.
 
     Attributes:
-        model: where to train.
-        record_clip: bounds every record's gradient.
         step_noise: is added to the sum of every step; its release says how batches are drawn.
         steps: how many, and how large; the gradient of their weight decay is made of the weights alone.
-        server_round: 1, 2, ...
-        loss: model outputs, targets -> loss, for batches of one record.
     """
 
     model: FlatModel
@@ -41,7 +38,7 @@ class NoisedSteps:
     step_noise: StepNoise
     steps: StepSchedule
     server_round: int
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield the change of every client's weights [d], float32, and the mean of its steps' losses, or its error."""
@@ -139,7 +136,7 @@ class DPPASGDRecipe:
     calibration: str = "exact"
     learning_rate_decay: float = 0.0
     weight_decay: float = 0.0
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
 
     method = "dp-pasgd"
 

@@ -1,6 +1,6 @@
 """FedSGD-DPC on the client: the noised mean of per-record clipped gradients (Zhou et al., Algorithm 1)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -12,6 +12,7 @@ from flower_dp.clients.reply.parts import FullNoise, RecordClip
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
@@ -24,20 +25,12 @@ from flower_dp.privacy.release import Release
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedGradients:
-    """The sum of the clipped gradients of a secret batch of the client's records, at the global model.
-
-    Attributes:
-        model: where gradients are taken.
-        record_clip: bounds every record's gradient.
-        sampling_rate: probability of every record to be in the batch; 1 for all.
-        loss: model outputs, targets -> loss, for batches of one record.
-        relation: neighbouring relation.
-    """
+    """The sum of the clipped gradients of a secret batch of the client's records, at the global model."""
 
     model: FlatModel
     record_clip: RecordClip
     sampling_rate: float
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     relation: Relation
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -110,7 +103,7 @@ class FedSGDDPCRecipe:
     num_records: int | Mapping[str, int] | None = None
     sampling_rate: float = 1.0
     relation: Relation = "replace-one"
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
 
     method = "fedsgd-dpc"
 

@@ -26,13 +26,7 @@ log = logging.getLogger("flwr")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedWeights:
-    """Local training whose row is the trained *weights*, or the global model's if training fails or is not finite.
-
-    Attributes:
-        training: the recipe.
-        model: where to train.
-        server_round: 1, 2, ...
-    """
+    """Local training whose row is the trained *weights*, or the global model's if training fails or is not finite."""
 
     training: Training
     model: FlatModel

@@ -40,12 +40,7 @@ def metrics_of(app: AppCall) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppMetrics:
-    """The app's own evaluate function, as the `train` part of a pipeline; nothing else of its reply is used.
-
-    Attributes:
-        app: the call of the app.
-        bounds: the metrics that are asked for.
-    """
+    """The app's own evaluate function, as the `train` part of a pipeline; nothing else of its reply is used."""
 
     app: AppCall
     bounds: MetricBounds
@@ -60,10 +55,6 @@ class AppContribution:
     """The one contribution of a client whose message is private on its own: the app's metrics, clipped.
 
     Where the app fails, or lacks a metric, it is zero and the reply noise alone: no record decides whether the client replies.
-
-    Attributes:
-        app: the call of the app.
-        bounds: the metrics that are asked for.
     """
 
     app: AppCall

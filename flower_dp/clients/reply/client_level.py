@@ -23,11 +23,7 @@ CLIENT_LEVEL = ("dp-fedavg", "dp-fedsam", "fed-smp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithSlot:
-    """Training whose rows have one more entry at the end, 0, which the clip fills.
-
-    Attributes:
-        train: makes the updates.
-    """
+    """Training whose rows have one more entry at the end, 0, which the clip fills."""
 
     train: Train
 

@@ -49,13 +49,7 @@ def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRows:
-    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client.
-
-    Attributes:
-        model: where the global model is evaluated.
-        metrics: what is computed.
-        bounds: the metrics that are asked for.
-    """
+    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client."""
 
     model: FlatModel
     metrics: Metrics

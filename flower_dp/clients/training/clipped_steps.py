@@ -1,6 +1,6 @@
 """Local steps on clipped gradients of single records, without replacement: the sum from which an update is computed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
@@ -24,11 +25,7 @@ class ClippedSteps:
     The E b records are drawn without replacement with the secret generator of the noise, anew for every reply.
 
     Attributes:
-        model: where to train.
-        steps: the parameters that both sides know.
-        record_clip: bounds every record's gradient.
         step_size: eta of this round.
-        loss: model outputs, targets -> loss, for batches of one record.
         drift: [d], added to every step's mean gradient; computed from noised messages, so public; None for none.
     """
 
@@ -36,7 +33,7 @@ class ClippedSteps:
     steps: FedPAQSteps
     record_clip: RecordClip
     step_size: float
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     drift: Tensor | None = None
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
