@@ -33,7 +33,13 @@ class Account(Protocol):
     """An account that counts the replies of a node's clients."""
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge one reply to each client whose budget covers it, for good; return why the others do not reply."""
+        """Charge one reply to each client whose budget covers it, for good.
+
+        To be called before anything is computed from the clients' records.
+
+        Returns:
+            Why each of the others can't pay; they must not reply.
+        """
 
 
 class StateAccount:
@@ -61,13 +67,7 @@ class StateAccount:
         return self._entries.get(name, (0, ""))[0]
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge one reply to each client whose budget covers it, in the node's state when this returns.
-
-        To be called before anything is computed from the clients' records.
-
-        Returns:
-            Why each of the others can't pay; they must not reply.
-        """
+        """Charge as `Account.charge`; it is in the node's state when this returns."""
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
@@ -109,13 +109,7 @@ class FileAccount:
         self._seen = StateAccount(state)
 
     def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge one reply to each client whose budget covers it, on the disk when this returns.
-
-        To be called before anything is computed from the clients' records.
-
-        Returns:
-            Why each of the others can't pay; they must not reply.
-        """
+        """Charge as `Account.charge`; it is on the disk when this returns."""
         refused: dict[str, str] = {}
         for file, names in self._by_file(asked):
             known = {name: self._seen.replies(name) for name in names}

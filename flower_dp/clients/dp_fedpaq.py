@@ -1,6 +1,6 @@
 """DP-FedPAQ on the client: a noised update of local steps on clipped gradients, quantised to a few levels."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,6 +12,7 @@ from flower_dp.clients.reply.pipeline import Pipeline
 from flower_dp.clients.reply.sending import QSGD, SinglePrecision
 from flower_dp.clients.training.clipped_steps import ClippedSteps
 from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, compression
@@ -74,7 +75,7 @@ class DPFedPAQRecipe:
     delta: float
     num_replies: int | Mapping[str, int]
     quantization_levels: int | None = 10
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
 
     method = "dp-fedpaq"
 
@@ -119,7 +120,7 @@ class DPFedPAQRecipe:
 def steps_pipeline(
     steps: FedPAQSteps,
     release: Release,
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Loss,
     quantization_levels: int | None,
     *,
     model: FlatModel,

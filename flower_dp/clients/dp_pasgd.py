@@ -1,7 +1,8 @@
 """DP-PASGD on the client: local steps on noised means of clipped per-record gradients (Hu et al., Algorithm 1)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import RecordClip, StepNoise
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
@@ -26,12 +29,8 @@ class NoisedSteps:
     """Local steps along noised mean gradients: sum of clipped gradients, plus noise, over the batch's public size.
 
     Attributes:
-        model: where to train.
-        record_clip: bounds every record's gradient.
         step_noise: is added to the sum of every step; its release says how batches are drawn.
         steps: how many, and how large; the gradient of their weight decay is made of the weights alone.
-        server_round: 1, 2, ...
-        loss: model outputs, targets -> loss, for batches of one record.
     """
 
     model: FlatModel
@@ -39,17 +38,11 @@ class NoisedSteps:
     step_noise: StepNoise
     steps: StepSchedule
     server_round: int
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield the change of every client's weights [d], float32, and the mean of its steps' losses, or its error."""
-        for job in jobs:
-            try:
-                yield self._row(vector, job)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng, losses = job.secret(), []
@@ -143,7 +136,7 @@ class DPPASGDRecipe:
     calibration: str = "exact"
     learning_rate_decay: float = 0.0
     weight_decay: float = 0.0
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
 
     method = "dp-pasgd"
 

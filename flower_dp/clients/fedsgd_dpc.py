@@ -1,16 +1,18 @@
 """FedSGD-DPC on the client: the noised mean of per-record clipped gradients (Zhou et al., Algorithm 1)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
-from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
@@ -23,32 +25,17 @@ from flower_dp.privacy.release import Release
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedGradients:
-    """The sum of the clipped gradients of a secret batch of the client's records, at the global model.
-
-    Attributes:
-        model: where gradients are taken.
-        record_clip: bounds every record's gradient.
-        sampling_rate: probability of every record to be in the batch; 1 for all.
-        loss: model outputs, targets -> loss, for batches of one record.
-        relation: neighbouring relation.
-    """
+    """The sum of the clipped gradients of a secret batch of the client's records, at the global model."""
 
     model: FlatModel
     record_clip: RecordClip
     sampling_rate: float
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     relation: Relation
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
-        for job in jobs:
-            self.model.reset_buffers()
-            try:
-                yield self._row(vector, job)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng = job.secret()
@@ -116,7 +103,7 @@ class FedSGDDPCRecipe:
     num_records: int | Mapping[str, int] | None = None
     sampling_rate: float = 1.0
     relation: Relation = "replace-one"
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
 
     method = "fedsgd-dpc"
 

@@ -3,14 +3,15 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flower_dp.clients.nbafl_weights import weights_pipeline
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training.draws import OwnDraws
-from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
@@ -25,13 +26,7 @@ log = logging.getLogger("flwr")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedWeights:
-    """Local training whose row is the trained *weights*, or the global model's if training fails or is not finite.
-
-    Attributes:
-        training: the recipe.
-        model: where to train.
-        server_round: 1, 2, ...
-    """
+    """Local training whose row is the trained *weights*, or the global model's if training fails or is not finite."""
 
     training: Training
     model: FlatModel
@@ -39,14 +34,7 @@ class TrainedWeights:
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's weights [d] and training loss, or its error."""
-        for job in jobs:
-            self.model.reset_buffers()
-            try:
-                yield self._row(vector, job)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         model = self.model

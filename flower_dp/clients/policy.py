@@ -108,7 +108,7 @@ class ClientPolicy:
         Raises:
             Declined: naming the limit and the value asked for.
         """
-        self.check_clip(ask)
+        self._check_clip(ask)
         if not self.trusting and self.min_noise_multiplier is None and self.min_noise_std is None:
             raise Declined("training: this client's policy has limits, but none of its noise; set min_noise_multiplier too")
         _at_least("noise_multiplier", ask.promise.noise_multiplier, self.min_noise_multiplier)
@@ -120,12 +120,19 @@ class ClientPolicy:
             return self.min_noise_std
         return self.min_noise_std * ask.promise.clip_norm / self.max_clip_norm * (1 - _ROUNDING)
 
-    def check_clip(self, ask: Ask) -> None:
-        """Refuse a clip norm that this policy does not allow.
+    def check_local(self, ask: Ask) -> None:
+        """Refuse training in which every message is private by the client's own terms, if this policy does not allow it.
+
+        `check_own` compares the noise of those terms.
 
         Raises:
             Declined: naming the limit and the value asked for.
         """
+        self._check_clip(ask)
+        if self.min_noise_std:
+            raise Declined(f"min_noise_std={self.min_noise_std:g}: this client's noise follows from its own budget alone")
+
+    def _check_clip(self, ask: Ask) -> None:
         clip_norm = ask.promise.clip_norm if ask.indicator is None else ask.indicator.clip_norm
         _at_least("clip_norm", clip_norm, self.min_clip_norm)
         if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:

@@ -1,6 +1,6 @@
 """SCAFFOLD on the client (Karimireddy et al. 2020, option II): local steps with control variates, with and without privacy."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe, steps_pipeline
 from flower_dp.clients.reply.pipeline import Pipeline
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
 from flower_dp.privacy.client_terms import Terms
@@ -70,7 +71,7 @@ class ScaffoldRecipe:
     delta: float
     num_replies: int | Mapping[str, int]
     quantization_levels: int | None = None
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    loss: Loss = nn.functional.cross_entropy
     common: Tensor | None = field(default=None, repr=False, compare=False)
     own: Tensor | None = field(default=None, repr=False, compare=False)
 

@@ -7,7 +7,7 @@ know who took part.
 import bisect
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from dp_accounting import (
@@ -57,6 +57,8 @@ class FullSampling:
         [0, 1, 2, 3]
     """
 
+    secret_size: ClassVar[bool] = False
+
     def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return all clients."""
         return np.arange(num_clients)
@@ -68,11 +70,6 @@ class FullSampling:
     def largest_cohort(self, num_clients: int) -> int:
         """Return the number of clients."""
         return num_clients
-
-    @property
-    def secret_size(self) -> bool:
-        """False."""
-        return False
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the release's own event."""
@@ -93,6 +90,7 @@ class PoissonSampling:
         PoissonSampledDpEvent(sampling_probability=0.1, event=GaussianDpEvent(noise_multiplier=1.0))
     """
 
+    secret_size: ClassVar[bool] = True
     sampling_rate: float
 
     def __post_init__(self) -> None:
@@ -114,11 +112,6 @@ class PoissonSampling:
         """Return a size that a cohort exceeds with a probability of at most 1e-18."""
         return _largest_cohort(self.sampling_rate, num_clients)
 
-    @property
-    def secret_size(self) -> bool:
-        """True."""
-        return True
-
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the Poisson-sampled event; a round with an empty cohort costs the same."""
         if isinstance(release, NonPrivateDpEvent) or self.sampling_rate == 1:
@@ -137,6 +130,7 @@ class FixedSizeSampling:
         3
     """
 
+    secret_size: ClassVar[bool] = False
     cohort_size: int
 
     def __post_init__(self) -> None:
@@ -153,11 +147,6 @@ class FixedSizeSampling:
     def largest_cohort(self, num_clients: int) -> int:
         """Return cohort_size."""
         return _cohort(self.cohort_size, num_clients)
-
-    @property
-    def secret_size(self) -> bool:
-        """False."""
-        return False
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the event of a release on a subset drawn without replacement."""
@@ -181,6 +170,7 @@ class RoundRobinSampling:
         2
     """
 
+    secret_size: ClassVar[bool] = False
     cohort_size: int
 
     def __post_init__(self) -> None:
@@ -199,11 +189,6 @@ class RoundRobinSampling:
     def largest_cohort(self, num_clients: int) -> int:
         """Return cohort_size."""
         return _cohort(self.cohort_size, num_clients)
-
-    @property
-    def secret_size(self) -> bool:
-        """False."""
-        return False
 
     def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
         """Return the release's event in rounds in which the largest number of participations grows, else one without cost."""

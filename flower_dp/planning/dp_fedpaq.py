@@ -21,7 +21,7 @@ Bound = Callable[[float | Floats, float | Floats, float | Floats], Floats]
 
 
 def plan(values: Mapping[str, object]) -> Plan:
-    """Return the best point for a problem (a mapping with the keys of `dp_fedpaq_bound.KEYS`).
+    """Return the best point for a problem (a mapping with the fields of `dp_fedpaq_bound.Problem` as keys).
 
     The point has the least Theorem 1 bound of all whole E, M and s with floor(T/E) M (d log2(2s+1) + 32) <= bits_budget, E <= T,
     M <= N, s <= max_quantization_levels, and delta n_i <= E b <= n_i for every client; of equals, the one with the fewest bits.

@@ -10,29 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_dp.planning.problem import LARGEST_COUNT, Floats, ProblemError, Reader, finite
+from flower_dp.planning.problem import LARGEST_COUNT, Floats, ProblemError, Reader, finite, keys_of
 
 METHOD = "dp-fedpaq"
-KEYS = (
-    "bits_budget",
-    "num_iterations",
-    "dimension",
-    "num_clients",
-    "batch_size",
-    "num_records",
-    "epsilon",
-    "delta",
-    "strong_convexity",
-    "smoothness",
-    "gradient_bound",
-    "gradient_variance",
-    "heterogeneity",
-    "initial_distance",
-    "num_local_steps",
-    "cohort_size",
-    "quantization_levels",
-    "max_quantization_levels",
-)
 # Up to here the 2 s + 1 values of a coordinate fit into 16 bits.
 MAX_LEVELS = 2**15 - 1
 _NORM_BITS = 32
@@ -78,7 +58,7 @@ class Problem:
             ProblemError: naming the key that is unknown, missing or impossible.
         """
         read = Reader(values=values, method=METHOD)
-        read.refuse_unknown(KEYS)
+        read.refuse_unknown(keys_of(cls))
         num_clients, num_iterations = read.integer("num_clients"), read.integer("num_iterations")
         num_records = read.per_client_integer("num_records", num_clients)
         batch_size = read.integer("batch_size", at_most=min(num_records))

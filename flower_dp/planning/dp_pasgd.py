@@ -28,7 +28,7 @@ _CHUNK = 10**6
 
 
 def plan(values: Mapping[str, object]) -> Plan:
-    """Return the best point for a problem (a mapping with the keys of `dp_pasgd_bound.KEYS`).
+    """Return the best point for a problem (a mapping with the fields of `dp_pasgd_bound.Problem` as keys).
 
     The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_cost and for
     which the step-size condition holds; of equals, the one with the fewest steps. Every device's noise is that of eq. 9 for its

@@ -10,26 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
+from flower_dp.planning.problem import Floats, ProblemError, Reader, finite, keys_of
 from flower_dp.privacy.dp_pasgd import zcdp_budget
 
 METHOD = "dp-pasgd"
-KEYS = (
-    "cost_per_aggregation",
-    "cost_per_step",
-    "max_cost",
-    "epsilon",
-    "delta",
-    "learning_rate",
-    "strong_convexity",
-    "smoothness",
-    "initial_gap",
-    "gradient_variance",
-    "dimension",
-    "batch_size",
-    "clip_norm",
-    "num_clients",
-)
 # No search goes further.
 MOST_STEPS = 10**7
 _NEVER_ENDING = 10**12
@@ -63,7 +47,7 @@ class Problem:
             ProblemError: naming the key that is unknown, missing or impossible.
         """
         read = Reader(values=values, method=METHOD)
-        read.refuse_unknown(KEYS)
+        read.refuse_unknown(key for key in keys_of(cls) if key != "one_batch_size")
         num_clients, smoothness = read.integer("num_clients"), read.number("smoothness", above=0)
         problem = cls(
             cost_per_aggregation=read.number("cost_per_aggregation", at_least=0),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -41,11 +42,8 @@ class Plan:
     epsilon_tight: float
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...]
-
-    @property
-    def infeasible(self) -> None:
-        """A problem in which nothing is feasible is refused when it is read."""
-        return None
+    infeasible: ClassVar[None] = None
+    """A problem in which nothing is feasible is refused when it is read."""
 
     @property
     def num_steps(self) -> int:

@@ -24,7 +24,7 @@ _ANYWHERE = "whole numbers"
 
 
 def plan(values: Mapping[str, object]) -> Plan:
-    """Return the best number of rounds and cohort size for a problem (a mapping with keys of `fedsgd_dpc_bound.KEYS`).
+    """Return the best number of rounds and cohort size for a problem (its keys are the fields of `fedsgd_dpc_bound.Problem`).
 
     Laplace: where both are free, the continuous candidates are b = 1 and b = N with their T*, T = 0, and T = max_rounds
     with its b* where max_rounds cuts. The answer is the best point of whole numbers anywhere: one of these, rounded, or

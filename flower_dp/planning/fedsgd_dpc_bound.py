@@ -10,29 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
+from flower_dp.planning.problem import Floats, ProblemError, Reader, finite, keys_of
 
 METHOD = "fedsgd-dpc"
-KEYS = (
-    "mechanism",
-    "num_clients",
-    "num_records",
-    "dimension",
-    "clip_norm",
-    "epsilon",
-    "delta",
-    "strong_convexity",
-    "smoothness",
-    "gradient_bound",
-    "heterogeneity",
-    "initial_distance",
-    "cohort_size",
-    "num_rounds",
-    "max_rounds",
-    "sampling_rate",
-    "gradient_variance",
-    "noise_constant",
-)
 # Beyond this many rounds a float64 no longer counts exactly, and no one trains that long.
 LONGEST = 10**15
 
@@ -124,7 +104,7 @@ class Problem:
             ProblemError: naming the key that is unknown, missing or impossible.
         """
         read = Reader(values=values, method=METHOD)
-        read.refuse_unknown(KEYS)
+        read.refuse_unknown(keys_of(cls))
         mechanism = read.word("mechanism", ("laplace", "gaussian"))
         # The bound divides by N - 1.
         num_clients = read.integer("num_clients", at_least=2)

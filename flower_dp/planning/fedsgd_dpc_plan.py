@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import ClassVar
 
 from flower_dp.core import checks
 from flower_dp.planning.fedsgd_dpc_bound import METHOD, Problem
@@ -41,11 +42,8 @@ class Plan:
     best: Candidate
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...]
-
-    @property
-    def infeasible(self) -> None:
-        """A FedSGD-DPC problem always has an optimum."""
-        return None
+    infeasible: ClassVar[None] = None
+    """A FedSGD-DPC problem always has an optimum."""
 
     def continuous_optimum(self) -> dict[str, float] | None:
         """Return the least of the candidates' continuous points, or None where nothing was rounded."""

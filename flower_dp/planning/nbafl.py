@@ -16,7 +16,6 @@ import numpy as np
 
 from flower_dp.planning.nbafl_bound import (
     BOUND_KEYS,
-    KEYS,
     METHOD,
     Bounds,
     Problem,
@@ -26,14 +25,14 @@ from flower_dp.planning.nbafl_bound import (
 )
 from flower_dp.planning.nbafl_plan import Plan, Point
 from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.problem import Floats, ProblemError, Reader, finite
+from flower_dp.planning.problem import Floats, ProblemError, Reader, finite, keys_of
 from flower_dp.privacy.nbafl import downlink_noise_std, log_argument, rounds_without_downlink_noise, uplink_noise_std
 
 __all__ = ["METHOD", "Plan", "Point", "from_data", "plan"]
 
 
 def plan(values: Mapping[str, object]) -> Plan:
-    """Return a problem's noise, and the optima of the bounds if the problem gives their constants; its keys are KEYS.
+    """Return a problem's noise, and the optima of the bounds if the problem gives their constants.
 
     best_num_rounds is the least T of least Theorem 2 bound in 1..max_rounds with all clients taking part;
     best_cohort_size is the least K of least Theorem 3 bound in 1..N for the given T; both are found by evaluating every
@@ -43,7 +42,7 @@ def plan(values: Mapping[str, object]) -> Plan:
         ProblemError: naming the key that is unknown, missing or impossible.
     """
     read = Reader(values=values, method=METHOD)
-    read.refuse_unknown(KEYS)
+    read.refuse_unknown((*keys_of(Problem), *BOUND_KEYS))
     problem = read_problem(read)
     uplink = uplink_noise_std(
         uplink_exposures=problem.uplink_exposures,
@@ -107,7 +106,7 @@ def _candidates(bounds: Bounds, problem: Problem) -> tuple[Point, ...]:
 def _all_clients(bounds: Bounds, name: str, num_rounds: int) -> Point:
     value = float(bounds.all_clients(num_rounds))
     bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_all())
-    return Point(name=name, cohort_size=bounds.num_clients, num_rounds=num_rounds, bound=bound, reason=reason)
+    return Point(name=name, cohort_size=bounds.problem.num_clients, num_rounds=num_rounds, bound=bound, reason=reason)
 
 
 def _sampled(bounds: Bounds, name: str, cohort_size: int, num_rounds: int) -> Point:

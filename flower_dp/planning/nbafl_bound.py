@@ -14,18 +14,7 @@ from flower_dp.planning.problem import Floats, Reader
 from flower_dp.privacy.nbafl import gaussian_c, log_argument, sampled_log
 
 METHOD = "nbafl"
-_NOISE_KEYS = (
-    "num_clients",
-    "cohort_size",
-    "num_rounds",
-    "uplink_exposures",
-    "epsilon",
-    "delta",
-    "clip_norm",
-    "min_records",
-)
 BOUND_KEYS = ("smoothness", "lipschitz", "pl_constant", "proximal", "dissimilarity", "initial_gap", "max_rounds")
-KEYS = _NOISE_KEYS + BOUND_KEYS
 
 
 def best_proximal(*, smoothness: float, dissimilarity: float) -> float:
@@ -56,11 +45,7 @@ class Problem:
 class Bounds:
     """The convergence bounds on E[F(w(T))] - F*: Theorem 2 for all clients, Theorem 3 for K of N."""
 
-    num_clients: int  # N
-    epsilon: float
-    delta: float
-    clip_norm: float  # C
-    min_records: int  # m
+    problem: Problem
     smoothness: float  # rho
     lipschitz: float  # beta
     pl_constant: float  # l
@@ -87,21 +72,21 @@ class Bounds:
         if not 0 < p < 1:
             return np.full(rounds.shape, np.nan)
         mu, rho, b = self.proximal, self.smoothness, self.dissimilarity
-        noise = self._c() * self.clip_norm / self.min_records
-        kappa_1 = (1 / mu + rho * b / mu) * self.lipschitz * noise / (1 - p) * math.sqrt(2 / (self.num_clients * math.pi))
-        kappa_0 = rho / 2 * noise**2 / ((1 - p) * self.num_clients)
+        noise, n, epsilon = self._noise(), self.problem.num_clients, self.problem.epsilon
+        kappa_1 = (1 / mu + rho * b / mu) * self.lipschitz * noise / (1 - p) * math.sqrt(2 / (n * math.pi))
+        kappa_0 = rho / 2 * noise**2 / ((1 - p) * n)
         with np.errstate(over="ignore", invalid="ignore"):
-            price = kappa_1 * rounds / self.epsilon + kappa_0 * (rounds / self.epsilon) ** 2
+            price = kappa_1 * rounds / epsilon + kappa_0 * (rounds / epsilon) ** 2
             return np.asarray(p**rounds * self.initial_gap - np.expm1(rounds * math.log(p)) * price)
 
     def sampled_clients(self, cohort_size: int | Floats, num_rounds: int) -> Floats:
         """Return Theorem 3's bound at K, elementwise; not a number where the logarithm or Q does not allow it."""
         k, q = np.asarray(cohort_size, dtype=np.float64), self.cohort_contraction(cohort_size)
-        mu, rho, b, n = self.proximal, self.smoothness, self.dissimilarity, self.num_clients
+        mu, rho, b, n = self.proximal, self.smoothness, self.dissimilarity, self.problem.num_clients
         alpha_0 = 2 * rho * k / n + rho
         alpha_1 = 1 + 2 * rho * b / mu + 2 * rho * b * np.sqrt(k) / (mu * n)
         with np.errstate(all="ignore"):
-            noise = self._c() * self.clip_norm / (-self.min_records * k * sampled_log(n, k, num_rounds, self.epsilon))
+            noise = self._noise() / (-k * sampled_log(n, k, num_rounds, self.problem.epsilon))
             price = noise * alpha_1 * self.lipschitz * math.sqrt(2 / math.pi) + noise**2 * alpha_0
             bound = q**num_rounds * self.initial_gap + (1 - q**num_rounds) / (1 - q) * price
         return np.asarray(np.where((q > 0) & (q < 1), bound, np.nan))
@@ -113,11 +98,10 @@ class Bounds:
 
     def why_not_sampled(self, cohort_size: int, num_rounds: int) -> str:
         """Return why Theorem 3 gives no bound at (K, T)."""
-        argument = log_argument(
-            num_clients=self.num_clients, cohort_size=cohort_size, num_rounds=num_rounds, epsilon=self.epsilon
-        )
-        if argument <= 0 and cohort_size < self.num_clients:
-            least = self.num_clients * -math.expm1(-self.epsilon / num_rounds)
+        n, epsilon = self.problem.num_clients, self.problem.epsilon
+        argument = log_argument(num_clients=n, cohort_size=cohort_size, num_rounds=num_rounds, epsilon=epsilon)
+        if argument <= 0 and cohort_size < n:
+            least = n * -math.expm1(-epsilon / num_rounds)
             formula = f"log argument 1 - N/K + (N/K) e^(-epsilon/T) = {argument:.4g} <= 0"
             return f"{formula} (T={num_rounds} and this epsilon need K > {least:.6g})"
         root, rho, b = math.sqrt(cohort_size), self.smoothness, self.dissimilarity
@@ -127,8 +111,9 @@ class Bounds:
             hint = f"Q < 1 needs proximal > {least:.6g} at this K"
         return _vacuous("Q", float(self.cohort_contraction(cohort_size)), hint)
 
-    def _c(self) -> float:
-        return gaussian_c(self.delta)
+    def _noise(self) -> float:
+        """Return c C / m."""
+        return gaussian_c(self.problem.delta) * self.problem.clip_norm / self.problem.min_records
 
 
 def read_problem(read: Reader) -> Problem:
@@ -150,11 +135,7 @@ def read_bounds(read: Reader, problem: Problem) -> Bounds:
     """Read the bound's constants from a problem; all of them must be given."""
     smoothness = read.number("smoothness", above=0)
     return Bounds(
-        num_clients=problem.num_clients,
-        epsilon=problem.epsilon,
-        delta=problem.delta,
-        clip_norm=problem.clip_norm,
-        min_records=problem.min_records,
+        problem=problem,
         smoothness=smoothness,
         lipschitz=read.number("lipschitz", above=0),
         # A rho-smooth function satisfies the Polyak-Lojasiewicz condition for no l above rho, and by Jensen's

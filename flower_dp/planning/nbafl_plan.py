@@ -113,9 +113,9 @@ class Plan:
                 optimum=None if best_t.bound is None else (best_t.num_rounds, best_t.bound),
             ),
             Panel(
-                title=f"NbAFL, K of {bounds.num_clients} clients, T = {rounds}",
+                title=f"NbAFL, K of {self.problem.num_clients} clients, T = {rounds}",
                 variable="cohort size K",
-                last=bounds.num_clients,
+                last=self.problem.num_clients,
                 curves={"Theorem 3": lambda k: bounds.sampled_clients(k, rounds)},
                 optimum=None if best_k.bound is None else (best_k.cohort_size, best_k.bound),
             ),

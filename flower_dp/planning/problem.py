@@ -4,9 +4,9 @@ import difflib
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,6 +143,11 @@ def _caught(key: str, check: Callable[[str, object], T], name: str, value: objec
         raise ProblemError(key, str(error)) from error
     except OverflowError as error:  # an integer beyond float64's range
         raise ProblemError(key, f"{name}: too large a number") from error
+
+
+def keys_of(problem: type[Any]) -> tuple[str, ...]:
+    """Return the keys of a problem: the names of its fields."""
+    return tuple(field.name for field in fields(problem))
 
 
 def finite(key: str, value: float, what: str) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from flower_dp.core import checks
-from flower_dp.core.sampling import PoissonSampling
+from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
@@ -170,25 +170,25 @@ def budget(epsilon: float) -> float:
 
 @lru_cache(maxsize=1024)
 def least_gaussian_multiplier(
-    *, epsilon: float, delta: float, num_releases: int, sampling_rate: float, relation: Relation
+    sampler: Sampler, *, epsilon: float, delta: float, num_releases: int, relation: Relation, num_units: int = 1
 ) -> float:
     """Return the least noise multiplier of Gaussian releases that numerical composition proves enough; 0 for an infinite budget.
 
     Args:
+        sampler: which units are in a release.
         epsilon: budget of all releases together.
         delta: in (0, 1).
         num_releases: how many there are.
-        sampling_rate: every record is in a release independently with this probability (Poisson); 1: all records are.
         relation: neighbouring relation.
+        num_units: how many the sampler draws from, where that matters to the cost of a release.
 
     Raises:
         ValueError: if no noise meets the budget.
     """
     if math.isinf(epsilon):
         return 0.0
-    sampler = PoissonSampling(sampling_rate=sampling_rate)
     return accounting.calibrate(
-        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, 1), num_releases),
+        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, num_units), num_releases),
         epsilon=epsilon,
         delta=delta,
         relation=relation,

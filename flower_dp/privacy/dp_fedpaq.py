@@ -10,13 +10,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dp_accounting import GaussianDpEvent
 from scipy.stats import binom
 
 from flower_dp.core import checks, noise
 from flower_dp.core.sampling import FixedSizeSampling
-from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 
@@ -222,7 +220,10 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
         )
     sampler = FixedSizeSampling(cohort_size=steps.num_records)
     replies = checks.integer("num_replies", num_replies, at_least=1)
-    multiplier = _multiplier(budget(epsilon), checks.number("delta", delta, above=0, below=1), replies, size, sampler)
+    checks.number("delta", delta, above=0, below=1)
+    multiplier = least_gaussian_multiplier(
+        sampler, epsilon=budget(epsilon), delta=delta, num_releases=replies, relation="replace-one", num_units=size
+    )
     release = Release(
         what="the noised update of some local steps, in every reply",
         seen_by=SEEN_BY,
@@ -234,18 +235,6 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
         num_clients=size,
     )
     return Terms(release=release, num_replies=replies, epsilon=epsilon)
-
-
-@lru_cache(maxsize=1024)
-def _multiplier(epsilon: float, delta: float, num_replies: int, num_records: int, sampler: FixedSizeSampling) -> float:
-    if math.isinf(epsilon):
-        return 0.0
-    return accounting.calibrate(
-        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, num_records), num_replies),
-        epsilon=epsilon,
-        delta=delta,
-        relation="replace-one",
-    )
 
 
 def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_random: bool) -> int:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.core import checks
-from flower_dp.core.sampling import FullSampling, PoissonSampling, Sampler
+from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
 from flower_dp.privacy.mechanisms import Gaussian
@@ -128,8 +128,9 @@ def step_terms(
     if checks.integer("num_records", num_records, at_least=1) < batch_size:
         raise ValueError(f"batch_size={batch_size}: must be at most the number of records, {num_records}")
     poisson = batch_sampling == "poisson" and batch_size < num_records
-    rate = batch_size / num_records if poisson else 1.0
-    sampler: Sampler = PoissonSampling(sampling_rate=rate) if poisson else FullSampling()
+    sampler: FullSampling | PoissonSampling = (
+        PoissonSampling(sampling_rate=batch_size / num_records) if poisson else FullSampling()
+    )
     if calibration == "zcdp":
         if batch_sampling == "poisson":
             raise ValueError("calibration='zcdp': must be 'exact' with batch_sampling='poisson'; eq. 9 has no amplification")
@@ -138,7 +139,7 @@ def step_terms(
         multiplier = noise_std(epsilon=epsilon, delta=delta, num_steps=total, clip_norm=1.0, batch_size=1) if private else 0.0
     else:
         multiplier = least_gaussian_multiplier(
-            epsilon=budget(epsilon), delta=delta, num_releases=total, sampling_rate=rate, relation="replace-one"
+            sampler, epsilon=budget(epsilon), delta=delta, num_releases=total, relation="replace-one"
         )
     release = Release(
         what="the noised mean of per-record clipped gradients of a mini-batch, in every local step",

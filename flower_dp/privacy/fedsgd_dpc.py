@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 
 from flower_dp.core import checks
-from flower_dp.core.sampling import FullSampling, PoissonSampling, Sampler
+from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
 from flower_dp.privacy.events import Relation
@@ -94,16 +94,18 @@ def gradient_terms(
     else:
         checks.number("delta", delta, above=0, below=1)
         checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
+    sampler: FullSampling | PoissonSampling = (
+        FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
+    )
     noise: Mechanism
     if mechanism == "laplace":
         noise = Laplace(noise_multiplier=_laplace_multiplier(epsilon, num_replies, relation))
     else:
         noise = Gaussian(
             noise_multiplier=least_gaussian_multiplier(
-                epsilon=epsilon, delta=delta, num_releases=num_replies, sampling_rate=float(sampling_rate), relation=relation
+                sampler, epsilon=epsilon, delta=delta, num_releases=num_replies, relation=relation
             )
         )
-    sampler: Sampler = FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
     release = Release(
         what="the noised mean of per-record clipped gradients, in every reply",
         seen_by=SEEN_BY,

@@ -6,7 +6,7 @@ sensitivity under replace-one. Draws are functions of `flower_dp.core.noise`.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
 
@@ -43,15 +43,11 @@ class Gaussian:
         GaussianDpEvent(noise_multiplier=1.1)
     """
 
+    norm: ClassVar[str] = "l2"
     noise_multiplier: float
 
     def __post_init__(self) -> None:
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
-
-    @property
-    def norm(self) -> str:
-        """l2."""
-        return "l2"
 
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw Gaussian noise."""
@@ -72,15 +68,11 @@ class Laplace:
         'l1'
     """
 
+    norm: ClassVar[str] = "l1"
     noise_multiplier: float
 
     def __post_init__(self) -> None:
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
-
-    @property
-    def norm(self) -> str:
-        """l1."""
-        return "l1"
 
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw Laplace noise."""

@@ -93,7 +93,7 @@ class RayGrid(Grid):
         self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
         own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
         setup = {
-            "app": dumps(_Given(app) if isinstance(app, ClientApp) else app),
+            "app": dumps((lambda: app) if isinstance(app, ClientApp) else app),
             "run_id": self._run.run_id,
             "run_config": self._run_config,
             "num_nodes": num_nodes,
@@ -283,16 +283,6 @@ class RayGrid(Grid):
         if call.number in self._replies:
             numbered(reply)
             self._replies[call.number] = reply
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Returns a ClientApp that was sent along."""
-
-    app: ClientApp
-
-    def __call__(self) -> ClientApp:
-        return self.app
 
 
 def _failed(message: Message, code: int, reason: str) -> Message:

@@ -60,9 +60,8 @@ class AppClient:
             raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
         if self.terms is None:
             self.policy.check(instruction.ask)
-        self.policy.check_clip(instruction.ask)
-        if self.terms is not None and self.policy.min_noise_std:
-            raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+        else:
+            self.policy.check_local(instruction.ask)
 
     def check_evaluates(self, instruction: Instruction) -> None:
         """Refuse an instruction that is of no private evaluation, or of one without a budget that would pay for it."""

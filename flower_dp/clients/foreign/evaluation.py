@@ -10,6 +10,7 @@ from flwr.app import RecordDict
 from flower_dp import wire
 from flower_dp.clients.foreign.training import AppCall
 from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Array
 from flower_dp.wire import RecordNames
@@ -39,25 +40,14 @@ def metrics_of(app: AppCall) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppMetrics:
-    """The app's own evaluate function, as the `train` part of a pipeline; nothing else of its reply is used.
-
-    Attributes:
-        app: the call of the app.
-        bounds: the metrics that are asked for.
-    """
+    """The app's own evaluate function, as the `train` part of a pipeline; nothing else of its reply is used."""
 
     app: AppCall
     bounds: MetricBounds
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield the client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or the app's error."""
-        for _ in jobs:
-            made: Trained
-            try:
-                made = self.bounds.counted(metrics_of(self.app)), np.zeros(())
-            except Exception as error:
-                made = error
-            yield made
+        return one_by_one(jobs, lambda _: (self.bounds.counted(metrics_of(self.app)), np.zeros(())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +55,6 @@ class AppContribution:
     """The one contribution of a client whose message is private on its own: the app's metrics, clipped.
 
     Where the app fails, or lacks a metric, it is zero and the reply noise alone: no record decides whether the client replies.
-
-    Attributes:
-        app: the call of the app.
-        bounds: the metrics that are asked for.
     """
 
     app: AppCall

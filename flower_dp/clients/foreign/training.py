@@ -13,6 +13,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp import wire
 from flower_dp.clients.reply.pipeline import Job, Train, Trained
+from flower_dp.clients.reply.rows import changed, one_by_one
 from flower_dp.core.vectors import Array
 from flower_dp.wire import Model, RecordNames
 
@@ -74,13 +75,7 @@ class AppTraining:
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield the trained weights [d], float32, and 0 as the loss, or the app's error."""
-        for _ in jobs:
-            trained: Trained
-            try:
-                trained = self._train(), np.zeros(())
-            except Exception as error:
-                trained = error
-            yield trained
+        return one_by_one(jobs, lambda _: (self._train(), np.zeros(())))
 
     def _train(self) -> np.ndarray:
         content = self.app.content()
@@ -102,13 +97,12 @@ class AppUpdates:
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's update [d] and training loss, or its error."""
-        for trained in self.train.rows(vector, jobs):
-            if isinstance(trained, Exception):
-                yield trained
-                continue
-            weights, loss = trained
-            with np.errstate(over="ignore", invalid="ignore"):  # the clip refuses values that are not finite
-                yield weights - vector, loss
+
+        @np.errstate(over="ignore", invalid="ignore")  # the clip refuses values that are not finite
+        def update(weights: Array) -> Array:
+            return weights - vector
+
+        return changed(self.train.rows(vector, jobs), update)
 
 
 def record_names_of(content: RecordDict) -> RecordNames:

@@ -116,11 +116,8 @@ class LocalDPClient(NodeClient):
         return self.recipe.vectors if isinstance(self.recipe, Stateful) else ()
 
     def _check(self, instruction: Instruction) -> None:
-        if instruction.ask.metrics is not None:
-            return  # the policy is asked about every client's own noise
-        self.policy.check_clip(instruction.ask)
-        if self.policy.min_noise_std:
-            raise Declined(f"min_noise_std={self.policy.min_noise_std:g}: this client's noise follows from its own budget alone")
+        if instruction.ask.metrics is None:  # else the policy is asked about every client's own noise
+            self.policy.check_local(instruction.ask)
 
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work whose rows are private one by one, each charged to its client's account."""

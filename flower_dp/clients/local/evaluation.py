@@ -72,12 +72,6 @@ class RecordContributions:
     Where the unit of privacy is a record, each has a contribution of its own, computed from that record alone; one that can't be
     read, or whose metrics can't be computed, contributes zero: no record decides whether the client replies. Where the unit is
     the client, the mean of its records is its one contribution.
-
-    Attributes:
-        model: where the global model is evaluated.
-        metrics: of one record.
-        bounds: the metrics that are asked for.
-        release: of the client's own terms of evaluation.
     """
 
     model: FlatModel

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import noise
 from flower_dp.core.metric_bounds import FINER_LATTICE
@@ -33,19 +35,14 @@ class Contributions:
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [dimension], float64, and 0 as the loss, or its error."""
-        xp = array_namespace(vector)
-        for job in jobs:
-            try:
-                total = self._sum(self.of(vector, job))
-            except Exception as error:
-                yield error
-                continue
-            yield xp.asarray(total, device=device(vector)), xp.zeros((), device=device(vector))
+        return one_by_one(jobs, partial(self._row, vector))
 
-    def _sum(self, contributions: np.ndarray) -> np.ndarray:
+    def _row(self, vector: Array, job: Job) -> tuple[Array, Array]:
+        xp, contributions = array_namespace(vector), self.of(vector, job)
         if np.any(np.abs(contributions).sum(axis=1) > self.record_clip.clip_norm * (1 + 1e-9)):
             raise ValueError("a contribution has an L1 norm above 1")
-        return np.asarray(noise.toward_zero(contributions, self.record_clip.step).sum(axis=0))
+        total = noise.toward_zero(contributions, self.record_clip.step).sum(axis=0)
+        return xp.asarray(total, device=device(vector)), xp.zeros((), device=device(vector))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

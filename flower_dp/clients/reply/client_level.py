@@ -11,6 +11,7 @@ from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import Clip, GaussianShare, IndicatorClip, Mask, Noise, NotPrivate, RowClip, ServerNoise
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained
+from flower_dp.clients.reply.rows import changed
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.core.vectors import Array
@@ -22,23 +23,13 @@ CLIENT_LEVEL = ("dp-fedavg", "dp-fedsam", "fed-smp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithSlot:
-    """Training whose rows have one more entry at the end, 0, which the clip fills.
-
-    Attributes:
-        train: makes the updates.
-    """
+    """Training whose rows have one more entry at the end, 0, which the clip fills."""
 
     train: Train
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's row [d + 1] and training loss, or its error, in order."""
-        for trained in self.train.rows(vector, jobs):
-            if isinstance(trained, Exception):
-                yield trained
-                continue
-            row, loss = trained
-            xp = array_namespace(row)
-            yield xp.concat([row, xp.zeros((1,), dtype=row.dtype, device=device(row))]), loss
+        return changed(self.train.rows(vector, jobs), _with_zero)
 
 
 def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
@@ -73,6 +64,11 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
         after_noise=None if ask.keep_ratio == 1 else TopK(keep_ratio=ask.keep_ratio),
         encode=_encoder(ask, mask, noise),
     )
+
+
+def _with_zero(row: Array) -> Array:
+    xp = array_namespace(row)
+    return xp.concat([row, xp.zeros((1,), dtype=row.dtype, device=device(row))])
 
 
 def _noise(ask: Ask) -> Noise:

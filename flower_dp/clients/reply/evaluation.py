@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
@@ -47,37 +49,24 @@ def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRows:
-    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client.
-
-    Attributes:
-        model: where the global model is evaluated.
-        metrics: what is computed.
-        bounds: the metrics that are asked for.
-    """
+    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client."""
 
     model: FlatModel
     metrics: Metrics
     bounds: MetricBounds
 
-    @torch.no_grad()
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or its error."""
-        for job in jobs:
-            self.model.reset_buffers()
-            self.model.vector.copy_(vector)
-            try:
-                yield self._row(job.records)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
 
-    def _row(self, records: Records) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         module = self.model.module
+        self.model.vector.copy_(vector)
         was = module.training
         module.eval()
         try:
-            values = self.metrics(module, records)
+            values = self.metrics(module, job.records)
         finally:
             module.train(was)
         row = self.bounds.counted({name: _number(value) for name, value in values.items()})

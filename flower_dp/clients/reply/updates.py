@@ -13,14 +13,7 @@ from flower_dp.clients.training.recipe import FlatModel, Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedUpdates:
-    """Local training by an engine: a row is the trained model minus the global model.
-
-    Attributes:
-        training: the recipe.
-        model: where to train.
-        server_round: 1, 2, ...
-        engine: `one_by_one` or `batched`.
-    """
+    """Local training by an engine: a row is the trained model minus the global model."""
 
     training: Training
     model: FlatModel

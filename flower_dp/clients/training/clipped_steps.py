@@ -1,15 +1,17 @@
 """Local steps on clipped gradients of single records, without replacement: the sum from which an update is computed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training.convex import ConvexModel
-from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
@@ -23,11 +25,7 @@ class ClippedSteps:
     The E b records are drawn without replacement with the secret generator of the noise, anew for every reply.
 
     Attributes:
-        model: where to train.
-        steps: the parameters that both sides know.
-        record_clip: bounds every record's gradient.
         step_size: eta of this round.
-        loss: model outputs, targets -> loss, for batches of one record.
         drift: [d], added to every step's mean gradient; computed from noised messages, so public; None for none.
     """
 
@@ -35,22 +33,15 @@ class ClippedSteps:
     steps: FedPAQSteps
     record_clip: RecordClip
     step_size: float
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     drift: Tensor | None = None
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         convex = ConvexModel.of(self.model, self.loss, self.steps) if self.steps.sensitivity == "convex-glm" else None
-        for job in jobs:
-            self.model.reset_buffers()
-            try:
-                yield self._row(vector, job, convex)
-            except Exception as error:
-                yield error
-            finally:
-                self.model.reset_buffers()  # the next client's reply must not depend on what this client's data left there
+        return one_by_one(jobs, partial(self._row, vector, convex), reset=self.model.reset_buffers)
 
-    def _row(self, vector: Tensor, job: Job, convex: ConvexModel | None) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, convex: ConvexModel | None, job: Job) -> tuple[Tensor, Tensor]:
         rng, steps = job.secret(), self.steps
         chosen = torch.from_numpy(rng.permutation(len(job.records))[: steps.num_records])
         here = vector.to(torch.float64)

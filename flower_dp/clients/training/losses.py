@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+# Model outputs, targets -> the mean loss of a batch; where records count one by one, of a batch of one record.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 # The class that torch's cross-entropy leaves out.

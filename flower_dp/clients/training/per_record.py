@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
-from flower_dp.clients.training.losses import record_cross_entropy
+from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Inputs, each, outputs_of, split
 from flower_dp.core import checks
 from flower_dp.core.root_logger import untouched_root_logger
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 # Layers without parameters and random draws that work record by record; options that mix records are checked below.
 _APART = frozenset(

@@ -1,7 +1,6 @@
 """Per-record clipping: the sum of some records' clipped gradients, for the training of any method."""
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
@@ -17,7 +17,6 @@ from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 # The largest number of entries and of rows in the matrix of per-record gradients: the fastest on a CPU core, or enough to fill a
 # GPU.
 _LARGEST_MATRIX = {"cpu": 2**22}
@@ -53,7 +52,7 @@ def clipped_sum(
         records: the client's.
         positions: of the batch.
         clip: bounds every record's gradient, and rounds it to the lattice.
-        loss: model outputs, targets -> loss, for batches of one record.
+        loss: of every record.
         seed: secret; determines the random numbers of the model and the data set.
         relation: under add-or-remove-one a record more moves the others to other places, and the last bits of a product may
             depend on the place: each record is computed alone, which is slower.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from flower_dp.clients.training.engines.batched import train_batched
-from flower_dp.clients.training.engines.one_by_one import Trained, train_one_by_one
+from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
@@ -51,8 +51,11 @@ def local_updates(
     checks.one_of("engine", engine, ENGINES)
     if len(seeds) != len(clients):
         raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
-    train = train_batched if engine == "batched" else train_one_by_one
-    trained = train(vector, clients, training, model=model, server_round=server_round, seeds=seeds)
+    if engine == "batched":
+        trained = train_batched(vector, clients, training, model=model, server_round=server_round, seeds=seeds)
+    else:
+        pairs = zip(clients, seeds, strict=True)
+        trained = (train_one(vector, one, training, model=model, server_round=server_round, seed=seed) for one, seed in pairs)
     return _rows(trained, training.sparsifier, losses)
 
 

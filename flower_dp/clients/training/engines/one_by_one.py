@@ -1,7 +1,5 @@
 """Training of one client after another, by autograd, for any model."""
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
@@ -10,20 +8,6 @@ from flower_dp.clients.training.records import Records
 
 # A client's update [d] and mean training loss, or its error.
 Trained = tuple[Tensor, Tensor] | Exception
-
-
-def train_one_by_one(
-    vector: Tensor,
-    clients: Sequence[Records],
-    training: Training,
-    *,
-    model: FlatModel,
-    server_round: int,
-    seeds: Sequence[int],
-) -> Iterator[Trained]:
-    """Yield the result of every client, in order."""
-    for records, seed in zip(clients, seeds, strict=True):
-        yield train_one(vector, records, training, model=model, server_round=server_round, seed=seed)
 
 
 def train_one(vector: Tensor, records: Records, training: Training, *, model: FlatModel, server_round: int, seed: int) -> Trained:
