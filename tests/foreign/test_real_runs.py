@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load
 
+from flower_dp.running.run_folder import RESULTS
 from tests.contracts import METHODS, Words
 from tests.test_contract import SEED, run_of
 
@@ -36,14 +37,16 @@ def flower_dp_run(tmp_path, app, *arguments):
 def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path, engine):
     before = sorted(path.name for path in (HERE / "pytorch").iterdir())
     lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["final_model.pt", "flower.log"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(["final_model.pt", "config.toml", *RESULTS])
     assert sorted(path.name for path in (HERE / "pytorch").iterdir()) == before
-    answer = [line.partition(":")[2].strip() for line in lines]
-    # The app has no metrics.jsonl: its log is what is shown. Every line once, no debugging, no traceback of the client query.
-    assert answer.count("Privacy statement: DP-FedAvg") == 1
+    # The app's log until the first round, then the rounds. Every line once, no debugging, no traceback of the client query.
+    assert lines.count("Privacy statement: DP-FedAvg") == 1
     assert [line for line in lines if line.startswith(("DEBUG", "Traceback", "ERROR")) or "Traceback (most" in line] == []
-    assert answer.count("[ROUND 2/2]") == 1
-    assert not any("did not count" in line for line in lines)  # the clients found data/shape.csv
+    assert [line.split()[1] for line in lines if line.startswith("round ")] == ["0/2", "1/2", "2/2"]
+    log = (tmp_path / "run" / "flower.log").read_text()
+    assert log.count("[ROUND 2/2]") == 1
+    assert "did not count" not in log  # the clients found data/shape.csv
+    assert "num-server-rounds = 2" in (tmp_path / "run" / "config.toml").read_text()
 
 
 @pytest.mark.flwr_run

@@ -6,11 +6,12 @@ import logging
 import numpy as np
 import pytest
 from flwr.app import MetricRecord
+from safetensors.numpy import load_file
 
-from flower_dp import record_run
-from flower_dp.clients import FedSGDDPCRecipe, model_arrays
+from flower_dp import RunFolder, record_run
+from flower_dp.clients import DPPASGDRecipe, FedSGDDPCRecipe, model_arrays
 from flower_dp.core.sampling import PoissonSampling
-from flower_dp.strategies import DPFedAvg, FedSGDDPC
+from flower_dp.strategies import DPPASGD, DPFedAvg, FedSGDDPC
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, grid_of, linear, records
 from tests.stock import arrays, shifted, stock_app
@@ -82,3 +83,90 @@ def test_a_run_that_fails_has_told_what_it_released(tmp_path):
     assert answer["not_covered"][-1] == "what the app has left out"
     assert "Not covered: what the app has left out" in (tmp_path / "run" / "statement.txt").read_text()
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+# Apps that call `strategy.start` themselves, under `flower-dp run`
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """The environment of an app under `flower-dp run`."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(folder))
+    monkeypatch.setenv("FLOWER_DP_RUN_CONFIG", '{"num-rounds": 2, "lr": 0.1}')
+    monkeypatch.setenv("FLOWER_DP_OBSERVERS", "flower_dp.running.recorded:launched")
+    return folder
+
+
+def started(**words):
+    sampling = PoissonSampling(sampling_rate=0.9)
+    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=4.0, sampling=sampling, num_clients=4, delta=1e-3)
+    grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
+    result = strategy.start(grid, arrays(weight=np.zeros(3, np.float32)), num_rounds=2, **words)
+    return strategy, result
+
+
+def test_a_strategy_that_is_started_by_the_app_fills_the_run_folder(launched):
+    strategy, result = started(evaluate_fn=lambda server_round, model: MetricRecord({"accuracy": 0.25, "replies": 3}))
+    assert (launched / "config.toml").read_text() == "num-rounds = 2\nlr = 0.1\n"
+    lines = lines_of(launched)
+    assert [(line["round"], line["accuracy"]) for line in lines] == [(0, 0.25), (1, 0.25), (2, 0.25)]
+    assert not any({"elapsed", "seconds", "replies", "cohort-size"} & line.keys() for line in lines)
+    assert (launched / "statement.txt").read_text() == f"{strategy.statement}\n"
+    np.testing.assert_array_equal(load_file(launched / "model.safetensors")["weight"], result.arrays["weight"].numpy())
+
+
+def test_record_run_writes_the_folder_once(launched):
+    strategy = FedSGDDPC(**LAPLACE, num_clients=2, cohort_size=2, num_records=8, learning_rate=0.5)
+    grid = grid_of(FedSGDDPCRecipe(**LAPLACE, num_replies=2), {name: records(name) for name in NAMES[:2]})
+    record_run(strategy, grid, model_arrays(linear()), num_rounds=2, config={"of": "the app"}, not_covered=["the app's own"])
+    assert (launched / "config.toml").read_text() == 'of = "the app"\n'
+    assert [line["round"] for line in lines_of(launched)] == [0, 1, 2]
+    assert "the app's own" in (launched / "statement.txt").read_text()
+
+
+def test_a_second_run_of_an_app_has_no_folder_and_goes_on(launched, caplog):
+    started()
+    before = (launched / "metrics.jsonl").read_bytes()
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        strategy, _ = started()
+    assert len(strategy.rounds) == 2
+    assert (launched / "metrics.jsonl").read_bytes() == before
+    assert "this run has no run folder: " in caplog.text
+    assert "already holds config.toml" in caplog.text
+
+
+def test_an_error_of_the_folder_does_not_lose_a_run_that_did_not_ask_for_one(launched, monkeypatch, caplog):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(RunFolder, "append", full)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        strategy, result = started()
+    assert len(strategy.rounds) == 2
+    assert "the run folder failed at round 1, and the run goes on: OSError: no space left on device" in caplog.text
+    np.testing.assert_array_equal(load_file(launched / "model.safetensors")["weight"], result.arrays["weight"].numpy())
+
+
+def test_an_apps_own_config_toml_stays_where_the_app_finds_it(launched, tmp_path):
+    (tmp_path / "config.toml").write_text("of = 'the app'")
+    (launched / "config.toml").symlink_to(tmp_path / "config.toml")
+    started()
+    assert (launched / "config.toml").read_text() == "of = 'the app'"
+    assert [line["round"] for line in lines_of(launched)] == [0, 1, 2]
+
+
+def test_the_model_of_the_folder_is_the_best_where_the_method_chooses_one(launched):
+    losses = [3.0, 1.0, 2.0]
+    words = {"clip_norm": 1.0, "epsilon": 10.0, "delta": 1e-4, "num_steps": 2, "num_local_steps": 1, "batch_size": 4}
+    strategy = DPPASGD(**words, num_clients=2, learning_rate=0.5)
+    grid = grid_of(DPPASGDRecipe(**words, learning_rate=0.5), {name: records(name) for name in NAMES[:2]})
+    seen = {}
+
+    def evaluate(server_round, model):
+        seen[server_round] = model["0.weight"].numpy()
+        return MetricRecord({"loss": losses[server_round]})
+
+    strategy.start(grid, model_arrays(linear()), num_rounds=2, evaluate_fn=evaluate)
+    np.testing.assert_array_equal(load_file(launched / "model.safetensors")["0.weight"], seen[1])

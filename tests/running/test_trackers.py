@@ -38,6 +38,14 @@ def test_the_numbers_of_a_line_are_those_that_can_be_drawn():
     assert trackers.numbers(line) == {"accuracy": 0.5, "n": 3.0}
 
 
+def test_wandb_gets_neither_the_servers_output_nor_its_load():
+    assert trackers.WandB("p", name="x")._init == {
+        "project": "p",
+        "name": "x",
+        "settings": {"console": "off", "x_disable_stats": True},
+    }
+
+
 def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ImportError, match=r"wandb is not installed: pip install 'flower-dp\[wandb\]'"):

@@ -58,7 +58,7 @@ class Observer:
         self.lines, self.ends = [], []
 
     def line(self, line):
-        self.lines.append(dict(line))
+        self.lines.append(line)
 
     def end(self, statement, result):
         self.ends.append((statement, result))
