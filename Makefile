@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 # A process a core; see tests/conftest.py for those that start Flower.
 JOBS ?= logical
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
@@ -33,7 +34,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 # The variable turns off a notice of mkdocs-material.
-docs: $(STAMP)
+docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 mutants: $(STAMP)
@@ -44,6 +45,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# What the site needs, without torch, Ray and data sets.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

@@ -10,13 +10,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
+from flower_dp.cli.main import app
 from flower_dp.privacy import planned_run
+from flower_dp.running.apps import flatten
 from flower_dp.simulation import stop_ray
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -67,9 +71,10 @@ def test_broken_links_stop_the_build(tmp_path):
         with (tmp_path / "docs" / page).open("a") as file:
             file.write(f"\n{fault}\n")
     settings = (REPOSITORY / "mkdocs.yml").read_text()
+    settings = settings.replace("hooks: [docs/hooks.py]\n", "")  # it reads the code beside docs
     (tmp_path / "mkdocs.yml").write_text(re.sub(r"  - mkdocstrings:\n(    .*\n)+", "", settings))
     nav = tmp_path / "docs" / ".nav.yml"
-    nav.write_text(nav.read_text().replace("  - API reference: api\n", ""))
+    nav.write_text(nav.read_text().replace("      - API: api\n", ""))
     index = tmp_path / "docs" / "index.md"
     index.write_text(re.sub(r"\(api/[^)]*\)", "(index.md)", index.read_text()))
     done = build(tmp_path, tmp_path / "site")
@@ -78,6 +83,43 @@ def test_broken_links_stop_the_build(tmp_path):
     for target in ("no-page.md", "#no-part", "../README.md"):
         assert sum(target in line for line in warnings) == 1, done.stderr
     assert len(warnings) == 3, done.stderr
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_settings_has_every_setting_with_its_default_and_a_meaning(hooks):
+    config = flatten(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    rows = re.findall(r"^\| `([\w.-]+)` \| `(.*?)` \| .+? \| (.+) \|$", hooks.settings(), re.MULTILINE)
+    shown = {key: str(value).lower() if isinstance(value, bool) else str(value) or '""' for key, value in config.items()}
+    assert {key: default for key, default, _ in rows} == shown
+    assert len(rows) == len(shown)
+    meanings = {key: meaning for key, _, meaning in rows}
+    assert meanings["scaffold.clip-norm"] == meanings["dp-fedpaq.clip-norm"]
+    assert not any(meaning.startswith("as for") for meaning in meanings.values())
+
+
+def test_the_page_of_commands_has_every_command_and_option(hooks):
+    text = hooks.command_line()
+    for name, command in typer.main.get_command(app).commands.items():
+        assert f"## `flower-dp {name}`" in text
+        for options in (parameter.opts for parameter in command.params if parameter.opts[0].startswith("--")):
+            assert f"`{options[0]}" in text, (name, options)
+
+
+def test_code_with_dollars_is_no_formula_and_a_formula_is_a_picture_with_its_source(hooks):
+    code = "`$HOME`, `a $x$ b`\n\n```sh\necho $A $B\n```\n"
+    assert hooks.with_formulas(code) == code
+    page = hooks.on_page_content(hooks.with_formulas("of $z \\leq C$\n\n$$\n\\sqrt{d}\n$$\n"))
+    assert re.findall(r"<title>(.*?)</title>", page) == [r"z \leq C", r"\sqrt{d}"]
+    assert page.count("<svg ") == page.count("</svg>") == 2
+    with pytest.raises(ValueError, match=r"the formula '\\\\nowhere' can't be drawn"):
+        hooks.drawn(r"\nowhere", block=False)
 
 
 @pytest.fixture

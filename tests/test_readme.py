@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import Context
+from flwr.cli.config_utils import load_and_validate
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from torch import nn
 
+from flower_dp.running.apps import own_module, read_app
+from flower_dp.running.new_app import write_app
 from tests.grids import LocalGrid
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -45,13 +48,36 @@ def test_the_drop_in_server_and_the_client_run_together(caplog):
     assert [line for line in shown if "over 50 rounds" in line or line.startswith("Protected")] == answer.splitlines()
 
 
-@pytest.mark.parametrize("page", [README, OWN_APP])
-def test_the_lines_for_a_model_and_data_of_ones_own_make_both_apps(page, monkeypatch):
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    """The app that `flower-dp new digits` makes."""
+    write_app(tmp_path / "digits")
+    monkeypatch.syspath_prepend(tmp_path / "digits")
     own = types.ModuleType("my_model")
     own.make_model, own.evaluate, own.load_records = make_model, lambda model: {}, lambda client, num_clients: None
     monkeypatch.setitem(sys.modules, "my_model", own)
+    yield tmp_path / "digits"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "digits"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", [README, OWN_APP])
+def test_the_lines_for_a_model_and_data_of_ones_own_make_both_apps(page, on_path):
     exec(block(page, "flower_dp.app("), answer := {})  # noqa: S102
     assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
+
+
+@pytest.mark.parametrize("page", [README, OWN_APP])
+def test_the_settings_for_a_model_and_data_of_ones_own_are_a_whole_app(page, on_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (on_path / "pyproject.toml").write_text(text)
+    _, warnings = load_and_validate(on_path / "pyproject.toml", check_module=page == README)
+    assert warnings == []
+    own_module("own_model").run_of(read_app(on_path).defaults).strategy(lambda: {})
+
+
+def test_the_readme_shows_the_apps_own_files(on_path):
+    assert (on_path / "digits" / "app.py").read_text().endswith(block(README, "flower_dp.app("))
 
 
 def test_links_of_the_readme_lead_somewhere():

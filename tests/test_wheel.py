@@ -85,6 +85,7 @@ def test_the_wheel_holds_the_package_and_the_app_and_nothing_else(wheel):
     wanted = {f"flower_dp/_app/{path.relative_to(REPOSITORY)}" for path in app}
     wanted |= {"flower_dp/_app/pyproject.toml", "flower_dp/_app/README.md", "flower_dp/py.typed"}
     wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp").rglob("*.py")}
+    wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "templates").iterdir()}
     assert {name for name in names if ".dist-info/" not in name} == wanted
 
 
@@ -121,6 +122,15 @@ def test_an_app_of_ones_own(installed, tmp_path):
     assert [line.split("  ")[0] for line in lines if line.startswith("round ")] == [f"round {at}/2" for at in range(3)]
     assert sum("Privacy statement: DP-FedAvg" in line for line in lines) == 1
     assert "over 2 rounds" in done.stdout
+
+
+def test_a_new_app(installed, tmp_path):
+    done = installed("new", str(tmp_path / "mine"))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"README.md", "mine", "pyproject.toml"}
+    done = installed("run", str(tmp_path / "mine"), "--workers", "1", "--set", "num-rounds=1")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "over 1 rounds" in done.stdout
 
 
 def test_a_plan_from_a_preset(installed):

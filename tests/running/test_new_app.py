@@ -1,0 +1,98 @@
+"""flower-dp new: an app that Flower accepts, and that flower-dp runs."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.cli.config_utils import load_and_validate
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_dp.running import apps
+from flower_dp.running.new_app import write_app
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An app on sys.path, as in a run."""
+    folder = tmp_path / "try-this"
+    assert write_app(folder) == "try_this"
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "try_this"]:
+        del sys.modules[name]
+
+
+def test_flower_and_flower_dp_accept_it(folder):
+    config, warnings = load_and_validate(folder / "pyproject.toml")
+    assert (config["project"]["name"], warnings) == ("try-this", [])
+    app = apps.read_app(folder)
+    assert (app.name, app.server, app.client) == ("try-this", "try_this.app:app.server", "try_this.app:app.client")
+    assert not any("$" in file.read_text() for file in folder.rglob("*") if file.is_file())
+
+
+def test_its_settings_are_those_of_a_run_with_the_stated_epsilon(folder):
+    own = importlib.import_module("try_this.app").app
+    assert (type(own.server), type(own.client)) == (ServerApp, ClientApp)
+    run = apps.own_module("own_model").run_of(apps.read_app(folder).defaults)
+    strategy = run.strategy(lambda: {})
+    assert (strategy.num_clients, strategy.delta, strategy.rules.training.clip_norm) == (200, 0.002, 0.5)
+    assert strategy.delta < 1 / strategy.num_clients
+
+
+def test_its_clients_share_no_record_with_each_other_nor_with_the_test(folder):
+    data = importlib.import_module("try_this.data")
+    parts = [data.load_records(client, 200) for client in range(200)]
+    test = data.public_records()
+    assert sum(len(targets) for _, targets in parts) + len(test[1]) == 1797
+    assert {len(targets) for _, targets in parts} == {7, 8}
+    rows = torch.cat([inputs for inputs, _ in parts] + [test[0]])
+    assert len(torch.unique(rows, dim=0)) == 1797
+    assert rows.abs().max() <= 1
+
+
+def test_its_model_is_tested_on_public_records(folder):
+    model = importlib.import_module("try_this.model")
+    torch.manual_seed(0)
+    found = model.evaluate(model.make_model())
+    assert set(found) == {"loss", "accuracy"}
+    assert 0 <= found["accuracy"] < 0.4
+
+
+@pytest.mark.parametrize("name", ["torch", "Torch", "my_app", "9lives", "class", "apps", "flower-dp", "a--b", ""])
+def test_a_name_that_is_no_apps_name_is_refused_and_nothing_is_written(name, tmp_path):
+    with pytest.raises(ValueError, match=r"must be small letters|is the name of an installed package"):
+        write_app(tmp_path / "in" / name if name else Path("/"))
+    assert not (tmp_path / "in").exists()
+
+
+def test_nothing_is_written_over(tmp_path):
+    (tmp_path / "mine").mkdir()
+    write_app(tmp_path / "mine")
+    (tmp_path / "mine" / "mine" / "model.py").write_text("my own")
+    with pytest.raises(ValueError, match="mine: exists already"):
+        write_app(tmp_path / "mine")
+    assert (tmp_path / "mine" / "mine" / "model.py").read_text() == "my own"
+
+
+@pytest.mark.flwr_run
+def test_the_command_makes_an_app_that_runs_at_once(tmp_path):
+    def call(*arguments):
+        command = [sys.executable, "-m", "flower_dp.cli.main", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return done.stdout
+
+    assert call("new", "mine").splitlines()[-1] == "run it: flower-dp run mine"
+    out = call("run", "mine", "--workers", "1", "--set", "num-rounds=2", "--output-dir", "results")
+    assert "Privacy statement: DP-FedAvg" in out
+    rows = [json.loads(line) for line in (tmp_path / "results" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1, 2]
+    assert all({"loss", "accuracy", "epsilon"} <= set(row) for row in rows)
