@@ -92,11 +92,20 @@ class Budget:
 
     def _likely(self, shared: SharedNoise) -> Release:
         """Return what a round is charged at most, unless its cohort is smaller than almost any of the run."""
-        sampler, size = shared.release.sampler, shared.release.num_clients
-        if not (shared.shares_vary and isinstance(sampler, PoissonSampling)):
+        if not shared.shares_vary:
             return shared.charged
-        smallest = int(binom.ppf(_SMALLER_COHORT / self.num_rounds, size, sampler.sampling_rate))
-        return shared.without_one_of(max(2, shared.shares(smallest)))  # in a sum of one share nobody knows a part of the noise
+        # In a sum of one share nobody knows a part of the noise.
+        return shared.without_one_of(max(2, shared.shares(smallest_cohort(shared, self.num_rounds))))
+
+
+def smallest_cohort(shared: SharedNoise, num_rounds: int) -> int:
+    """Return a size such that no cohort of a run is smaller, with a probability of 99.9 %."""
+    sampler, num_clients = shared.release.sampler, shared.release.num_clients
+    if not sampler.secret_size:
+        return sampler.largest_cohort(num_clients)
+    if not isinstance(sampler, PoissonSampling):
+        return 0
+    return int(binom.ppf(_SMALLER_COHORT / num_rounds, num_clients, sampler.sampling_rate))
 
 
 def noise_of(
