@@ -77,28 +77,37 @@ class NbAFLRules:
         num_clients: int,
         num_records: int | Sequence[int] | Mapping[str, int],
         clip_norm: float,
-        epsilon: float,
+        epsilon: float | None = None,
+        paper_epsilon: float | None = None,
         delta: float,
-        uplink_exposures: int,
+        uplink_exposures: int | None = None,
         cohort_size: int | None = None,
         num_replies: int | PerClient | None = None,
         min_records: int | None = None,
         aggregation: str = "data-size",
     ) -> None:
         self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
-        self.paper_epsilon = epsilon if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)
-        checks.number("delta", delta, above=0, below=1)
-        self.uplink_exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+        if uplink_exposures is not None:
+            checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+        self.proved_epsilon, self.paper_epsilon, self.uplink_exposures = epsilon, paper_epsilon, uplink_exposures
+        if epsilon is not None and len(set(values_in(num_replies))) > 1:
+            raise ValueError(
+                f"num_replies={num_replies}: with epsilon={epsilon} all clients add the same noise; must be one number, or give "
+                "paper_epsilon"
+            )
         self.cohort_size = num_clients if cohort_size is None else checks.integer("cohort_size", cohort_size, at_least=1)
         sampling: Sampler = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
         population = Population(
             num_clients=num_clients,
             num_records=num_records,
-            num_replies=uplink_exposures if num_replies is None else num_replies,
+            num_replies=num_replies if num_replies is not None else uplink_exposures,
             aggregation=aggregation,
         )
         sampling.expected_cohort(num_clients)
         self.num_clients, self.delta = num_clients, delta
+        least = min(values_in(num_records))
+        self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
+        self.uplink_noise_std = self._terms(min(values_in(population.num_replies))).release.noise_scale
         self.books = ClientBooks(
             population,
             name=self.name,
@@ -111,9 +120,6 @@ class NbAFLRules:
         self.training = self.books.training
         self.evaluation: OwnEvaluation | None = None
         self.broadcasts: tuple[Broadcast, ...] = ()
-        least = min(values_in(num_records))
-        self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
-        self.uplink_noise_std = self._terms(1).release.noise_scale
 
     @property
     def state(self) -> NbAFLState:
@@ -135,16 +141,19 @@ class NbAFLRules:
     def open(self, names: tuple[str, ...]) -> None:
         """Open the ledgers of every client."""
         self.books.open(names)
-        if not self.books.planned_rounds and not math.isinf(self.paper_epsilon):
+        if not self.books.planned_rounds and self.paper_epsilon not in (None, math.inf):
             raise RuntimeError(
                 "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
             )
 
     @property
     def downlink_noise_std(self) -> float:
-        """The std of the paper's downlink noise, for the planned number of rounds."""
+        """The std of the paper's downlink noise, for the planned number of rounds; 0 with a proved epsilon.
+
+        A proved epsilon covers all replies of a client. Broadcasts are made of them and cost no more.
+        """
         num_rounds = self.books.planned_rounds
-        if math.isinf(self.paper_epsilon) or not num_rounds:
+        if self.paper_epsilon in (None, math.inf) or self.uplink_exposures is None or not num_rounds:
             return 0.0
         return downlink_noise_std(
             num_clients=self.num_clients,
@@ -160,7 +169,8 @@ class NbAFLRules:
     def _terms(self, num_replies: int) -> Terms:
         return weights_terms(
             clip_norm=self.clip_norm,
-            epsilon=self.paper_epsilon,
+            epsilon=self.proved_epsilon,
+            paper_epsilon=self.paper_epsilon,
             delta=self.delta,
             uplink_exposures=self.uplink_exposures,
             min_records=self.min_records,
@@ -276,9 +286,9 @@ class NbAFLRules:
 class NbAFL(DPStrategy):
     """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
 
-    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise of std
-    sigma_U = c L (2 C / m) / epsilon, c = sqrt(2 ln(1.25/delta)). The server averages them with weights p_i, adds noise of std
-    sigma_D, and broadcasts the result.
+    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise. The
+    server averages them with weights p_i and broadcasts the result. With `paper_epsilon` the noise is the paper's: the clients'
+    has std sigma_U = c L (2 C / m) / paper_epsilon, c = sqrt(2 ln(1.25/delta)), and the server adds noise of std sigma_D.
 
     The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies were received*, so that
     they add up to one. That is post-processing of messages that are private on their own. An average over fewer clients hides a
@@ -292,11 +302,14 @@ class NbAFL(DPStrategy):
         num_clients: number of clients (paper: N).
         num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
         clip_norm: L2 bound of a client's weights (paper: C).
-        epsilon: the paper's epsilon; math.inf: no noise, not private.
-        delta: the paper's delta, and the delta of the statement.
-        uplink_exposures: the number of a client's replies for which the uplink noise is calibrated (paper: L).
+        epsilon: what all `num_replies` replies of a client cost at most, proved; math.inf: no noise, not private. The clients'
+            noise is the least that gives it, the same for all clients, and the server adds none.
+        paper_epsilon: in its place, the paper's epsilon of one record, which rests on an unproved assumption; math.inf: no noise.
+        delta: of either, and the delta of the statement.
+        uplink_exposures: with `paper_epsilon`: the number of a client's replies for which its noise is made (paper: L).
         cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
-        num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
+        num_replies: the most replies of a client, after which it is not asked; must be given with `epsilon`; None:
+            `uplink_exposures`.
         min_records: the fewest records of any client (paper: m); None: of `num_records`.
         aggregation: `data-size` (p_i = n_i / n) or `uniform`.
         options: those of every strategy: see `Options`.
@@ -306,9 +319,9 @@ class NbAFL(DPStrategy):
 
     Example:
         >>> from flower_dp.strategies import NbAFL
-        >>> strategy = NbAFL(num_clients=10, num_records=600, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5)
-        >>> round(strategy.rules.uplink_noise_std, 4)  # c L (2 C / m) / epsilon
-        0.0157
+        >>> strategy = NbAFL(num_clients=10, num_records=600, clip_norm=2.0, epsilon=8.0, delta=1e-3, num_replies=5)
+        >>> round(strategy.rules.uplink_noise_std, 4)
+        4.2934
     """
 
     rules: NbAFLRules
@@ -319,9 +332,10 @@ class NbAFL(DPStrategy):
         num_clients: int,
         num_records: int | Sequence[int] | Mapping[str, int],
         clip_norm: float,
-        epsilon: float,
+        epsilon: float | None = None,
+        paper_epsilon: float | None = None,
         delta: float,
-        uplink_exposures: int,
+        uplink_exposures: int | None = None,
         cohort_size: int | None = None,
         num_replies: int | PerClient | None = None,
         min_records: int | None = None,
@@ -333,6 +347,7 @@ class NbAFL(DPStrategy):
             num_records=num_records,
             clip_norm=clip_norm,
             epsilon=epsilon,
+            paper_epsilon=paper_epsilon,
             delta=delta,
             uplink_exposures=uplink_exposures,
             cohort_size=cohort_size,
