@@ -59,9 +59,9 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
 
     Example:
         >>> from apps.device import own_settings
-        >>> run_config = {"method": "nbafl", "nbafl.epsilon": 50.0, "nbafl.delta": 0.9}
-        >>> own = own_settings(run_config, {"partition-id": 0, "nbafl.epsilon": 2.0})
-        >>> own["nbafl.epsilon"], own["nbafl.delta"]
+        >>> run_config = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "nbafl.delta": 0.9}
+        >>> own = own_settings(run_config, {"partition-id": 0, "nbafl.paper-epsilon": 2.0})
+        >>> own["nbafl.paper-epsilon"], own["nbafl.delta"]
         (2.0, 0.01)
     """
     if not sets_anything(node_config):
@@ -79,7 +79,13 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     others = {key for table in mine if table != method for key in tables[table]}  # which this run does not read
     config |= {key: value for key, value in node_config.items() if _is_setting(key) and key not in others}
     _check_records(config, node_config, DEALT if dealt else ())
-    if mine and any(field.name == "placement" for field in fields(module_of(method).Own)):
+    names = {field.name for field in fields(module_of(method).Own)} if mine else set()
+    if "noise_multiplier" in names and config[f"{method}.epsilon"]:
+        raise ValueError(
+            f"{method}.epsilon={config[f'{method}.epsilon']:g}: noise for an epsilon depends on the number of rounds, which is "
+            "not this device's to decide; set noise-multiplier in its node-config (flower-dp calibrate tells it)"
+        )
+    if "placement" in names:
         _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")
     return config
 

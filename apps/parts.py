@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from apps.settings import Settings
+from apps.settings import Settings, key_of
 from apps.tasks.models import loss_of, predictions
 from flower_dp.clients import (
     BLUR,
@@ -125,18 +125,35 @@ def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
 
 def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
     """Return the arguments of every strategy with one noised sum."""
-    checks.number("target-epsilon", own.target_epsilon, at_least=0)
+    private = bool(own.noise_multiplier or own.epsilon)
     return {
         "clip_norm": clip_norm_of(own),
-        "noise_multiplier": own.noise_multiplier,
+        **_noise_of(settings, own),
         "sampling": sampler_of(settings),
         "num_clients": settings.num_clients,
-        "delta": client_level_delta(own.delta, settings, private=bool(own.noise_multiplier)),
-        "target_epsilon": own.target_epsilon or None,
+        "delta": client_level_delta(own.delta, settings, private=private),
         "relation": own.relation or None,
         "report_client_metrics": settings.report_client_metrics,
         "evaluation": evaluation_of(settings),
     }
+
+
+def _noise_of(settings: Settings, own: Any) -> dict[str, Any]:
+    """Return the noise multiplier with its target, or the epsilon by which the noise is calibrated.
+
+    Raises:
+        ValueError: for an epsilon beside another noise multiplier or target than the default ones.
+    """
+    checks.number("target-epsilon", own.target_epsilon, at_least=0)
+    if not checks.number("epsilon", own.epsilon, at_least=0):
+        return {"noise_multiplier": own.noise_multiplier, "target_epsilon": own.target_epsilon or None}
+    for name, fit in (("noise_multiplier", ()), ("target_epsilon", (0.0, own.epsilon))):
+        value = getattr(own, name)
+        if value not in (type(own).__dataclass_fields__[name].default, *fit):
+            raise ValueError(
+                f"{key_of(name)}={value:g}: epsilon={own.epsilon:g} determines it; leave out one of them, or set epsilon=0"
+            )
+    return {"epsilon": own.epsilon, "num_rounds": settings.num_rounds}
 
 
 def clip_norm_of(own: Any) -> float | AdaptiveClip:

@@ -32,7 +32,7 @@ def points(num_records: int, scale: float) -> list[Point]:
         Point(
             preset=PRESET,
             settings={
-                "nbafl.epsilon": arguments["epsilon"],
+                "nbafl.paper-epsilon": arguments["epsilon"],
                 "num-clients": arguments["N"],
                 "num-rounds": (rounds := max(1, round(scale * arguments["T"]))),
                 "nbafl.num-replies": rounds,

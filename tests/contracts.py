@@ -407,7 +407,7 @@ def nbafl_strategy(arguments: Words) -> DPStrategy:
         num_clients=arguments.num_clients,
         num_records=NUM_RECORDS,
         clip_norm=arguments.clip_norm,
-        epsilon=NBAFL_EPSILON,
+        paper_epsilon=NBAFL_EPSILON,
         delta=arguments.delta,
         uplink_exposures=1,
         num_replies=arguments.replies,
@@ -419,7 +419,7 @@ def nbafl_client(arguments: Words, **node: Any) -> LocalDPClient:
     recipe = NbAFLRecipe(
         training=TRAINING,
         clip_norm=arguments.clip_norm,
-        epsilon=NBAFL_EPSILON,
+        paper_epsilon=NBAFL_EPSILON,
         delta=arguments.delta,
         uplink_exposures=1,
         min_records=NUM_RECORDS,

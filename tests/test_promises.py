@@ -66,11 +66,11 @@ STRATEGIES = {
         learning_rate=0.1,
         num_replies=9,
     ),
-    "nbafl": lambda: NbAFL(num_clients=4, num_records=8, clip_norm=1.5, epsilon=2.0, delta=0.01, uplink_exposures=9),
+    "nbafl": lambda: NbAFL(num_clients=4, num_records=8, clip_norm=1.5, paper_epsilon=2.0, delta=0.01, uplink_exposures=9),
 }
 RECIPES = {
     "fedsgd-dpc": FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9),
-    "nbafl": NbAFLRecipe(training=TRAINING, clip_norm=1.5, epsilon=2.0, delta=0.01, uplink_exposures=9, min_records=8),
+    "nbafl": NbAFLRecipe(training=TRAINING, clip_norm=1.5, paper_epsilon=2.0, delta=0.01, uplink_exposures=9, min_records=8),
 }
 
 
@@ -904,7 +904,7 @@ def test_broadcasts_lie_on_their_lattice():
 
 
 def test_nbafls_noise_is_made_for_the_client_with_the_fewest_records():
-    arguments = {"num_clients": 4, "clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 9}
+    arguments = {"num_clients": 4, "clip_norm": 1.5, "paper_epsilon": 2.0, "delta": 0.01, "uplink_exposures": 9}
     assert (
         NbAFL(**arguments, num_records=[40, 8, 20, 30]).rules.uplink_noise_std
         == NbAFL(**arguments, num_records=8).rules.uplink_noise_std

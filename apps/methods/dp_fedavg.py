@@ -12,7 +12,10 @@ from flower_dp.strategies import DPFedAvg
 
 READS = TRAINING
 UNSET = ("Training.sam_radius",)
-OTHER_DEFAULTS = ("DPFedAvg.target_epsilon",)
+OTHER_DEFAULTS = (
+    "DPFedAvg.noise_multiplier",
+    "DPFedAvg.target_epsilon",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class Own:
     """The table `dp-fedavg`."""
 
     clip_norm: float = 0.5
+    epsilon: float = 0.0
     noise_multiplier: float = 0.9
     delta: float = 0.0
     target_epsilon: float = 8.0

@@ -12,7 +12,7 @@ from flower_dp.strategies import DPFedSAM
 
 READS = TRAINING
 UNSET: tuple[str, ...] = ()
-OTHER_DEFAULTS = ("DPFedSAM.target_epsilon", "Training.sam_radius")
+OTHER_DEFAULTS = ("DPFedSAM.noise_multiplier", "DPFedSAM.target_epsilon", "Training.sam_radius")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Own:
     """The table `dp-fedsam`."""
 
     clip_norm: float = 0.5
+    epsilon: float = 0.0
     noise_multiplier: float = 0.9
     delta: float = 0.0
     target_epsilon: float = 8.0

@@ -12,7 +12,10 @@ from flower_dp.strategies import FedSMP
 
 READS = TRAINING
 UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "Training.sam_radius")
-OTHER_DEFAULTS = ("FedSMP.target_epsilon",)
+OTHER_DEFAULTS = (
+    "FedSMP.noise_multiplier",
+    "FedSMP.target_epsilon",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class Own:
     """The table `fed-smp`."""
 
     clip_norm: float = 0.5
+    epsilon: float = 0.0
     noise_multiplier: float = 0.9
     delta: float = 0.0
     target_epsilon: float = 8.0

@@ -1,5 +1,6 @@
 """NbAFL, all clients or K of N."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,14 @@ from flower_dp.strategies import NbAFL
 
 READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
 UNSET = ("NbAFL.min_records", "Training.sam_radius", "Training.sparsifier")
-OTHER_DEFAULTS = ("NbAFL.num_replies", "NbAFLRecipe.num_replies")
+OTHER_DEFAULTS = (
+    "NbAFL.num_replies",
+    "NbAFL.paper_epsilon",
+    "NbAFL.uplink_exposures",
+    "NbAFLRecipe.num_replies",
+    "NbAFLRecipe.paper_epsilon",
+    "NbAFLRecipe.uplink_exposures",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +32,8 @@ class Own:
     """The table `nbafl`."""
 
     clip_norm: float = 20.0
-    epsilon: float = 50.0
+    epsilon: float = 0.0
+    paper_epsilon: float = 50.0
     delta: float = 0.01
     uplink_exposures: int = 0
     num_replies: int = 0
@@ -53,10 +62,11 @@ def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, objec
     values: dict[str, object] = {
         "num_rounds": settings.num_rounds,
         "cohort_size": settings.cohort_size if settings.sampling == "fixed-size" else len(data.num_records),
-        "epsilon": own.epsilon,
         "clip_norm": own.clip_norm,
         "delta": own.delta,
     }
+    if not own.epsilon:  # the bound is in the paper's
+        values["epsilon"] = own.paper_epsilon
     rounds = given.get("num_rounds", settings.num_rounds)
     if isinstance(rounds, int):
         values["uplink_exposures"] = min(own.uplink_exposures or rounds, rounds)
@@ -73,11 +83,12 @@ def _shared(settings: Settings, own: Own) -> dict[str, Any]:
     """Return what both sides must agree on."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     checks.integer("uplink-exposures", own.uplink_exposures, at_least=0)
-    exposures = own.uplink_exposures or max(1, settings.num_rounds)
-    return {
-        "clip_norm": own.clip_norm,
-        "epsilon": own.epsilon,
-        "delta": own.delta,
-        "uplink_exposures": exposures,
-        "num_replies": own.num_replies or exposures,
-    }
+    rounds = max(1, settings.num_rounds)
+    exposures = own.uplink_exposures or rounds
+    shared = {"clip_norm": own.clip_norm, "delta": own.delta}
+    if own.epsilon != math.inf and not checks.number("epsilon", own.epsilon, at_least=0):
+        paper = {"paper_epsilon": own.paper_epsilon, "uplink_exposures": exposures}
+        return {**shared, **paper, "num_replies": own.num_replies or exposures}
+    if own.paper_epsilon != Own().paper_epsilon:
+        raise ValueError(f"paper-epsilon={own.paper_epsilon:g}: epsilon={own.epsilon:g} is given too; leave out one of them")
+    return {**shared, "epsilon": own.epsilon, "num_replies": own.num_replies or rounds}

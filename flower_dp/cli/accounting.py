@@ -1,15 +1,23 @@
-"""The epsilon of given noise, and the noise for a given epsilon: flower-dp epsilon | calibrate."""
+"""The epsilon of given noise, and the noise for a given epsilon, of a run or of releases: flower-dp epsilon | calibrate."""
 
 import json
-from typing import Annotated, Any
+import math
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
+from click.core import ParameterSource
 
 from flower_dp.cli.errors import refuse
 
+if TYPE_CHECKING:
+    from flower_dp.privacy.statement import PrivacyStatement
+    from flower_dp.running.apps import Target
+
 MECHANISMS = ("gaussian", "laplace")
 SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
+# In the order of a statement.
+_ADVERSARIES = ("outsiders", "participants", "the server")
 RELATIONS = ("add-or-remove-one", "replace-one")
 
 Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="The distribution of the noise.")]
@@ -36,12 +44,26 @@ RelationOption = Annotated[
         show_default=False,
     ),
 ]
+RunTarget = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PRESET | METHOD]",
+        help="A run of this preset, or of this method with its defaults, with all settings. Default: the options' releases.",
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the run; may be repeated.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")]
 
 
 def epsilon(
     context: typer.Context,
+    target: RunTarget = None,
     *,
+    setting: Settings = None,
     noise_multiplier: NoiseMultiplier = None,
     mechanism: Mechanism = "gaussian",
     sampling: Sampling = "full",
@@ -53,7 +75,10 @@ def epsilon(
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the tight epsilon of a whole run with a given noise multiplier."""
+    """Compute the epsilon of a whole run: the one that the statement of the run will give, or that of the options' releases."""
+    if _is_run(context, target, ("target", "setting", "as_json")):
+        _answer_of_run(target, setting or [], None, as_json=as_json)
+        return
     if noise_multiplier is None:
         refuse("--noise-multiplier is missing")
     _answer(context.params)
@@ -61,7 +86,9 @@ def epsilon(
 
 def calibrate(
     context: typer.Context,
+    target: RunTarget = None,
     *,
+    setting: Settings = None,
     epsilon: Annotated[float | None, typer.Option(help="The largest epsilon allowed.", show_default=False)] = None,
     noise_multiplier: NoiseMultiplier = None,
     mechanism: Mechanism = "gaussian",
@@ -74,9 +101,15 @@ def calibrate(
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the least noise multiplier for an epsilon and a number of rounds, or the most rounds for a noise multiplier."""
+    """Compute the least noise multiplier for an epsilon: of a run, as its statement will give it, or of the options' releases.
+
+    With --noise-multiplier it computes the most releases instead.
+    """
     if epsilon is None:
         refuse("--epsilon is missing")
+    if _is_run(context, target, ("target", "setting", "epsilon", "as_json")):
+        _answer_of_run(target, setting or [], epsilon, as_json=as_json)
+        return
     if (noise_multiplier is None) == (num_rounds is None):
         both = "both missing" if num_rounds is None else "both given"
         refuse(f"--noise-multiplier and --num-rounds are {both}: give one, the other is computed")
@@ -88,14 +121,20 @@ def _answer(options: dict[str, Any]) -> None:
     from flower_dp.privacy import planned_run
 
     as_json = options.pop("as_json")
+    del options["target"], options["setting"]
     try:
         cost = planned_run.solve(**options)
     except ValueError as error:
         refuse(str(error))
+    _show(cost, as_json=as_json)
+
+
+def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(cost, allow_nan=False))
         return
     for key, label in (
+        ("method", "method"),
         ("num_rounds", "rounds"),
         ("noise_multiplier", "noise multiplier"),
         ("epsilon", "epsilon"),
@@ -103,7 +142,71 @@ def _answer(options: dict[str, Any]) -> None:
         ("delta", "delta"),
         ("relation", "relation"),
         ("accountant", "accountant"),
+        *((f"against {name}", f"against {name}") for name in _ADVERSARIES),
     ):
         if key in cost:
             value = "infinite: not private" if cost[key] is None else cost[key]
-            typer.echo(f"{label:<16}  {value:.6g}" if isinstance(value, float) else f"{label:<16}  {value}")
+            typer.echo(f"{label:<20}  {value:.6g}" if isinstance(value, float) else f"{label:<20}  {value}")
+
+
+# Of a run
+
+
+def _is_run(context: typer.Context, target: str | None, fit: tuple[str, ...]) -> bool:
+    """Return whether a run is asked for, and refuse options that describe releases then."""
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if target is None:
+        if "setting" in given:
+            refuse("--set belongs to a preset or a method, which is missing")
+        return False
+    if other := sorted(given - set(fit)):
+        option = f"--{other[0].replace('_', '-')}"
+        refuse(f"{option}: {target} has settings of its own; change them with --set, as --set num-rounds=50")
+    return True
+
+
+def _answer_of_run(target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool) -> None:
+    """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
+    from flower_dp.running import apps
+
+    try:
+        app = apps.own_app()
+        if f"{target}.epsilon" in app.defaults:
+            target, settings = None, [f"method={target}", *settings]
+        run = apps.resolve(target, settings)
+        if epsilon is not None:
+            method = run.overrides.get("method", run.app.defaults.get("method"))
+            run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
+        statement = _statement_of(run)
+    except ValueError as error:
+        refuse(str(error))
+    if not statement.num_rounds:
+        refuse("no round can be run: the first one alone would pass the target")
+    _show(
+        {
+            "method": statement.method,
+            "num_rounds": statement.num_rounds,
+            **{key: value for key, value in statement.noise.items() if key.endswith("noise_multiplier")},
+            "epsilon": _finite(statement.epsilon),
+            "private": statement.private,
+            "delta": statement.delta,
+            "relation": statement.relation,
+            "accountant": statement.accountant,
+            **{f"against {one.name}": _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
+        },
+        as_json=as_json,
+    )
+
+
+def _statement_of(run: "Target") -> "PrivacyStatement":
+    from flower_dp.running import plugins
+
+    if not run.app.cost:
+        raise ValueError(f"{run.app.name}: its pyproject.toml names no function `cost` under [tool.flower-dp]")
+    with plugins.loaded(run.app, run.app.cost) as cost:
+        statement: PrivacyStatement = cost({**run.app.defaults, **run.overrides})
+        return statement
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -16,9 +16,8 @@ from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records, each, made_up, outputs_of
-from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
-from flower_dp.privacy.nbafl import weights_terms
+from flower_dp.privacy.nbafl import check_epsilons, weights_terms
 from flower_dp.privacy.release import Release
 
 log = logging.getLogger("flwr")
@@ -83,9 +82,10 @@ class NbAFLRecipe:
             weights are sent.
         clip_norm: L2 bound of the weights (paper: C). Fixed: the paper's median of norms depends on private data, unless it is
             computed on public data.
-        epsilon: the paper's epsilon over `uplink_exposures` replies, one number or one by client name; math.inf: no noise.
-        delta: the paper's delta.
-        uplink_exposures: the number of replies for which the paper's noise is calibrated (paper: L).
+        epsilon: what all `num_replies` replies cost at most, proved, one number or one by client name; math.inf: no noise.
+        paper_epsilon: in its place, the paper's epsilon over `uplink_exposures` replies, one number or one by client name.
+        delta: of either.
+        uplink_exposures: with `paper_epsilon`: the number of replies for which the paper's noise is calibrated (paper: L).
         min_records: the fewest records of any client (paper: m); a client with fewer doesn't reply.
         num_replies: the most replies that a client will ever send; None: `uplink_exposures`.
 
@@ -97,19 +97,20 @@ class NbAFLRecipe:
         ...     clip_norm=2.0,
         ...     epsilon=8.0,
         ...     delta=1e-3,
-        ...     uplink_exposures=5,
+        ...     num_replies=5,
         ...     min_records=20,
         ... )
         >>> records = TensorRecords(inputs=torch.randn(20, 3), targets=torch.randint(0, 2, (20,)))
-        >>> round(recipe.terms("hospital-7", records).release.noise_scale, 4)  # c L (2 C / m) / epsilon
-        0.4721
+        >>> round(recipe.terms("hospital-7", records).release.noise_scale, 4)
+        4.2934
     """
 
     training: Training
     clip_norm: float
-    epsilon: float | Mapping[str, float]
+    epsilon: float | Mapping[str, float] | None = None
+    paper_epsilon: float | Mapping[str, float] | None = None
     delta: float
-    uplink_exposures: int
+    uplink_exposures: int | None = None
     min_records: int
     num_replies: int | Mapping[str, int] | None = None
 
@@ -118,10 +119,10 @@ class NbAFLRecipe:
     def __post_init__(self) -> None:
         if self.training.sparsifier is not None:
             raise ValueError(f"sparsifier={self.training.sparsifier}: drops coordinates of updates, and NbAFL sends weights")
-        for epsilon in values_in(self.epsilon):
-            self._terms(epsilon, 1)
-        for replies in [] if self.num_replies is None else values_in(self.num_replies):
-            checks.integer("num_replies", replies, at_least=1)
+        check_epsilons(self.epsilon, self.paper_epsilon)
+        for epsilon in values_in(self._epsilon):
+            for replies in values_in(self.num_replies):
+                self._terms(epsilon, replies)
 
     def terms(self, name: str, records: Records) -> Terms:
         """Return one client's terms.
@@ -131,18 +132,24 @@ class NbAFLRecipe:
         """
         if len(records) < self.min_records:
             raise ValueError(f"min_records={self.min_records}: client {name!r} has only {len(records)}")
-        replies = self.uplink_exposures if self.num_replies is None else value_of("num_replies", self.num_replies, name)
-        return self._terms(value_of("epsilon", self.epsilon, name), replies)
+        field = "epsilon" if self.paper_epsilon is None else "paper_epsilon"
+        return self._terms(value_of(field, self._epsilon, name), value_of("num_replies", self.num_replies, name))
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         train = TrainedWeights(training=self.training, model=model, server_round=server_round)
         return weights_pipeline(release, train=train, length=model.layout.size)
 
-    def _terms(self, epsilon: float, num_replies: int) -> Terms:
+    @property
+    def _epsilon(self) -> float | Mapping[str, float] | None:
+        return self.epsilon if self.paper_epsilon is None else self.paper_epsilon
+
+    def _terms(self, epsilon: float, num_replies: int | None) -> Terms:
+        proved = self.paper_epsilon is None
         return weights_terms(
             clip_norm=self.clip_norm,
-            epsilon=epsilon,
+            epsilon=epsilon if proved else None,
+            paper_epsilon=None if proved else epsilon,
             delta=self.delta,
             uplink_exposures=self.uplink_exposures,
             min_records=self.min_records,

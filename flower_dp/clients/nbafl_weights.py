@@ -62,12 +62,13 @@ class NbAFLTerms:
 
     Attributes:
         clip_norm: L2 bound of the weights (paper: C).
-        epsilon: the paper's epsilon over `uplink_exposures` replies; math.inf: no noise, not private.
-        delta: the paper's delta.
-        uplink_exposures: the number of replies for which the paper's noise is calibrated (paper: L).
+        epsilon: what all `num_replies` replies cost at most, proved; math.inf: no noise, not private.
+        paper_epsilon: in its place, the paper's epsilon over `uplink_exposures` replies.
+        delta: of either.
+        uplink_exposures: with `paper_epsilon`: the number of replies for which the paper's noise is calibrated (paper: L).
         min_records: the fewest records of any client (paper: m).
         num_records: of this client; with fewer than `min_records` it does not reply.
-        num_replies: the most replies that this client will ever send; None: `uplink_exposures`.
+        num_replies: the most replies that this client will ever send; must be given with `epsilon`; None: `uplink_exposures`.
 
     Raises:
         ValueError: for a value that makes no sense, naming it.
@@ -76,15 +77,16 @@ class NbAFLTerms:
 
     Example:
         >>> from flower_dp.clients import NbAFLTerms
-        >>> own = NbAFLTerms(clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=20, num_records=31)
-        >>> round(own.terms().release.noise_scale, 4)  # c L (2 C / m) / epsilon
-        0.4721
+        >>> own = NbAFLTerms(clip_norm=2.0, epsilon=8.0, delta=1e-3, num_replies=5, min_records=20, num_records=31)
+        >>> round(own.terms().release.noise_scale, 4)
+        4.2934
     """
 
     clip_norm: float
-    epsilon: float
+    epsilon: float | None = None
+    paper_epsilon: float | None = None
     delta: float
-    uplink_exposures: int
+    uplink_exposures: int | None = None
     min_records: int
     num_records: int
     num_replies: int | None = None
@@ -93,8 +95,6 @@ class NbAFLTerms:
 
     def __post_init__(self) -> None:
         checks.integer("num_records", self.num_records, at_least=0)
-        if self.num_replies is not None:
-            checks.integer("num_replies", self.num_replies, at_least=1)
         self._terms()
 
     def terms(self) -> Terms:
@@ -115,8 +115,9 @@ class NbAFLTerms:
         return weights_terms(
             clip_norm=self.clip_norm,
             epsilon=self.epsilon,
+            paper_epsilon=self.paper_epsilon,
             delta=self.delta,
             uplink_exposures=self.uplink_exposures,
             min_records=self.min_records,
-            num_replies=self.uplink_exposures if self.num_replies is None else self.num_replies,
+            num_replies=self.num_replies,
         )

@@ -159,13 +159,13 @@ def values_in(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def budget(epsilon: float) -> float:
+def budget(epsilon: float, field: str = "epsilon") -> float:
     """Return a budget, infinite for no noise.
 
     Raises:
         ValueError: if it is not above 0.
     """
-    return math.inf if epsilon == math.inf else checks.number("epsilon", epsilon, above=0)
+    return math.inf if epsilon == math.inf else checks.number(field, epsilon, above=0)
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget
+from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 
@@ -75,22 +75,55 @@ def downlink_noise_std(
 
 @lru_cache(maxsize=4096)
 def weights_terms(
-    *, clip_norm: float, epsilon: float, delta: float, uplink_exposures: int, min_records: int, num_replies: int
+    *,
+    clip_norm: float,
+    epsilon: float | None = None,
+    paper_epsilon: float | None = None,
+    delta: float,
+    uplink_exposures: int | None = None,
+    min_records: int,
+    num_replies: int | None = None,
 ) -> Terms:
     """Return the terms of NbAFL: each reply is the client's whole weights, clipped to L2 norm `clip_norm`, with noise.
 
-    The noise has the paper's std for (epsilon, delta) over `uplink_exposures` replies of clients with at least `min_records`
-    records, which rests on the paper's assumption of a sensitivity 2 C / m. The release itself knows nothing of that assumption:
-    clipped weights lie in a ball of radius C, so that all of a client's records together move them by at most 2 C.
+    With `epsilon` the noise is the least with which all `num_replies` replies together cost at most (epsilon, delta). That is
+    proved for any training: clipped weights lie in a ball of radius C, so all of a client's records together move them by at most
+    2 C. With `paper_epsilon` the noise has the paper's std for (paper_epsilon, delta) over `uplink_exposures` replies of clients
+    with at least `min_records` records, which rests on the paper's assumption of a sensitivity 2 C / m. For the same number it is
+    about m times smaller, and what it proves is in the statement.
 
     Raises:
-        ValueError: for a value out of range, naming it.
+        ValueError: for a value out of range, or one that is missing or out of place, naming it.
     """
     checks.number("clip_norm", clip_norm, above=0)
-    std = 0.0
-    if math.isfinite(budget(epsilon)):
-        std = uplink_noise_std(
-            uplink_exposures=uplink_exposures, epsilon=epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records
+    checks.number("delta", delta, above=0, below=1)
+    check_epsilons(epsilon, paper_epsilon)
+    if paper_epsilon is not None:
+        if uplink_exposures is None:
+            raise ValueError(
+                f"uplink_exposures: is missing; paper_epsilon={paper_epsilon:g} is made for so many replies of a client"
+            )
+        checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+        replies, std = uplink_exposures if num_replies is None else num_replies, 0.0
+        if math.isfinite(budget(paper_epsilon, "paper_epsilon")):
+            std = uplink_noise_std(
+                uplink_exposures=uplink_exposures,
+                epsilon=paper_epsilon,
+                delta=delta,
+                clip_norm=clip_norm,
+                min_records=min_records,
+            )
+    else:
+        if uplink_exposures is not None:
+            raise ValueError(
+                f"uplink_exposures={uplink_exposures}: is read with paper_epsilon only; epsilon={epsilon} covers all replies"
+            )
+        if num_replies is None:
+            raise ValueError(f"num_replies: is missing; the noise of epsilon={epsilon} is made for so many replies of a client")
+        replies = checks.integer("num_replies", num_replies, at_least=1)
+        most = budget(math.inf if epsilon is None else epsilon)
+        std = clip_norm * least_gaussian_multiplier(
+            epsilon=most, delta=delta, num_releases=replies, sampling_rate=1.0, relation="replace-one"
         )
     release = Release(
         what="the client's clipped weights with noise, in every reply",
@@ -102,7 +135,18 @@ def weights_terms(
         sampler=FullSampling(),
         num_clients=1,
     )
-    return Terms(release=release, num_replies=num_replies)
+    return Terms(release=release, num_replies=replies, epsilon=math.inf if epsilon is None else epsilon)
+
+
+def check_epsilons(epsilon: object, paper_epsilon: object) -> None:
+    """Refuse both epsilons or none.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if (epsilon is None) == (paper_epsilon is None):
+        both = "neither is given" if epsilon is None else "both are given"
+        raise ValueError(f"epsilon={epsilon}, paper_epsilon={paper_epsilon}: {both}; must be exactly one")
 
 
 def gaussian_c(delta: float) -> float:

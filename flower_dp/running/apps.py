@@ -18,6 +18,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # The app's folder in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
 
+# Settings of a method's table in whose place its `epsilon` stands.
+_OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
 Value = bool | int | float | str
 _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
@@ -29,6 +31,7 @@ class App:
     `pilot`, `check` and `public_test` are functions that the app's pyproject.toml names under [tool.flower-dp], as
     "module:function"; empty if there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem.
     `flower-dp run` calls `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
+    `flower-dp epsilon` and `flower-dp calibrate` call `cost` with it, for the statement that the run will end with.
     `flower-dp figure landscape` calls `public_test` with a run's config, for its model, loss and public test records. `server`
     and `client` are the app's components, as "module:name".
     """
@@ -38,6 +41,7 @@ class App:
     defaults: Mapping[str, Value]
     pilot: str = ""
     check: str = ""
+    cost: str = ""
     public_test: str = ""
     server: str = ""
     client: str = ""
@@ -83,11 +87,18 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
             raise ValueError(f"{target}: is neither a folder of a Flower app nor a preset; presets: {names}")
         preset = flatten(_read_toml(app.presets()[target])) if target is not None else {}
     overrides = {key: _from_toml(app, key, value, app.folder) for key, value in preset.items()}
+    given: dict[str, Value] = {}
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign:
             raise ValueError(f"--set {setting}: must be key=value")
-        overrides[key.strip()] = _from_text(app, key.strip(), text.strip())
+        given[key.strip()] = _from_text(app, key.strip(), text.strip())
+    for key, value in given.items():
+        table, _, name = key.rpartition(".")
+        if name == "epsilon" and value:  # it determines the noise, in place of what the preset says
+            for one in _OF_NOISE:
+                overrides.pop(f"{table}.{one}", None)
+    overrides |= given
     return Target(app=app, name=name, overrides=overrides)
 
 
@@ -195,6 +206,7 @@ def read_app(folder: Path) -> App | None:
         defaults=flatten(app.get("config", {})),
         pilot=str(plugins.get("pilot", "")),
         check=str(plugins.get("check", "")),
+        cost=str(plugins.get("cost", "")),
         public_test=str(plugins.get("public-test", "")),
         server=str(app.get("components", {}).get("serverapp", "")),
         client=str(app.get("components", {}).get("clientapp", "")),

@@ -16,6 +16,7 @@ from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, MovingClip
@@ -69,7 +70,7 @@ class ClientLevelRules:
         title: the method's name for people.
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm (adaptive: / norm of update and indicator together); 0 runs
-            without privacy, and the statement says so.
+            without privacy, and the statement says so. A `Budget`: the least that its epsilon allows, which is the target too.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
@@ -96,7 +97,7 @@ class ClientLevelRules:
         name: str,
         title: str,
         clip_norm: float | AdaptiveClip,
-        noise_multiplier: float,
+        noise_multiplier: float | Budget,
         sampling: Sampler,
         num_clients: int,
         delta: float,
@@ -133,6 +134,33 @@ class ClientLevelRules:
         )
         default_relation: Relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
         checks.integer("num_clients", num_clients, at_least=1)
+        self._relation = accounting.relation_of(relation) if relation else default_relation
+        check_relation(self._relation, sampling, num_clients)
+        self.delta = float(delta)
+
+        def shared(multiplier: float, norm: float = 1.0) -> SharedNoise:
+            release = Release(
+                what="the noised sum of clipped client updates, and every model made from it",
+                seen_by=_SEEN_BY[self.placement],
+                unit="client",
+                relation=self._relation,
+                clip_norm=norm,
+                mechanism=Gaussian(noise_multiplier=multiplier),
+                sampler=sampling,
+                num_clients=num_clients,
+            )
+            return SharedNoise(
+                release=release,
+                placement=self.placement,
+                trusted_server=self.trusted_server,
+                min_reply_ratio=self.min_reply_ratio,
+                lossy_messages=self.lossy_messages,
+            )
+
+        self.budget = noise_multiplier if isinstance(noise_multiplier, Budget) else None
+        if isinstance(noise_multiplier, Budget):
+            self.target_epsilon = noise_multiplier.epsilon
+            noise_multiplier = noise_multiplier.noise_multiplier(shared, delta=self.delta)
         moving = None
         if isinstance(clip_norm, AdaptiveClip):
             if self.lossy_messages:
@@ -144,26 +172,8 @@ class ClientLevelRules:
             mechanism, cohort = Gaussian(noise_multiplier=noise_multiplier), sampling.expected_cohort(num_clients)
             moving = MovingClip(of=clip_norm, noise_multiplier=mechanism.noise_multiplier, expected_cohort=cohort)
             clip_norm = moving.indicator(clip_norm.smallest).joint_norm
-        self._relation = accounting.relation_of(relation) if relation else default_relation
-        check_relation(self._relation, sampling, num_clients)
-        self.delta = float(delta)
-        self.release = Release(
-            what="the noised sum of clipped client updates, and every model made from it",
-            seen_by=_SEEN_BY[self.placement],
-            unit="client",
-            relation=self._relation,
-            clip_norm=clip_norm,
-            mechanism=Gaussian(noise_multiplier=noise_multiplier),
-            sampler=sampling,
-            num_clients=num_clients,
-        )
-        self.noise = SharedNoise(
-            release=self.release,
-            placement=self.placement,
-            trusted_server=self.trusted_server,
-            min_reply_ratio=self.min_reply_ratio,
-            lossy_messages=self.lossy_messages,
-        )
+        self.noise = shared(noise_multiplier, clip_norm)
+        self.release = self.noise.release
         self.training = NoisedSum(
             name=name,
             shared=self.noise,
@@ -246,7 +256,13 @@ class ClientLevelRules:
         self._planned = self._plan_of()
 
     def plan(self, num_rounds: int) -> None:
-        """Compute how many rounds the target allows, and the cost of each."""
+        """Compute how many rounds the target allows, and the cost of each.
+
+        Raises:
+            ValueError: if the noise was calibrated for another number of rounds.
+        """
+        if self.budget is not None:
+            self.budget.check_rounds(num_rounds)
         self._planned_rounds = num_rounds
         self._planned.plan(num_rounds)
 
@@ -258,11 +274,7 @@ class ClientLevelRules:
 
     def _events(self, num_rounds: int) -> DpEvent:
         """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
-        events = self.noise.charged.events(num_rounds)
-        if self.evaluation is None:
-            return events
-        evaluated = self.evaluation.release.shared.charged.events(num_rounds // self.evaluation.plan.every)
-        return ComposedDpEvent([events, evaluated])
+        return run_event(self.noise, self.evaluation, num_rounds)
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.

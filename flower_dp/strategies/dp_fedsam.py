@@ -4,6 +4,7 @@ from typing import Unpack
 
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.events import Relation
+from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.rules import Options
@@ -35,6 +36,9 @@ class DPFedSAM(DPStrategy):
     Args:
         clip_norm: L2 bound of one client's update (paper: C), or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm (paper: sigma); 0 runs without privacy, as the statement says.
+        epsilon: in place of `noise_multiplier`: the noise is the least with which `num_rounds` rounds cost at most so much, with
+            their private evaluations; the run ends before a round that would pass it.
+        num_rounds: with `epsilon`, of the run; `start` must be given the same number.
         sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
         num_clients: number of clients (paper: M); the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
@@ -68,7 +72,9 @@ class DPFedSAM(DPStrategy):
         self,
         *,
         clip_norm: float | AdaptiveClip,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
+        epsilon: float | None = None,
+        num_rounds: int | None = None,
         sampling: Sampler,
         num_clients: int,
         delta: float,
@@ -86,7 +92,13 @@ class DPFedSAM(DPStrategy):
             title="DP-FedSAM" if keep_ratio == 1 else "DP-FedSAM-top_k",
             paper_formula=_PAPER_FORMULA,
             clip_norm=clip_norm,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=noise_of(
+                noise_multiplier=noise_multiplier,
+                epsilon=epsilon,
+                num_rounds=num_rounds,
+                target_epsilon=target_epsilon,
+                evaluation=options.get("evaluation"),
+            ),
             sampling=sampling,
             num_clients=num_clients,
             delta=delta,

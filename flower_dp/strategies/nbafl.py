@@ -61,27 +61,35 @@ class NbAFLRules(LocalRules):
         population: Population,
         *,
         clip_norm: float,
-        epsilon: float,
+        epsilon: float | None = None,
+        paper_epsilon: float | None = None,
         delta: float,
-        uplink_exposures: int,
-        cohort_size: int | None,
-        min_records: int | None,
+        uplink_exposures: int | None = None,
+        cohort_size: int | None = None,
+        min_records: int | None = None,
     ) -> None:
-        self.paper_epsilon = epsilon
-        self.uplink_exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+        self.paper_epsilon, self.uplink_exposures = paper_epsilon, uplink_exposures
+        if epsilon is not None and len(set(values_in(population.num_replies))) > 1:
+            raise ValueError(
+                f"num_replies={population.num_replies}: with epsilon={epsilon} all clients add the same noise; must be one "
+                "number, or give paper_epsilon"
+            )
         least = min(values_in(population.num_records))
         self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)
         terms = partial(
             weights_terms,
             clip_norm=clip_norm,
             epsilon=epsilon,
+            paper_epsilon=paper_epsilon,
             delta=checks.number("delta", delta, above=0, below=1),
             uplink_exposures=uplink_exposures,
             min_records=self.min_records,
         )
-        self.uplink_noise_std = terms(num_replies=1).release.noise_scale
+        if population.num_replies is None:
+            population = replace(population, num_replies=uplink_exposures)
+        self.uplink_noise_std = terms(num_replies=min(values_in(population.num_replies))).release.noise_scale
         books = ClientBooks(
-            population if population.num_replies is not None else replace(population, num_replies=uplink_exposures),
+            population,
             name="nbafl",
             sampling=FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size),
             clip_norm=clip_norm,
@@ -99,16 +107,19 @@ class NbAFLRules(LocalRules):
     def open(self, names: tuple[str, ...]) -> None:
         """Open the ledgers of every client."""
         super().open(names)
-        if not self.books.planned_rounds and not math.isinf(self.paper_epsilon):
+        if not self.books.planned_rounds and self.paper_epsilon not in (None, math.inf):
             raise RuntimeError(
                 "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
             )
 
     @property
     def downlink_noise_std(self) -> float:
-        """The std of the paper's downlink noise, for the planned number of rounds."""
+        """The std of the paper's downlink noise, for the planned number of rounds; 0 with a proved epsilon.
+
+        A proved epsilon covers all replies of a client. Broadcasts are made of them and cost no more.
+        """
         num_rounds = self.books.planned_rounds
-        if math.isinf(self.paper_epsilon) or not num_rounds:
+        if self.paper_epsilon in (None, math.inf) or self.uplink_exposures is None or not num_rounds:
             return 0.0
         return downlink_noise_std(
             num_clients=self.num_clients,
@@ -217,9 +228,9 @@ class NbAFLRules(LocalRules):
 class NbAFL(DPStrategy):
     """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
 
-    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise of std
-    sigma_U = c L (2 C / m) / epsilon, c = sqrt(2 ln(1.25/delta)). The server averages them with weights p_i, adds noise of std
-    sigma_D, and broadcasts the result.
+    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise. The
+    server averages them with weights p_i and broadcasts the result. With `paper_epsilon` the noise is the paper's: the clients'
+    has std sigma_U = c L (2 C / m) / paper_epsilon, c = sqrt(2 ln(1.25/delta)), and the server adds noise of std sigma_D.
 
     The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies were received*, so that
     they add up to one. That is post-processing of messages that are private on their own. An average over fewer clients hides a
@@ -233,11 +244,14 @@ class NbAFL(DPStrategy):
         num_clients: number of clients (paper: N).
         num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
         clip_norm: L2 bound of a client's weights (paper: C).
-        epsilon: the paper's epsilon; math.inf: no noise, not private.
-        delta: the paper's delta, and the delta of the statement.
-        uplink_exposures: the number of a client's replies for which the uplink noise is calibrated (paper: L).
+        epsilon: what all `num_replies` replies of a client cost at most, proved; math.inf: no noise, not private. The clients'
+            noise is the least that gives it, the same for all clients, and the server adds none.
+        paper_epsilon: in its place, the paper's epsilon of one record, which rests on an unproved assumption; math.inf: no noise.
+        delta: of either, and the delta of the statement.
+        uplink_exposures: with `paper_epsilon`: the number of a client's replies for which its noise is made (paper: L).
         cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
-        num_replies: the most replies of a client, after which it is not asked; None: `uplink_exposures`.
+        num_replies: the most replies of a client, after which it is not asked; must be given with `epsilon`; None:
+            `uplink_exposures`.
         min_records: the fewest records of any client (paper: m); None: of `num_records`.
         aggregation: `data-size` (p_i = n_i / n) or `uniform`.
         options: those of every strategy: see `Options`.
@@ -247,9 +261,9 @@ class NbAFL(DPStrategy):
 
     Example:
         >>> from flower_dp.strategies import NbAFL
-        >>> strategy = NbAFL(num_clients=10, num_records=600, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5)
-        >>> round(strategy.rules.uplink_noise_std, 4)  # c L (2 C / m) / epsilon
-        0.0157
+        >>> strategy = NbAFL(num_clients=10, num_records=600, clip_norm=2.0, epsilon=8.0, delta=1e-3, num_replies=5)
+        >>> round(strategy.rules.uplink_noise_std, 4)
+        4.2934
     """
 
     rules: NbAFLRules
@@ -260,9 +274,10 @@ class NbAFL(DPStrategy):
         num_clients: int,
         num_records: int | Sequence[int] | Mapping[str, int],
         clip_norm: float,
-        epsilon: float,
+        epsilon: float | None = None,
+        paper_epsilon: float | None = None,
         delta: float,
-        uplink_exposures: int,
+        uplink_exposures: int | None = None,
         cohort_size: int | None = None,
         num_replies: int | PerClient | None = None,
         min_records: int | None = None,
@@ -276,6 +291,7 @@ class NbAFL(DPStrategy):
             population,
             clip_norm=clip_norm,
             epsilon=epsilon,
+            paper_epsilon=paper_epsilon,
             delta=delta,
             uplink_exposures=uplink_exposures,
             cohort_size=cohort_size,

@@ -231,7 +231,7 @@ def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> No
 # An app that spoils the account
 
 
-OWN = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=2, min_records=8, num_records=8)
+OWN = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=2, min_records=8, num_records=8)
 ZEROS = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
 
 

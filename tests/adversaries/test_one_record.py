@@ -140,7 +140,7 @@ RECIPES: dict[str, tuple[Any, int]] = {
         NbAFLRecipe(
             training=Training(learning_rate=0.1, batch_size=4),
             clip_norm=2.0,
-            epsilon=8.0,
+            paper_epsilon=8.0,
             delta=1e-3,
             uplink_exposures=5,
             min_records=SIZE,

@@ -15,7 +15,7 @@ from apps.methods import METHODS, module_of
 from apps.settings import Settings, key_of
 from tests.apps.test_methods import DEFAULTS
 
-OWN = {"nbafl.epsilon": 1.0, "nbafl.delta": 1e-3, "nbafl.uplink-exposures": 2}
+OWN = {"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3, "nbafl.uplink-exposures": 2}
 SERVERS = {"method": "nbafl", "num-clients": 4, "num-rounds": 2, "sampling": "full", "batch-size": 8}
 # What a device that sets a budget says of its data, in the package's own app.
 HERE = {"partition": "sample", "records-per-client": 20}

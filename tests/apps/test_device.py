@@ -77,7 +77,7 @@ def test_a_method_for_which_the_device_has_set_nothing_is_refused():
     with pytest.raises(
         ValueError, match=r"method='dp-fedavg': this device's node-config has settings for fedsgd-dpc, nbafl, and"
     ):
-        client_of(FEDAVG, **{"fedsgd-dpc.epsilon": 1.0, "nbafl.epsilon": 1.0})
+        client_of(FEDAVG, **{"fedsgd-dpc.epsilon": 1.0, "nbafl.paper-epsilon": 1.0})
 
 
 def test_nonsense_in_a_node_config_is_refused_naming_the_key():
@@ -126,7 +126,7 @@ def test_the_same_holds_for_a_model_of_ones_own():
         "num-clients": 4,
         "num-rounds": 2,
         "sampling": "full",
-        "nbafl.epsilon": 50.0,
+        "nbafl.paper-epsilon": 50.0,
         "nbafl.delta": 0.9,
     }
 
@@ -134,21 +134,21 @@ def test_the_same_holds_for_a_model_of_ones_own():
         context = Context(1, 1, {"partition-id": 0, "num-partitions": 4, **own}, RecordDict(), servers)
         return own_model.client_of(make_model, load_records, lambda outputs, targets: outputs.sum(), context)
 
-    assert (made().recipe.epsilon, made().recipe.delta) == (50.0, 0.9)
-    mine = made(**{"nbafl.epsilon": 2.0})
-    assert (mine.recipe.epsilon, mine.recipe.delta) == (2.0, 0.01)  # the app's default
+    assert (made().recipe.paper_epsilon, made().recipe.delta) == (50.0, 0.9)
+    mine = made(**{"nbafl.paper-epsilon": 2.0})
+    assert (mine.recipe.paper_epsilon, mine.recipe.delta) == (2.0, 0.01)  # the app's default
 
 
 @pytest.mark.parametrize(
     ("node", "epsilon", "every"),
     [
         ({}, 9.0, 2),
-        ({"nbafl.epsilon": 2.0}, 0.0, 0),
+        ({"nbafl.paper-epsilon": 2.0}, 0.0, 0),
         ({"evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
-        ({"nbafl.epsilon": 2.0, "evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
+        ({"nbafl.paper-epsilon": 2.0, "evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
     ],
 )
 def test_a_device_that_sets_anything_evaluates_by_its_own_settings_alone(node, epsilon, every):
-    run = {"method": "nbafl", "nbafl.epsilon": 50.0, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    run = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "evaluation.every": 2, "evaluation.epsilon": 9.0}
     own = own_settings(run, node)
     assert (own["evaluation.epsilon"], own["evaluation.every"]) == (epsilon, every)

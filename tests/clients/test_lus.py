@@ -156,7 +156,7 @@ def test_public_numbers_of_a_run_do_not_tell_how_sparse_updates_are() -> None:
 
 
 def test_nbafl_has_no_updates_to_make_sparse() -> None:
-    arguments = {"clip_norm": 1.0, "epsilon": 1.0, "delta": 1e-3, "uplink_exposures": 1, "min_records": 4}
+    arguments = {"clip_norm": 1.0, "paper_epsilon": 1.0, "delta": 1e-3, "uplink_exposures": 1, "min_records": 4}
     with pytest.raises(ValueError, match=r"sparsifier=LUS\(keep_ratio=0\.5\): drops coordinates of updates"):
         NbAFLRecipe(training=HALF, **arguments)
 

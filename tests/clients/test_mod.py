@@ -48,7 +48,7 @@ from tests.test_extras import without
 
 SIZE = 40_000
 FALSE_ALARM = 1e-6
-NBAFL = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
+NBAFL = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
 
 App = Callable[[Any], ClientApp]
 
@@ -249,7 +249,7 @@ def test_a_real_sklearn_app(placement: str) -> None:
     if placement == "local":
         exec(local, names)  # noqa: S102
         client = client.replace("mods=[privacy_mod()]", "mods=[mod]")
-        arguments = {"clip_norm": 3.0, "epsilon": 100.0, "delta": 0.01, "uplink_exposures": 4}
+        arguments = {"clip_norm": 3.0, "paper_epsilon": 100.0, "delta": 0.01, "uplink_exposures": 4}
         server = "strategy = NbAFL(num_clients=4, num_records=60, noise_seed=1, **words)\n" + server[server.index("result =") :]
         server = server.replace("num_rounds=4", "num_rounds=5")
         names |= {"words": arguments, "NbAFL": NbAFL}
@@ -424,7 +424,7 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
         "noise_seed": 9,
     }
     if kind == "local":
-        recipe = NbAFLRecipe(training=TRAINING, clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8)
+        recipe = NbAFLRecipe(training=TRAINING, clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8)
         ours: ClientApp = client_app(lambda context: LocalDPClient(recipe=recipe, **arguments))
     else:
         ours = client_app(lambda context: DPClient(training=TRAINING, **arguments))
@@ -791,7 +791,7 @@ def test_an_app_that_overwrites_the_state_does_not_lose_the_account(way: str, fa
     [
         ({}, {"clip_norm": 1.6}, "clip_norm=1.6: is not this client's own"),
         ({}, {"num_replies": 2}, "the server's terms"),
-        ({"epsilon": 0.9}, {}, "noise_multiplier="),
+        ({"paper_epsilon": 0.9}, {}, "noise_multiplier="),
         ({"num_records": 7}, {}, "this client's terms can't be made; the node's own log says why"),
     ],
 )

@@ -145,7 +145,7 @@ def test_what_a_device_does_not_allow_never_reaches_its_app(
 
 def test_a_client_with_terms_of_its_own_does_not_evaluate_without_counting() -> None:
     seen: list[Message] = []
-    terms = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
+    terms = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
     with pytest.raises(ValueError, match="declined: method='private-evaluation': to evaluate, this client needs evaluation="):
         app_of(privacy_mod(name="a", terms=terms), seen=seen)(message_of(ask_for()), context_of())
     assert seen == []

@@ -21,7 +21,7 @@ from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
-TERMS = NbAFLTerms(clip_norm=1.5, epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
+TERMS = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
 BUDGET = EvaluationBudget(epsilon=4.0, num_evaluations=2)
 
 
@@ -128,7 +128,7 @@ def test_no_record_decides_whether_the_client_replies(reported: Any) -> None:
 def test_a_run_of_stock_apps_states_their_evaluations() -> None:
     budget = EvaluationBudget(epsilon=1e6, num_evaluations=1)
     app = app_of(privacy_mod(terms=TERMS, evaluation=budget), {"acc": 0.25})
-    arguments = {"clip_norm": 1.5, "epsilon": 0.8, "delta": 0.01, "uplink_exposures": 3, "min_records": 8, "num_records": 8}
+    arguments = {"clip_norm": 1.5, "paper_epsilon": 0.8, "delta": 0.01, "uplink_exposures": 3, "min_records": 8, "num_records": 8}
     strategy = NbAFL(**arguments, num_clients=3, evaluation=LocalEvaluation(budget=budget, metrics={"acc": 1.0}))
     strategy.start(LocalGrid(app, 3), arrays(w=np.zeros(3, np.float32)), num_rounds=2)
     assert {at: reported["acc"] for at, reported in strategy.evaluations.items()} == {1: pytest.approx(0.25, abs=1e-4)}

@@ -341,9 +341,9 @@ def test_a_node_has_its_own_settings_and_finds_the_folder(workers, tmp_path, mon
         return Message(RecordDict({"told": ConfigRecord(arguments)}), reply_to=message)
 
     monkeypatch.chdir(tmp_path)
-    own = lambda part: {"nbafl.epsilon": 2.0} if part else {}  # noqa: E731
+    own = lambda part: {"nbafl.paper-epsilon": 2.0} if part else {}  # noqa: E731
     with RayGrid(app, workers, num_nodes=2, run_config={"method": "nbafl"}, node_config=own) as grid:
         one, other = map(reported, grid.send_and_receive([to(2), to(3)]))
     both = {"num-partitions": 2, "method": "nbafl", "folder": str(tmp_path), "threads": 1}
     assert one == both | {"partition-id": 0}
-    assert other == both | {"partition-id": 1, "nbafl.epsilon": 2.0}
+    assert other == both | {"partition-id": 1, "nbafl.paper-epsilon": 2.0}

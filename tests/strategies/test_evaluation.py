@@ -581,7 +581,15 @@ def test_too_few_clients_for_the_noise_give_no_value():
 
 def test_methods_with_ledgers_of_single_clients_refuse_it():
     with pytest.raises(ValueError, match="evaluation: is a PrivateEvaluation; NbAFL takes a LocalEvaluation"):
-        NbAFL(num_clients=10, num_records=9, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, evaluation=evaluation())
+        NbAFL(
+            num_clients=10,
+            num_records=9,
+            clip_norm=2.0,
+            paper_epsilon=8.0,
+            delta=1e-3,
+            uplink_exposures=5,
+            evaluation=evaluation(),
+        )
 
 
 @pytest.mark.parametrize(

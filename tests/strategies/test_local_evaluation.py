@@ -73,7 +73,7 @@ PASGD = {
     "num_local_steps": 2,
     "learning_rate": 1e-6,
 }
-NBAFL = {"clip_norm": 2.0, "epsilon": 5.0, "delta": 1e-3, "uplink_exposures": 3}
+NBAFL = {"clip_norm": 2.0, "paper_epsilon": 5.0, "delta": 1e-3, "uplink_exposures": 3}
 SGD = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 2.0}
 GAUSSIAN = {"mechanism": "gaussian", "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3}
 TURN = {"cohort_size": CLIENTS, "learning_rate": 1e-6, "num_clients": CLIENTS, "num_records": SIZE, "num_replies": 3}

@@ -559,7 +559,7 @@ def test_terms_tell_each_other_apart():
 
 
 def test_terms_of_different_numbers_of_replies_differ_where_their_noise_does_not():
-    arguments = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4, "min_records": 8}
+    arguments = {"clip_norm": 1.5, "paper_epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4, "min_records": 8}
     few, many = weights_terms(**arguments, num_replies=4), weights_terms(**arguments, num_replies=5)
     assert few.release == many.release
     assert few.kind != many.kind

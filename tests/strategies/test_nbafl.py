@@ -15,8 +15,8 @@ from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_rep
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 TRAINING = Training(learning_rate=0.1, batch_size=4, regularizers=(ProximalTerm(strength=0.5),))
-NOISE = {"clip_norm": 1.5, "epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4}
-QUIET = NOISE | {"epsilon": math.inf}
+NOISE = {"clip_norm": 1.5, "paper_epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4}
+QUIET = NOISE | {"paper_epsilon": math.inf}
 
 
 def pair(*, training=TRAINING, server=None, min_records=8, **arguments):
@@ -132,7 +132,7 @@ def test_replies_lie_on_a_lattice_that_broadcasts_hide():
 
 
 def test_noise_follows_from_the_clients_own_budget():
-    recipe = NbAFLRecipe(training=TRAINING, min_records=8, **NOISE | {"epsilon": {"c0": 1.0, "c1": 10.0}})
+    recipe = NbAFLRecipe(training=TRAINING, min_records=8, **NOISE | {"paper_epsilon": {"c0": 1.0, "c1": 10.0}})
     strong, weak = (recipe.terms(name, FOUR[name]).release.noise_scale for name in ("c0", "c1"))
     assert strong == pytest.approx(10 * weak)
     assert weak == uplink_noise_std(uplink_exposures=4, epsilon=10.0, delta=0.01, clip_norm=1.5, min_records=8)
@@ -311,9 +311,11 @@ def test_one_exposure_costs_what_exact_accounting_says_under_the_papers_assumpti
 @pytest.mark.parametrize(("claimed", "exact"), [(50.0, 11.9), (60.0, 15.7), (100.0, 34.8)])
 def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
     """Exact composition of L = 25 exposures."""
-    recipe = NbAFLRecipe(training=TRAINING, clip_norm=20.0, epsilon=claimed, delta=0.01, uplink_exposures=25, min_records=100)
+    recipe = NbAFLRecipe(
+        training=TRAINING, clip_norm=20.0, paper_epsilon=claimed, delta=0.01, uplink_exposures=25, min_records=100
+    )
     data = {"c0": records("c0", 100)}
-    arguments = {"clip_norm": 20.0, "epsilon": claimed, "delta": 0.01, "uplink_exposures": 25}
+    arguments = {"clip_norm": 20.0, "paper_epsilon": claimed, "delta": 0.01, "uplink_exposures": 25}
     strategy = NbAFL(num_clients=1, num_records=100, **arguments)
     start(strategy, grid_of(recipe, data), 25)
     answer = float(re.search(r"exact composition under it gives ([\d.]+)", strategy.statement.adversaries[0].paper.reason)[1])
@@ -323,7 +325,7 @@ def test_exact_composition_under_the_papers_assumption_is_told(claimed, exact):
 @pytest.mark.slow
 @pytest.mark.parametrize("claimed", [50.0, 1e4])
 def test_huge_tight_epsilon_is_printed_and_the_paper_flagged(claimed):
-    strategy, recipe = pair(epsilon=claimed)
+    strategy, recipe = pair(paper_epsilon=claimed)
     start(strategy, grid_of(recipe, FOUR), 4)
     statement = strategy.statement
     assert statement.private
@@ -371,7 +373,7 @@ def test_without_noise_nothing_is_claimed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epsilon": -1.0}, r"epsilon=-1\.0"),
+        ({"paper_epsilon": -1.0}, r"paper_epsilon=-1\.0"),
         ({"delta": 0.0}, r"delta=0\.0"),
         ({"clip_norm": 0.0}, r"clip_norm=0\.0"),
         ({"uplink_exposures": 0}, "uplink_exposures=0"),

@@ -28,7 +28,7 @@ METHODS = {
     "dp-fedsam": lambda: DPFedSAM(**LEVEL, sampling=FullSampling()),
     "fed-smp": lambda: FedSMP(**LEVEL, sampling=FullSampling(), keep_ratio=0.5),
     "fedsgd-dpc": lambda: FedSGDDPC(**SGD, mechanism="laplace", num_records=SIZES),
-    "nbafl": lambda: NbAFL(num_clients=4, num_records=SIZES, clip_norm=1.0, epsilon=2.0, delta=0.01, uplink_exposures=9),
+    "nbafl": lambda: NbAFL(num_clients=4, num_records=SIZES, clip_norm=1.0, paper_epsilon=2.0, delta=0.01, uplink_exposures=9),
     "dp-pasgd": lambda: DPPASGD(**PASGD, batch_size=4, learning_rate=0.25),
     "dp-fedpaq": lambda: DPFedPAQ(**PAQ, num_records=8),
     "scaffold": lambda: Scaffold(**PAQ, num_records=8),

@@ -30,6 +30,8 @@ def statement_of(rules: "ClientLevelRules", run: RunFacts) -> PrivacyStatement:
         "noise_std_of_the_sum": release.noise_scale,
         "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
     }
+    if rules.budget is not None:
+        noise |= {"calibrated_for_epsilon": rules.budget.epsilon, "calibrated_for_rounds": rules.budget.num_rounds}
     if (clip := rules.training.clip) is not None:
         # The std above are of the smallest clip norm, around update and indicator together.
         noise |= {

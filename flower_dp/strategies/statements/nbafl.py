@@ -32,7 +32,7 @@ def statement_of(rules: "NbAFLRules", run: RunFacts) -> PrivacyStatement:
             _worst(books, books.ledgers),
             sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
             noise_std=rules.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
-            paper=_paper(rules, run, exposures=replies, limit=rules.uplink_exposures, what="uplink"),
+            paper=_paper(rules, run, exposures=replies, limit=rules.uplink_exposures or 0, what="uplink"),
         ),
         Adversary.of(
             "participants",
@@ -77,8 +77,8 @@ def _worst(books: ClientBooks, ledgers: Mapping[str, Ledger]) -> Cost:
 
 
 def _paper(rules: "NbAFLRules", run: RunFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
-    """The epsilon that the paper claims for its noise, and the reasons against it here."""
-    if math.isinf(rules.paper_epsilon):
+    """The epsilon that the paper claims for its noise, and the reasons against it here; None if the noise is not the paper's."""
+    if rules.paper_epsilon is None or math.isinf(rules.paper_epsilon):
         return None
     faults = []
     if exposures > limit:

@@ -1,0 +1,174 @@
+"""Epsilon in, noise out: the noise multiplier of a whole run, found on the events that its ledger will be charged with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
+
+from dp_accounting import ComposedDpEvent, DpEvent
+from scipy.stats import binom
+
+from flower_dp.core import checks
+from flower_dp.core.sampling import PoissonSampling
+from flower_dp.privacy import accounting
+from flower_dp.privacy.release import Release
+from flower_dp.strategies.evaluation import SumEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.releases.shared_noise import SharedNoise
+
+# Probability that a run has a smaller cohort than its noise is made for, where cohorts change the cost of a round.
+_SMALLER_COHORT = 1e-3
+# Both sides calibrate for themselves: rounded up to so many digits, they get the same number on any machine.
+_DIGITS = Context(prec=6, rounding=ROUND_CEILING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a run of so many rounds may cost; its noise is the least with which it costs no more.
+
+    Epsilon is that of the statement's headline, against participants, who know their own shares of the noise.
+
+    Attributes:
+        epsilon: of all rounds and of all private evaluations together.
+        num_rounds: of the run.
+        evaluation: the private evaluations of the run; None without them.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+    """
+
+    epsilon: float
+    num_rounds: int
+    evaluation: PrivateEvaluation | None = None
+
+    def __post_init__(self) -> None:
+        checks.number("epsilon", self.epsilon, above=0)
+        checks.integer("num_rounds", self.num_rounds, at_least=1)
+
+    def check_rounds(self, num_rounds: int) -> None:
+        """Refuse a run of another length: more rounds would pass epsilon, fewer would have needed less noise.
+
+        Raises:
+            ValueError: naming both numbers.
+        """
+        if num_rounds != self.num_rounds:
+            raise ValueError(
+                f"num_rounds={num_rounds}: the strategy was constructed with num_rounds={self.num_rounds}, for which "
+                f"epsilon={self.epsilon:g} gave the noise; give both the same number"
+            )
+
+    def noise_multiplier(self, shared_of: Callable[[float], SharedNoise], *, delta: float) -> float:
+        """Return the least noise multiplier, rounded up to six digits, with which the run costs at most epsilon.
+
+        Args:
+            shared_of: makes the noise of the method's release from a noise multiplier.
+            delta: the delta at which epsilon is stated.
+
+        Raises:
+            ValueError: if no noise on the method's own release keeps the run within epsilon.
+        """
+        one = shared_of(1.0)
+        relation, evaluation = one.release.relation, None
+        if self.evaluation is not None:
+            evaluation = SumEvaluation.of(self.evaluation, NoisedSum(name="", shared=one))
+
+        def run(noise_multiplier: float) -> DpEvent:
+            return run_event(shared_of(_rounded_up(noise_multiplier)), evaluation, self.num_rounds, charged=self._likely)
+
+        if evaluation is not None:
+            count = self.num_rounds // evaluation.plan.every
+            evaluations = _events(evaluation.release.shared, count, self._likely)
+            alone = accounting.epsilon(evaluations, delta=delta, relation=relation).epsilon
+            if not alone < self.epsilon:
+                raise ValueError(
+                    f"epsilon={self.epsilon:g}: the {count} private evaluations alone cost {alone:.4g}; give them more noise "
+                    f"than noise_multiplier={evaluation.plan.noise_multiplier:g}, or evaluate in fewer rounds than every="
+                    f"{evaluation.plan.every}"
+                )
+        try:
+            return _rounded_up(accounting.calibrate(run, epsilon=self.epsilon, delta=delta, relation=relation))
+        except ValueError as error:
+            raise ValueError(f"{error}, for num_rounds={self.num_rounds}") from error
+
+    def _likely(self, shared: SharedNoise) -> Release:
+        """Return what a round is charged at most, unless its cohort is smaller than almost any of the run."""
+        if not shared.shares_vary:
+            return shared.charged
+        # In a sum of one share nobody knows a part of the noise.
+        return shared.without_one_of(max(2, shared.shares(smallest_cohort(shared, self.num_rounds))))
+
+
+def smallest_cohort(shared: SharedNoise, num_rounds: int) -> int:
+    """Return a size such that no cohort of a run is smaller, with a probability of 99.9 %."""
+    sampler, num_clients = shared.release.sampler, shared.release.num_clients
+    if not sampler.secret_size:
+        return sampler.largest_cohort(num_clients)
+    if not isinstance(sampler, PoissonSampling):
+        return 0
+    return int(binom.ppf(_SMALLER_COHORT / num_rounds, num_clients, sampler.sampling_rate))
+
+
+def noise_of(
+    *,
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    num_rounds: int | None,
+    target_epsilon: float | None,
+    evaluation: PrivateEvaluation | LocalEvaluation | None,
+) -> float | Budget:
+    """Return the noise multiplier that was given, or the budget for which it is calibrated.
+
+    Raises:
+        ValueError: unless exactly one of `noise_multiplier` and `epsilon` is given, and `num_rounds` with `epsilon` alone.
+    """
+    if (noise_multiplier is None) == (epsilon is None):
+        both = "neither is given" if epsilon is None else "both are given"
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier}, epsilon={epsilon}: {both}; must be exactly one: epsilon calibrates the noise"
+        )
+    if noise_multiplier is not None:
+        if num_rounds is not None:
+            raise ValueError(f"num_rounds={num_rounds}: is read with epsilon only; with noise_multiplier, give it to start")
+        return noise_multiplier
+    if target_epsilon is not None:
+        raise ValueError(f"target_epsilon={target_epsilon}: epsilon={epsilon} is the run's target already; give one of them")
+    if num_rounds is None or epsilon is None:
+        raise ValueError(f"num_rounds: is missing; epsilon={epsilon} needs the number of rounds, the same as start")
+    plan = evaluation if isinstance(evaluation, PrivateEvaluation) else None
+    return Budget(epsilon=epsilon, num_rounds=num_rounds, evaluation=plan)
+
+
+def at_most(shared: SharedNoise) -> Release:
+    """Return what a round is charged at most."""
+    return shared.charged
+
+
+def run_event(
+    training: SharedNoise,
+    evaluation: SumEvaluation | None,
+    num_rounds: int,
+    *,
+    charged: Callable[[SharedNoise], Release] = at_most,
+) -> DpEvent:
+    """Return what rounds 1 to `num_rounds` cost, their evaluations with them: one after every `every`-th.
+
+    Args:
+        training: the method's own noise.
+        evaluation: the private evaluations; None without them.
+        num_rounds: how many.
+        charged: what a round is charged, which may depend on its cohort.
+    """
+    events = charged(training).events(num_rounds)
+    if evaluation is None:
+        return events
+    return ComposedDpEvent([events, _events(evaluation.release.shared, num_rounds // evaluation.plan.every, charged)])
+
+
+def _events(shared: SharedNoise, count: int, charged: Callable[[SharedNoise], Release]) -> DpEvent:
+    # Before a round is run, the target must cover its evaluation whoever will be drawn for it.
+    last = [shared.charged.event(count)] if count else []
+    return ComposedDpEvent([charged(shared).events(max(0, count - 1)), *last])
+
+
+def _rounded_up(number: float) -> float:
+    return float(_DIGITS.plus(Decimal(repr(number))))
