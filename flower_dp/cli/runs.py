@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from flower_dp.running.progress import Display
 
 
+# In the log, of what fails in the user's own code; shown all along.
+_FAILURES = ("can't train: ", "evaluate_fn failed in round")
+
+
 class Engine(StrEnum):
     """What runs an app on this machine."""
 
@@ -112,7 +116,7 @@ def run(
 
 
 class _Screen:
-    """Shows the metrics of a run, and the app's log until the first metrics appear."""
+    """Shows the metrics of a run, the app's log until the first metrics appear, and failures of the user's own code."""
 
     def __init__(self, display: "Display", *, quiet: bool) -> None:
         self._display = display
@@ -123,7 +127,7 @@ class _Screen:
         self._display.show(metrics)
 
     def tell(self, line: str) -> None:
-        if not self._quiet:
+        if not self._quiet or any(text in line for text in _FAILURES):
             typer.echo(line)
 
 

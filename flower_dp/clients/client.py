@@ -128,7 +128,7 @@ class NodeClient(NumPyClient):
                 continue
             if (why := self._dry_run(name, records)) is None:
                 return None
-            log.error("client %s can't train: %s", name, why)
+            log.error("client %s: dry run: %s", name, why)
             found.append(why)
         return found[0] if found else None
 

@@ -28,7 +28,9 @@ LOSS = "the loss does not take the model's outputs and targets of the shape and 
 GRADIENT = "the loss has no gradient in the model's parameters"
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
 DATA = "its data can't be read"
-RECURRENT = "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers, which take the same arguments"
+RECURRENT = (
+    "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers, with the same arguments"
+)
 SINGLE_RECORD = (
     "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
     "and layers that need more than one record"

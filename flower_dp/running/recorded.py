@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
+from flower_dp.strategies.evaluate_fn import Around, guarded
 from flower_dp.strategies.run_state import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
@@ -91,8 +92,10 @@ def record_run(
     watch = WATCH.get() or Watch(on_line=lambda line: None)
     watch.folder = folder.path
 
+    evaluate = guarded(evaluate_fn)
+
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
+        metrics = evaluate(server_round, arrays) if evaluate else None
         line: dict[str, Any] = {**_users(metrics or {}, warned), "round": server_round, "num-rounds": num_rounds}
         line |= strategy.line_of(server_round)
         # Rounds take the longer, the more clients are in them.
@@ -104,7 +107,7 @@ def record_run(
         return metrics
 
     try:
-        result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=record, **arguments)
+        result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=Around(record), **arguments)
     finally:
         stated = strategy.statement
         statement = replace(stated, not_covered=(*stated.not_covered, *not_covered))

@@ -19,6 +19,7 @@ from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import UNFIT, Declined
 from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure
 from flower_dp.clients.reply.work import Work
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import Records
@@ -114,6 +115,13 @@ class LocalDPClient(NodeClient):
     def vectors(self) -> tuple[str, ...]:
         """Names of the vectors that the recipe works with besides the model."""
         return self.recipe.vectors if isinstance(self.recipe, Stateful) else ()
+
+    def why_unable(self) -> str | None:
+        """Return why none of the hosted clients can train, in fixed words; None if one can, or if only a record tells."""
+        why = super().why_unable()
+        if why is None:
+            dry_run.log_private_kind(self.clients)
+        return why
 
     def _why_unfit(self, records: Records) -> str | None:
         why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None

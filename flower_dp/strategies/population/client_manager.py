@@ -22,8 +22,6 @@ log = logging.getLogger("flwr")
 _POLL_SECONDS = 0.1
 _SETTLED_SECONDS = 3.0
 _LISTED = 5
-# In the log line of a node whose clients can't train; `flower-dp run` shows such lines.
-CANT_TRAIN = "can't train"
 # Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
 _LATE_SECONDS, _REST = 20.0, 10.0
 # Of a node that can't take part.
@@ -271,7 +269,8 @@ class ClientManager:
         self._hosted |= answers
         for node, answer in answers.items():
             if answer.unable:
-                log.warning("node %s %s: %s; its %s clients send no update", node, CANT_TRAIN, answer.unable, len(answer.names))
+                # `flower-dp run` shows this line.
+                log.warning("node %s can't train: %s; its %s clients send no update", node, answer.unable, len(answer.names))
 
     def _admitted(self, known: list[str]) -> list[str]:
         """Return the known names and those of connected nodes, as many as may take part: first nodes that name few clients."""
