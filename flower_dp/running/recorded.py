@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
-from flower_dp.strategies.evaluate_fn import Around, guarded
+from flower_dp.strategies.evaluate_fn import Around, named
 from flower_dp.strategies.run_state import RoundReport
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
@@ -92,10 +92,14 @@ def record_run(
     watch = WATCH.get() or Watch(on_line=lambda line: None)
     watch.folder = folder.path
 
-    evaluate = guarded(evaluate_fn)
+    evaluate = named(evaluate_fn)
 
     def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        metrics = evaluate(server_round, arrays) if evaluate else None
+        metrics, failed = None, None
+        try:
+            metrics = evaluate(server_round, arrays) if evaluate else None
+        except Exception as error:  # the round was charged, and gets its line
+            failed = error
         line: dict[str, Any] = {**_users(metrics or {}, warned), "round": server_round, "num-rounds": num_rounds}
         line |= strategy.line_of(server_round)
         # Rounds take the longer, the more clients are in them.
@@ -104,6 +108,8 @@ def record_run(
         folder.append(line)
         watch.rounds.append(line)
         watch.on_line(line)
+        if failed is not None:
+            raise failed
         return metrics
 
     try:

@@ -20,7 +20,7 @@ from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.best_model import BestModel, less_is_better
-from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, guarded
+from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
 from flower_dp.strategies.local_evaluation import OwnEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import (
@@ -345,7 +345,7 @@ class DPPASGD(DPStrategy):
             TimeoutError: as there.
             RuntimeError: as there.
         """
-        compared = None if (evaluate := guarded(evaluate_fn)) is None else Around(self._compared(evaluate))
+        compared = None if (evaluate := named(evaluate_fn)) is None else Around(self._compared(evaluate))
         result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, compared)
         if (best := self.rules.best.arrays) is not None:
             result.arrays = ArrayRecord({name: Array(array) for name, array in best.items()})

@@ -19,7 +19,7 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.evaluate_fn import EvaluateFn, guarded
+from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
@@ -211,14 +211,13 @@ class DPStrategy(Strategy):
     ) -> Result:
         """Run up to `num_rounds` rounds, fewer where the target epsilon ends the run first; arguments as Flower's.
 
-        `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. If it fails then, the run ends before
-        any client is asked; if it fails later, the round has no metrics and the run goes on. `timeout` bounds each round.
+        `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. `timeout` bounds each round.
 
         Raises:
             ValueError: for a model with arrays that can't be made private or are not finite, clients that don't fit
                 `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
-            RuntimeError: if all nodes say that their clients can't train, `evaluate_fn` fails on the initial model, or no client
+            RuntimeError: if all nodes say that their clients can't train, `evaluate_fn` fails, or no client
                 sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
@@ -241,7 +240,7 @@ class DPStrategy(Strategy):
             timeout=timeout,
             train_config=train_config or ConfigRecord(),
             evaluate_config=evaluate_config or ConfigRecord(),
-            evaluate_fn=guarded(evaluate_fn),
+            evaluate_fn=named(evaluate_fn),
             clients_evaluate=self._evaluates_itself or self.rules.evaluation is not None,
         )
         try:
