@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from flower_dp.running.progress import Display
 
 
+# In the log, of a node whose clients can't train.
+_CANT_TRAIN = "can't train: "
+
+
 class Engine(StrEnum):
     """What runs an app on this machine."""
 
@@ -112,7 +116,7 @@ def run(
 
 
 class _Screen:
-    """Shows the metrics of a run, and the app's log until the first metrics appear."""
+    """Shows the metrics of a run, the app's log until the first metrics appear, and who can't train."""
 
     def __init__(self, display: "Display", *, quiet: bool) -> None:
         self._display = display
@@ -123,7 +127,7 @@ class _Screen:
         self._display.show(metrics)
 
     def tell(self, line: str) -> None:
-        if not self._quiet:
+        if not self._quiet or _CANT_TRAIN in line:
             typer.echo(line)
 
 

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients.client import NodeClient
-from flower_dp.clients.reasons import SEE_LOG, Declined, in_own_words, reading
+from flower_dp.clients.reasons import in_own_words, reading, why_no_client
 
 log = logging.getLogger("flwr")
 
@@ -29,6 +29,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             error in `client_fn` the server learns only that there was one.
     """
     app = ClientApp()
+    # Runs in which a client of this process was found able to train: one dry run a simulation's worker is enough.
+    able: set[int] = set()
 
     def client_of(context: Context) -> NodeClient:
         with in_own_words("client_fn"):
@@ -39,10 +41,14 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     @app.query()
     def hosts(message: Message, context: Context) -> Message:
         try:
-            text = str(client_fn(context).get_properties({})[wire.KEY])
+            client = client_fn(context)
+            why = None if context.run_id in able else client.why_unable()
+            text = client.hosts(why)
+            if why is None:
+                able.add(context.run_id)
         except Exception as error:  # after any error the server must learn that this node has no clients
             log.error("client_fn failed", exc_info=error)
-            text = json.dumps({"error": error.reason if type(error) is Declined else f"client_fn failed; {SEE_LOG}"})
+            text = json.dumps({"error": why_no_client(error)})
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
     @app.train()

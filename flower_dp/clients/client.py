@@ -1,9 +1,11 @@
 """The client: trains, clips, adds its noise, compresses; one client on a device, many on a simulation worker."""
 
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,14 @@ from flower_dp import wire
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import Declined, in_own_words, reading
+from flower_dp.clients.reasons import DATA, Declined, in_own_words, reading
 from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
 from flower_dp.clients.reply.pipeline import Job, Train, failure
 from flower_dp.clients.reply.updates import TrainedUpdates
 from flower_dp.clients.reply.work import Work, add_up
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
 from flower_dp.clients.training.recipe import FlatModel, Training
@@ -30,6 +33,11 @@ from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Instruction
+
+log = logging.getLogger("flwr")
+
+# Clients of a node that make a dry run, if none of them can train.
+_MOST_TRIED = 16
 
 
 class NodeClient(NumPyClient):
@@ -97,9 +105,40 @@ class NodeClient(NumPyClient):
         self.context = context
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the names of the hosted clients and of the methods that they run."""
+        """Return the answer to the client query: see `hosts`."""
         with in_own_words("naming the clients"):
-            return {wire.KEY: json.dumps({"clients": sorted(self.clients), "methods": list(self.methods)})}
+            return {wire.KEY: self.hosts(self.why_unable())}
+
+    def hosts(self, why_unable: str | None) -> str:
+        """Return the names of the hosted clients, of the methods that they run, and why none of them can train, if so."""
+        answer = {"clients": sorted(self.clients), "methods": list(self.methods)}
+        return json.dumps(answer if why_unable is None else answer | {"unable": why_unable})
+
+    def why_unable(self) -> str | None:
+        """Return why none of the hosted clients can train, in fixed words; None if one can, or nobody knows.
+
+        Clients are tried one after another until one can train, and no more than a few.
+        """
+        found = []
+        for name in islice(self.clients, _MOST_TRIED):
+            try:
+                records = self.clients[name]
+            except Exception as error:
+                found.append(failure(name, error, DATA).reason)
+                continue
+            if (why := self._dry_run(name, records)) is None:
+                return None
+            log.error("client %s: dry run: %s", name, why)
+            found.append(why)
+        return found[0] if found else None
+
+    def _dry_run(self, name: str, records: Records) -> str | None:
+        """Return why a client can't train, in fixed words; None if it can, or in doubt."""
+        try:
+            return self._why_unfit(records)
+        except Exception as error:
+            log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)
+            return None
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.
@@ -200,6 +239,10 @@ class NodeClient(NumPyClient):
             return torch.from_numpy(layout.flatten(trained)).to(self.model.device)
 
     @abstractmethod
+    def _why_unfit(self, records: Records) -> str | None:
+        """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
+
+    @abstractmethod
     def _check(self, instruction: Instruction) -> None:
         """Refuse an instruction that the policy does not allow."""
 
@@ -273,6 +316,9 @@ class DPClient(NodeClient):
     def methods(self) -> tuple[str, ...]:
         """The methods with one noised sum of clipped updates, and private evaluation."""
         return (*CLIENT_LEVEL, wire.EVALUATION)
+
+    def _why_unfit(self, records: Records) -> str | None:
+        return dry_run.of_training(self.model, records, self.training)
 
     def _check(self, instruction: Instruction) -> None:
         if instruction.ask.metrics is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flower_dp.clients.reply.parts import Clip, FullNoise, RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Pipeline
 from flower_dp.clients.reply.sending import QSGD, SinglePrecision
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.clipped_steps import ClippedSteps
 from flower_dp.clients.training.convex import ConvexModel
 from flower_dp.clients.training.losses import Loss
@@ -96,6 +97,12 @@ class DPFedPAQRecipe:
         """
         replies = value_of("num_replies", self.num_replies, name)
         return self._terms(value_of("epsilon", self.epsilon, name), replies, len(records))
+
+    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+        if self.steps.sensitivity == "convex-glm":  # whose gradients are a formula of its own
+            return None
+        return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""

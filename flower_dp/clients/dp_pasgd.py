@@ -12,6 +12,7 @@ from flower_dp.clients.reply.parts import RecordClip, StepNoise
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
@@ -155,6 +156,10 @@ class DPPASGDRecipe:
         """
         size = value_of("batch_size", self.batch_size, name)
         return self._terms(value_of("epsilon", self.epsilon, name), size, len(records))
+
+    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+        return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""

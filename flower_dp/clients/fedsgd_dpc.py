@@ -12,6 +12,7 @@ from flower_dp.clients.reply.parts import FullNoise, RecordClip
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
@@ -127,6 +128,10 @@ class FedSGDDPCRecipe:
         if self.relation == "replace-one" and size != len(records):
             raise ValueError(f"num_records={size}: client {name!r} has {len(records)} records")
         return self._terms(value_of("epsilon", self.epsilon, name), value_of("num_replies", self.num_replies, name), size)
+
+    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+        return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from flower_dp.clients.nbafl_weights import weights_pipeline
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
@@ -134,6 +135,10 @@ class NbAFLRecipe:
             raise ValueError(f"min_records={self.min_records}: client {name!r} has only {len(records)}")
         field = "epsilon" if self.paper_epsilon is None else "paper_epsilon"
         return self._terms(value_of(field, self._epsilon, name), value_of("num_replies", self.num_replies, name))
+
+    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the model can't be trained: see `MadeUp`."""
+        return dry_run.of_training(model, records, self.training, public=True)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply, with the clip and the noise of its own release."""

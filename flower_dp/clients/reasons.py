@@ -16,6 +16,29 @@ log = logging.getLogger("flwr")
 
 UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
+# What a dry run finds. None of these depends on a value of a record.
+ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
+TRANSFORM = "the transform does not take inputs of the shape and type of the client's records"
+WHOLE_NUMBERS = (
+    "inputs are whole numbers and the model takes floats: convert them, for example in "
+    "TensorRecords(..., transform=lambda batch: batch.float() / 255)"
+)
+MODEL = "the model does not take inputs of the names, shape and type of the client's records"
+LOSS = "the loss does not take the model's outputs and targets of the shape and type of the client's records"
+GRADIENT = "the loss has no gradient in the model's parameters"
+STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
+DATA = "its data can't be read"
+RECURRENT = (
+    "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers, with the same arguments"
+)
+SINGLE_RECORD = (
+    "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
+    "and layers that need more than one record"
+)
+BATCH_STATISTICS = (
+    "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
+    "flower_dp.clients.fix_batchnorm(model)"
+)
 
 
 @final
@@ -38,6 +61,18 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
 
 class UnfitModelError(RuntimeError):
     """The model or the loss can't be differentiated record by record, whatever the record holds; the text stays on the device."""
+
+
+@final
+class BatchStatisticsError(ValueError):
+    """The model has a layer with batch statistics; the text, which names the layer, stays on the device."""
+
+
+def why_no_client(error: Exception) -> str:
+    """Return what the server learns of an error in `client_fn`."""
+    if type(error) is Declined:
+        return error.reason
+    return f"client_fn failed: {BATCH_STATISTICS}" if type(error) is BatchStatisticsError else f"client_fn failed; {SEE_LOG}"
 
 
 @contextmanager

@@ -97,6 +97,10 @@ class ScaffoldRecipe:
         """Return why a client must not reply to this model and c - c_i [d] each, as `DPFedPAQRecipe`; None if it may."""
         return self._plain().why_not(vector, model=model, server_round=server_round, drift=self._drift())
 
+    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+        return self._plain().why_unfit(model, records)
+
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply: c - c_i is added to every step's gradient, and c_i' is kept."""
         made = steps_pipeline(

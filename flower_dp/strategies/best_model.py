@@ -1,15 +1,13 @@
 """The best model of a run, by the server's own evaluation on public data."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 
 from flower_dp.core.stored import stored
-
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 def less_is_better(best_by: str) -> bool:

@@ -19,7 +19,8 @@ from flower_dp.core.steps import StepSchedule
 from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.best_model import BestModel, Evaluate, less_is_better
+from flower_dp.strategies.best_model import BestModel, less_is_better
+from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks, Member, PerClient, Population
@@ -273,13 +274,13 @@ class DPPASGD(DPStrategy):
             TimeoutError: as there.
             RuntimeError: as there.
         """
-        compared = None if evaluate_fn is None else self._compared(evaluate_fn)
+        compared = None if evaluate_fn is None else Around(self._compared(named(evaluate_fn)))
         result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, compared)
         if (best := self.rules.own.arrays) is not None:
             result.arrays = ArrayRecord({name: Array(array) for name, array in best.items()})
         return result
 
-    def _compared(self, evaluate_fn: Evaluate) -> Evaluate:
+    def _compared(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return an `evaluate_fn` that keeps the best model that it has evaluated, the initial one included."""
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

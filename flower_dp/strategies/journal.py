@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.core import columns, environment
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
 
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy
@@ -115,15 +116,16 @@ class Journal:
         self._metrics: dict[int, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
-    def evaluated(self, evaluate_fn: Callable[..., MetricRecord | None]) -> Callable[..., MetricRecord | None]:
+    def evaluated(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return an `evaluate_fn` whose metrics are in the lines."""
+        own = named(evaluate_fn)
 
-        def evaluate(server_round: int, *arguments: Any, **named: Any) -> MetricRecord | None:
-            metrics = evaluate_fn(server_round, *arguments, **named)
+        def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            metrics = own(server_round, arrays)
             self._metrics[server_round] = metrics if isinstance(metrics, Mapping) else {}
             return metrics
 
-        return evaluate
+        return Around(evaluate)
 
     def released(self, server_round: int, arrays: ArrayRecord) -> None:
         """Note that a round has ended with this model; its line is passed on when all of it is known."""

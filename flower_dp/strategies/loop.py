@@ -2,19 +2,17 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from flower_dp.strategies.evaluate_fn import EvaluateFn
 from flower_dp.strategies.run import Run
 
 log = logging.getLogger("flwr")
 
-# The number of a round and its model -> metrics by public data, or nothing.
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 # Flower sends the log to the SuperLink while rounds run: a line for every quick round would slow them down.
 _LOG_SECONDS = 1.0
 

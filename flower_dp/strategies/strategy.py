@@ -19,10 +19,11 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
+from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.journal import Journal, observed
 from flower_dp.strategies.legacy import LegacyAppError
-from flower_dp.strategies.loop import EvaluateFn, Rounds
+from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import check_overrides, why_none_fits, why_unfit
 from flower_dp.strategies.releases.left_out import RoundLeftOut
@@ -227,7 +228,8 @@ class DPStrategy(Strategy):
             ValueError: for a model with arrays that can't be made private or are not finite, clients that don't fit
                 `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
-            RuntimeError: if no client sends a usable update in the first rounds, or in all rounds of a short run.
+            RuntimeError: if all nodes say that their clients can't train, `evaluate_fn` fails, or no client
+                sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         if evaluate_config and not (self._evaluates_itself or self.rules.evaluation):
@@ -249,7 +251,7 @@ class DPStrategy(Strategy):
             timeout=timeout,
             train_config=train_config or ConfigRecord(),
             evaluate_config=evaluate_config or ConfigRecord(),
-            evaluate_fn=evaluate_fn,
+            evaluate_fn=None if evaluate_fn is None else named(evaluate_fn),
             clients_evaluate=self._evaluates_itself or self.rules.evaluation is not None,
         )
         try:

@@ -1,4 +1,4 @@
-"""A node's answer to the client query: the clients that it hosts, and the methods that they run."""
+"""A node's answer to the client query: the clients that it hosts, the methods that they run, and whether they can train."""
 
 import json
 import re
@@ -23,6 +23,11 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.?)*+(?:"|\Z)', re.DOTALL)
 class Hosted:
     """A node's answer: the clients that it hosts, each name once, and the methods that they run.
 
+    Attributes:
+        names: of the clients.
+        methods: their names.
+        unable: why none of the clients can train, as a dry run on the node has found; empty if one can.
+
     Raises:
         ValueError: if a name stands twice.
 
@@ -34,6 +39,7 @@ class Hosted:
 
     names: tuple[str, ...]
     methods: frozenset[str]
+    unable: str = ""
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
@@ -68,7 +74,8 @@ def _read(text: str, most_names: int) -> Hosted:
     if not isinstance(methods, list) or len(methods) > _MOST_METHODS:
         shown = checks.one_line(str(methods), most=_MOST_REASON)
         raise ValueError(f"methods={shown}: must be at most {_MOST_METHODS} names; is its flower-dp an older release?")
-    return Hosted(names=clients, methods=frozenset(checks.line("methods: name", method) for method in methods))
+    unable = checks.one_line(str(data.get("unable", "")), most=_MOST_REASON)
+    return Hosted(names=clients, methods=frozenset(checks.line("methods: name", method) for method in methods), unable=unable)
 
 
 def _flat(text: str, most_names: int) -> dict[str, object]:

@@ -14,11 +14,12 @@ from flower_dp.clients.client import NodeClient
 from flower_dp.clients.kept import kept_of
 from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
-from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, Stateful
+from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reasons import UNFIT, Declined
 from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure
 from flower_dp.clients.reply.work import Work
+from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import Records
@@ -115,6 +116,17 @@ class LocalDPClient(NodeClient):
         """Names of the vectors that the recipe works with besides the model."""
         return self.recipe.vectors if isinstance(self.recipe, Stateful) else ()
 
+    def why_unable(self) -> str | None:
+        """Return why none of the hosted clients can train, in fixed words; None if one can, or if only a record tells."""
+        why = super().why_unable()
+        if why is None:
+            dry_run.log_private_kind(self.clients)
+        return why
+
+    def _why_unfit(self, records: Records) -> str | None:
+        why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
+        return None if why is None else f"{UNFIT}: {why}"
+
     def _check(self, instruction: Instruction) -> None:
         if instruction.ask.metrics is None:  # else the policy is asked about every client's own noise
             self.policy.check_local(instruction.ask)
@@ -129,6 +141,9 @@ class LocalDPClient(NodeClient):
             vectors = {name: torch.from_numpy(one.copy()).to(vector.device) for name, one in ask.vectors.items()}
             kept = self._kept(agreed, vector)
             recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
+        if ask.metrics is None:  # a client that can't train pays nothing
+            tried = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
+            refused |= {name: why for name, why in tried.items() if why is not None}
         for name, own in recipes.items():
             if isinstance(own, ConditionsOnModel) and (why := own.why_not(vector, model=self.model, server_round=number)):
                 refused[name] = why

@@ -55,3 +55,14 @@ class ConditionsOnModel(Protocol):
             model: the client's own.
             server_round: the server's number.
         """
+
+
+@runtime_checkable
+class MadeUp(Protocol):
+    """A recipe that makes a dry run on records that nobody has."""
+
+    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+        """Return why no record of the public shape and type of a client's can be trained on; None if one can, or nobody knows.
+
+        The text is one of `flower_dp.clients.reasons`; no record decides it.
+        """

@@ -10,6 +10,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
+from flower_dp.clients.reasons import BatchStatisticsError
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.lus import LUS
@@ -240,7 +241,7 @@ def model_arrays(module: nn.Module) -> ArrayRecord:
 def _refuse_batch_statistics(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if getattr(layer, "running_mean", None) is not None or isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
+            raise BatchStatisticsError(
                 f"layer {name!r} ({type(layer).__name__}) mixes and keeps statistics of private records: use GroupNorm instead, "
                 f"e.g. torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')}), or "
                 "flower_dp.clients.fix_batchnorm(model)"

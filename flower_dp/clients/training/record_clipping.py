@@ -12,7 +12,7 @@ from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, Records, canonical, each, made_up
+from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
@@ -60,7 +60,7 @@ def clipped_sum(
     Raises:
         UnfitModelError: if the model has no gradient even for a record of zeros.
     """
-    _check_model(model, records, loss)
+    check_model(model, records, loss)
     total = torch.zeros_like(model.vector, dtype=torch.float64)
     losses = [torch.zeros(0, device=model.device)]
     problems: set[str] = set()
@@ -89,7 +89,7 @@ def clipped_sum(
     return total, counted.mean() if len(counted) else torch.zeros((), device=model.device)
 
 
-def _check_model(model: FlatModel, records: Records, loss: Loss) -> None:
+def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
     """Raise if the model has no gradient even for a made-up record: then the model is at fault, and noise would hide it.
 
     It is always the made-up record that decides, whatever the client's records do.
@@ -99,8 +99,7 @@ def _check_model(model: FlatModel, records: Records, loss: Loss) -> None:
         if made is None:
             return
         inputs, targets = each(made[0], canonical), canonical(made[1])
-        kinds = {"": inputs} if isinstance(inputs, Tensor) else inputs
-        key = ("fits", loss, tuple((name, one.shape, one.dtype) for name, one in kinds.items()), targets.shape, targets.dtype)
+        key = ("fits", loss, kinds(inputs, targets))
         if key in model.programs:
             return
         start = model.vector.clone()

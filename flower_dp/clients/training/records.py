@@ -53,6 +53,12 @@ def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
     return outputs
 
 
+def kinds(inputs: Inputs, targets: Tensor) -> object:
+    """Return names, shapes and types of a batch, as a key."""
+    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+    return tuple((name, one.shape, one.dtype) for name, one in named.items()), targets.shape, targets.dtype
+
+
 def made_up(records: "Records", device: torch.device) -> tuple[Inputs, Tensor] | None:
     """Return inputs and target [1, ...] of a record that nobody has, of the kind of the client's; None if its kind is not public.
 

@@ -105,6 +105,7 @@ class ClientManager:
             TimeoutError: if too few clients have registered in time, or no client is connected any more.
             ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has too few clients, or there
                 are more clients than `num_clients` and newcomers can't take part.
+            RuntimeError: if all nodes say that their clients can't train.
         """
         if self._known is None:
             self._wait(grid)
@@ -130,7 +131,7 @@ class ClientManager:
             answers = self._query.ask(grid, self._there - set(self._hosted), most_names=most_names)
             if self._query.kind != before:
                 self._hosted.clear()  # answers of another kind of app
-            self._hosted |= answers
+            self._note(answers)
             names = self._names_there()
             count, now = len(names), time.monotonic()
             if count >= self._num_clients:
@@ -199,6 +200,9 @@ class ClientManager:
             raise ValueError(
                 f"num_clients={self._num_clients}: {len(names)} clients have registered; set num_clients={len(names)}"
             )
+        unable = [self._hosted[node].unable for node in self._there if self._names(node)]
+        if unable and all(unable):
+            raise RuntimeError(f"no client can train: {Counter(unable).most_common(1)[0][0]}")
         names = self._admitted([])
         if self._most_per_node is None:
             # A node that comes later may name as many as the largest one has that takes part from the start.
@@ -245,15 +249,28 @@ class ClientManager:
             if (waited := time.monotonic() - begun) > _LATE_SECONDS:
                 self._waits_from = time.monotonic() + _REST * waited
                 break
+        self._note(answers)
         for node, answer in answers.items():
             reason = self._reason(answer)
             if reason is not None:
                 log.warning("node %s is not asked: %s", node, reason)
-            self._hosted[node] = answer if reason is None else _NOBODY
+                self._hosted[node] = _NOBODY
         self._there = there
         return any(self._names(node) for node in there)
 
     # Both
+
+    def _note(self, answers: dict[int, Hosted]) -> None:
+        """Keep answers of nodes; log which of them can't train.
+
+        Their clients stay in the population, and a cohort is drawn and paid for as if they could: what one node says changes
+        nothing for the others.
+        """
+        self._hosted |= answers
+        for node, answer in answers.items():
+            if answer.unable:
+                # `flower-dp run` shows this line.
+                log.warning("node %s can't train: %s; its %s clients send no update", node, answer.unable, len(answer.names))
 
     def _admitted(self, known: list[str]) -> list[str]:
         """Return the known names and those of connected nodes, as many as may take part: first nodes that name few clients."""

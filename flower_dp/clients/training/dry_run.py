@@ -1,0 +1,224 @@
+"""A dry run: whether a client can train at all, found out on records that nobody has, before anything is asked of it.
+
+What is reported is one of the texts of `flower_dp.clients.reasons`. It follows from the model, the recipe, and shapes and types
+of records. Where single records are protected, these are the public ones alone (`made_up`); where the client is, those of its
+first record serve as well, for the server learns of a client that fails anyway. No value of a record matters.
+
+Doubt counts for the client: it can't train only if no made-up batch works, and a loss of the user's own is not judged, since
+nobody knows which targets it takes.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients import reasons
+from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.losses import Loss, checked
+from flower_dp.clients.training.per_record import UnfitModelError
+from flower_dp.clients.training.recipe import FlatModel, Training
+from flower_dp.clients.training.record_clipping import check_model
+from flower_dp.clients.training.records import (
+    DatasetRecords,
+    Inputs,
+    Records,
+    TensorRecords,
+    canonical,
+    each,
+    kinds,
+    made_up,
+    outputs_of,
+)
+
+log = logging.getLogger("flwr")
+
+# Records of a made-up batch: some models need more than one.
+_FEW = 2
+_Batch = tuple[Inputs, Tensor]
+
+
+def of_training(model: FlatModel, records: Records, training: Training, *, public: bool = False) -> str | None:
+    """Return why a recipe can't train a model on records like a client's, None if it can or nobody knows.
+
+    One step is taken from the model's present weights, which stay as they are.
+
+    Args:
+        model: on the device that would train.
+        records: the client's.
+        training: the recipe.
+        public: whether only public shapes and types may be looked at.
+    """
+    with OwnDraws.of_data_sets(model.vector.device):
+        example = _example(records, model.device, public=public)
+        if not isinstance(example, tuple):
+            return example
+        key = ("trained", training, kinds(*example))
+        if key not in model.programs:
+            why = _Trial(model, training).why_not(example)
+            if why is not None:
+                return why
+            model.programs[key] = True
+        return None
+
+
+def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
+    """Return why the gradient of a single record of public shape and type can't be computed, None if it can or nobody knows."""
+    with OwnDraws.of_data_sets(model.vector.device):
+        try:
+            check_model(model, records, loss)
+        except UnfitModelError as error:
+            log.warning("dry run: %s: %s", error, error.__cause__)
+            return _why_no_record(model, records, loss)
+        return None
+
+
+def log_private_kind(clients: Mapping[str, Records]) -> None:
+    """Log, on the node alone, that the first client's first record is no pair; nobody else may know what one record tells."""
+    try:
+        name, records = next(iter(clients.items()))
+        if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
+            log.error("client %s can't train: %s (only this log says so, since a record does)", name, reasons.ROWS)
+    except Exception as error:
+        log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
+
+
+def _why_no_record(model: FlatModel, records: Records, loss: Loss) -> str | None:
+    """Return in which step a single made-up record fails, in the types in which records are computed one by one."""
+    example = _example(records, model.device, public=True)
+    if not isinstance(example, tuple):
+        return example
+    inputs, target = each(example[0], canonical), canonical(example[1])
+    trial = _Trial(model, Training(learning_rate=1.0, batch_size=1, loss=loss))
+    if (why := trial.why_no_outputs((inputs, target))) is not None:
+        return why
+    if trial.loss_fails((inputs, target)):
+        return reasons.LOSS
+    recurrent = any(type(layer) in (nn.GRU, nn.RNN) for layer in model.module.modules())
+    return reasons.RECURRENT if recurrent else reasons.SINGLE_RECORD
+
+
+class _Trial:
+    """Steps of training on made-up batches: a few records, then a whole batch, of zeros, then of ones."""
+
+    def __init__(self, model: FlatModel, training: Training) -> None:
+        self._model, self._training = model, training
+        # On a GPU an index out of range makes it unusable for the process.
+        self._safe = model.device.type == "cpu"
+
+    def why_not(self, example: _Batch) -> str | None:
+        """Return why there is no step on any batch that looks like this record [1, ...]; None if there is one."""
+        if any((error := self._step(batch)) is None for batch in self._batches(example)):
+            return None
+        log.warning("dry run: training on a made-up batch fails: %s: %s", type(error).__name__, error)
+        if (why := self.why_no_outputs(example)) is not None:
+            return why
+        if self.loss_fails(example):  # a loss of the user's own may take other targets than these
+            return reasons.LOSS if _is_torchs(self._training.loss) else None
+        return reasons.STEP if self._works(self._gradients, example) else reasons.GRADIENT
+
+    def why_no_outputs(self, example: _Batch) -> str | None:
+        """Return why the model has no outputs, None if it has."""
+        if self._works(lambda batch: self._outputs(batch[0]), example):
+            return None
+        floats = each(example[0], lambda tensor: tensor if tensor.is_floating_point() else tensor.float())
+        works = self._works(lambda batch: self._outputs(batch[0]), (floats, example[1]))
+        return reasons.WHOLE_NUMBERS if works else reasons.MODEL
+
+    def loss_fails(self, example: _Batch) -> bool:
+        """Tell whether the loss fails on every made-up batch."""
+        return not self._works(self._loss, example)
+
+    def _batches(self, example: _Batch) -> Iterator[_Batch]:
+        size = self._training.batch_size
+        for count in dict.fromkeys((min(_FEW, size), size)):
+            for value in (0, 1) if self._safe else (0,):
+                yield _filled(example, count, value)
+
+    def _works(self, function: Callable[[_Batch], object], example: _Batch) -> bool:
+        return any(self._error(function, batch) is None for batch in self._batches(example))
+
+    def _error(self, function: Callable[[_Batch], object], batch: _Batch) -> Exception | None:
+        self._model.reset_buffers()
+        start = self._model.vector.clone()
+        try:
+            function(batch)
+        except Exception as error:
+            return error
+        finally:
+            self._model.vector.copy_(start)
+            self._model.reset_buffers()
+        return None
+
+    def _step(self, batch: _Batch) -> Exception | None:
+        """Return the error of one step; without the loss where it is not safe to ask it."""
+        inputs, targets = batch
+        asked = self._safe or targets.is_floating_point() or _is_torchs(self._training.loss)
+        loss = self._training.loss if asked else _no_loss
+        brief = replace(self._training, batch_size=len(targets), num_local_epochs=1, num_local_steps=1, loss=loss)
+
+        def step(_: _Batch) -> None:
+            records = TensorRecords(inputs=inputs, targets=targets)
+            vector = self._model.vector.clone()
+            for row in local_updates(vector, [records], brief, model=self._model, server_round=1, seeds=[0]):
+                if isinstance(row, Exception):
+                    raise row
+
+        return self._error(step, batch)
+
+    def _outputs(self, inputs: Inputs) -> Any:
+        return outputs_of(self._model.module, inputs)
+
+    def _loss(self, batch: _Batch) -> Tensor:
+        return checked(self._training.loss)(self._outputs(batch[0]), batch[1])
+
+    def _gradients(self, batch: _Batch) -> None:
+        torch.autograd.grad(self._loss(batch), self._model.parameters, allow_unused=True)
+
+
+def _no_loss(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+def _example(records: Records, device: torch.device, *, public: bool) -> _Batch | str | None:
+    """Return a record [1, ...] of a client's shapes and types, or why there is none; None if nobody knows them."""
+    try:
+        made = made_up(records, device)
+    except Exception as error:
+        log.warning("dry run: the transform fails on a record of zeros: %s: %s", type(error).__name__, error)
+        return reasons.TRANSFORM
+    if made is not None or public:
+        return made
+    try:
+        if not len(records):
+            return None
+        if isinstance(records, DatasetRecords) and not _is_pair(row := records.dataset[0]):
+            log.warning("dry run: a row of the data set is a %s", type(row).__name__)
+            return reasons.ROWS
+        inputs, targets = records.batch(torch.tensor([0]), device)
+    except Exception as error:  # of one record, which decides nothing
+        log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
+        return None
+    return inputs, targets
+
+
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, tuple | list) and len(row) == 2
+
+
+def _filled(example: _Batch, count: int, value: int) -> _Batch:
+    """Return a batch [count, ...] of one value, of the shapes and types of a record."""
+
+    def filled(tensor: Tensor) -> Tensor:
+        return torch.full((count, *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
+
+    return each(example[0], filled), filled(example[1])
+
+
+def _is_torchs(loss: Loss) -> bool:
+    """Whether a loss is torch's own, which takes zeros as targets of any type that it takes at all."""
+    return (getattr(loss, "__module__", None) or type(loss).__module__).startswith("torch.nn.")

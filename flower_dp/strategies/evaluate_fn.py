@@ -1,0 +1,44 @@
+"""Somebody's `evaluate_fn`, whose failure is reported as what it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, MetricRecord
+
+# The number of a round and its model -> metrics by public data, or nothing.
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Somebody's function, whose errors say that they are its own.
+
+    Raises:
+        RuntimeError: if it fails, with the round, and the class and the text of its error.
+    """
+
+    function: EvaluateFn
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Return its metrics, None if it has none."""
+        try:
+            return self.function(server_round, arrays)
+        except Exception as error:
+            when = f"in round {server_round}, whose cost is stated" if server_round else "on the initial model, before any charge"
+            raise RuntimeError(f"evaluate_fn failed {when}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A function of this package's around somebody's: its own errors stay what they are."""
+
+    function: EvaluateFn
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Return what the function returns."""
+        return self.function(server_round, arrays)
+
+
+def named(evaluate_fn: EvaluateFn) -> EvaluateFn:
+    """Return a function whose failure is reported as that of somebody's `evaluate_fn`."""
+    return evaluate_fn if isinstance(evaluate_fn, Named | Around) else Named(evaluate_fn)

@@ -1,0 +1,486 @@
+"""A client that can't train says so before round 1, in fixed words; an odd one that can is not refused."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, RecordDict
+from opacus.layers import DPGRU
+from torch import Tensor, nn
+
+from flower_dp import wire
+from flower_dp.clients import (
+    DatasetRecords,
+    DPClient,
+    FedSGDDPCRecipe,
+    LocalDPClient,
+    NbAFLRecipe,
+    ProximalTerm,
+    TensorRecords,
+    Training,
+    client_app,
+    model_arrays,
+    reasons,
+)
+from flower_dp.clients.training import dry_run
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg, FedSGDDPC, NbAFL
+from tests.grids import LocalGrid
+
+NUM, CLASSES = 4, 3
+LABELS = torch.zeros(8, dtype=torch.int64)
+LOCAL: dict[str, Any] = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0}
+NAME = "Jane Doe"
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.out = layer(4, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.layer(inputs)[0][:, -1])
+
+
+class Named(nn.Module):
+    """Takes tokens by name; a record without a single token is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.out((self.table(ids) * mask.unsqueeze(-1)).mean(1))
+
+
+class Lengths(Named):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        if not bool(mask.sum(1).all()):
+            raise ValueError("a text without a word")
+        return super().forward(ids, mask)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, CLASSES).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, CLASSES, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + self.up(self.down(inputs))
+
+
+class Detached(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).detach()
+
+
+class Centred(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) < 2:
+            raise ValueError("a batch of one")
+        return super().forward(inputs)
+
+
+class Rows:
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, position: int) -> Any:
+        return self.row
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(8, *shape)
+
+
+def one_based(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A user's own loss, which takes no zeros."""
+    if int(targets.min()) < 1990:
+        raise ValueError(f"{NAME} was not born in the year 0")
+    return nn.functional.mse_loss(outputs[:, 0], targets.float() - 1990)
+
+
+def tensors(inputs: Any, targets: Tensor = LABELS, **more: Any) -> TensorRecords:
+    return TensorRecords(inputs=inputs, targets=targets, **more)
+
+
+def in_bytes(*shape: int) -> Tensor:
+    return torch.zeros(8, *shape, dtype=torch.uint8)
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+def half(batch: Tensor) -> Tensor:
+    return batch.float() / 255
+
+
+BROKEN: dict[str, tuple[Any, Any, Training, str]] = {
+    "uint8": (convolution, tensors(in_bytes(1, 4, 4)), Training(learning_rate=0.1), reasons.WHOLE_NUMBERS),
+    "dict rows": (
+        lambda: nn.Linear(4, CLASSES),
+        DatasetRecords(dataset=Rows({"image": torch.ones(4), "label": NAME})),
+        Training(learning_rate=0.1),
+        reasons.ROWS,
+    ),
+    "another shape": (lambda: nn.Linear(5, CLASSES), tensors(floats(4)), Training(learning_rate=0.1), reasons.MODEL),
+    "a row of another shape": (
+        lambda: nn.Linear(5, CLASSES),
+        DatasetRecords(dataset=Rows((torch.ones(4), 1))),
+        Training(learning_rate=0.1),
+        reasons.MODEL,
+    ),
+    "other names": (Named, tensors({"tokens": LABELS[:, None]}), Training(learning_rate=0.1), reasons.MODEL),
+    "another loss": (
+        lambda: nn.Linear(4, 1),
+        tensors(floats(4), torch.rand(8)),
+        Training(learning_rate=0.1, loss=nn.functional.binary_cross_entropy_with_logits),
+        reasons.LOSS,
+    ),
+    "no gradient": (lambda: Detached(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1), reasons.GRADIENT),
+    "a transform of other shapes": (
+        lambda: nn.Linear(4, CLASSES),
+        tensors(floats(4), transform=lambda batch: batch @ torch.ones(7, 7)),
+        Training(learning_rate=0.1),
+        reasons.TRANSFORM,
+    ),
+}
+HONEST: dict[str, tuple[Any, Any, Training]] = {
+    "inputs by name": (
+        Named,
+        tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)}),
+        Training(learning_rate=0.1, batch_size=3),
+    ),
+    "no zeros": (Lengths, tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)}), Training(learning_rate=0.1)),
+    "tokens": (
+        lambda: nn.Sequential(nn.Embedding(1, 4), nn.Flatten(), nn.Linear(8, CLASSES)),
+        tensors(torch.zeros(8, 2, dtype=torch.int64)),
+        Training(learning_rate=0.1, optimizer="adam"),
+    ),
+    "LoRA": (Adapted, tensors(floats(4)), Training(learning_rate=0.1, regularizers=(ProximalTerm(strength=0.1),))),
+    "regression": (
+        lambda: nn.Linear(4, 1),
+        tensors(floats(4), torch.randn(8, 1)),
+        Training(learning_rate=0.1, loss=nn.functional.mse_loss, sam_radius=0.05),
+    ),
+    "uint8 with a transform": (convolution, tensors(in_bytes(1, 4, 4), transform=half), Training(learning_rate=0.1)),
+    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), Training(learning_rate=0.1)),
+    "a loss that takes other targets": (
+        lambda: nn.Linear(4, CLASSES),
+        tensors(floats(4), LABELS + 1995),
+        Training(learning_rate=0.1, loss=one_based),
+    ),
+    "no batch of one": (lambda: Centred(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1, batch_size=4)),
+    "without records": (
+        lambda: nn.Linear(5, CLASSES),
+        DatasetRecords(dataset=[]),
+        Training(learning_rate=0.1),
+    ),
+}
+engines = pytest.mark.parametrize("engine", ["one_by_one", "batched"])
+
+
+def context_of(node: int = 1, **node_config: Any) -> Context:
+    return Context(run_id=1, node_id=node, node_config=node_config, state=RecordDict(), run_config={})
+
+
+def client_of(build: Any, records: Any, training: Training, engine: str = "one_by_one") -> DPClient:
+    clients = records if isinstance(records, Mapping) else {"a": records}
+    return DPClient(model=build(), clients=clients, training=training, engine=engine, device="cpu")
+
+
+def local_client(build: Any, records: Any, recipe: Any) -> LocalDPClient:
+    return LocalDPClient(model=build(), clients={"a": records}, recipe=recipe, context=context_of(), device="cpu")
+
+
+def nbafl(training: Training) -> NbAFLRecipe:
+    return NbAFLRecipe(training=training, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=8)
+
+
+def grid_of(clients: list[Any]) -> LocalGrid:
+    """One client a node."""
+    return LocalGrid(client_app(lambda context: clients[int(context.node_config["partition-id"])]), len(clients))
+
+
+# What a client says
+
+
+@engines
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_client_that_cannot_train_says_what_to_do(what, engine):
+    build, records, training, reason = BROKEN[what]
+    assert client_of(build, records, training, engine).why_unable() == reason
+
+
+@engines
+@pytest.mark.parametrize("what", HONEST)
+def test_an_odd_client_that_can_train_is_not_refused(what, engine):
+    build, records, training = HONEST[what]
+    assert client_of(build, records, training, engine).why_unable() is None
+
+
+SINGLE: dict[str, tuple[Any, Any, str]] = {
+    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), reasons.RECURRENT),
+    "an RNN": (lambda: Recurrent(nn.RNN), tensors(floats(6, 4)), reasons.RECURRENT),
+    "uint8": (convolution, tensors(in_bytes(1, 4, 4)), reasons.WHOLE_NUMBERS),
+    "another shape": (lambda: nn.Linear(5, CLASSES), tensors(floats(4)), reasons.MODEL),
+    "an example of another shape": (
+        lambda: nn.Linear(5, CLASSES),
+        DatasetRecords(dataset=Rows((torch.ones(5), 1)), example=(torch.zeros(4), 0)),
+        reasons.MODEL,
+    ),
+    "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), reasons.SINGLE_RECORD),
+}
+
+
+@pytest.mark.parametrize("what", SINGLE)
+def test_a_client_of_single_records_that_cannot_train_says_what_to_do(what):
+    build, records, reason = SINGLE[what]
+    client = local_client(build, records, FedSGDDPCRecipe(**LOCAL, num_replies=1))
+    assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
+
+
+@pytest.mark.parametrize("what", ["inputs by name", "tokens", "LoRA", "uint8 with a transform", "without records"])
+def test_an_odd_client_of_single_records_is_not_refused(what):
+    build, records, training = HONEST[what]
+    assert local_client(build, records, FedSGDDPCRecipe(**LOCAL, num_replies=1)).why_unable() is None
+    assert local_client(build, records, nbafl(training)).why_unable() is None
+
+
+def test_the_recurrent_layers_that_are_advised_have_gradients_of_single_records():
+    client = local_client(lambda: Recurrent(DPGRU), tensors(floats(6, 4)), FedSGDDPCRecipe(**LOCAL, num_replies=1))
+    assert client.why_unable() is None
+
+
+def test_a_model_that_nbafl_cannot_train_is_found_by_its_made_up_records():
+    client = local_client(lambda: nn.Linear(5, CLASSES), tensors(floats(4)), nbafl(Training(learning_rate=0.1)))
+    assert client.why_unable() == f"{reasons.UNFIT}: {reasons.MODEL}"
+
+
+# No record decides
+
+
+@pytest.mark.parametrize("recipe", [FedSGDDPCRecipe(**LOCAL, num_replies=1), nbafl(Training(learning_rate=0.1))])
+@pytest.mark.parametrize("row", [{"image": NAME}, (torch.ones(9), 1), None])
+def test_where_single_records_are_protected_no_record_is_looked_at(recipe, row, caplog):
+    """A row that does not fit is known to the node's own log alone; the example, or nothing, speaks for the others."""
+    build = lambda: nn.Linear(4, CLASSES)  # noqa: E731
+    for example in (None, (torch.zeros(4), 0)):
+        client = local_client(build, DatasetRecords(dataset=Rows(row), example=example), recipe)
+        with caplog.at_level(logging.ERROR, logger="flwr"):
+            assert "unable" not in json.loads(client.get_properties({})[wire.KEY])
+    said = [record for record in caplog.records if reasons.ROWS in record.getMessage()]
+    assert bool(said) is not isinstance(row, tuple)
+    assert NAME not in caplog.text
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_answer_has_fixed_words_alone(what):
+    build, records, training, reason = BROKEN[what]
+    answer = json.loads(client_of(build, records, training).get_properties({})[wire.KEY])
+    assert answer["unable"] == reason
+
+
+def test_values_of_records_change_nothing():
+    for value in (0, 7, 255):
+        records = tensors(torch.full((8, 1, 4, 4), value, dtype=torch.uint8), torch.full((8,), value))
+        assert client_of(convolution, records, Training(learning_rate=0.1)).why_unable() == reasons.WHOLE_NUMBERS
+
+
+def test_a_made_up_batch_has_nobodys_values():
+    seen: list[Tensor] = []
+
+    class Seeing(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.append(inputs.clone())
+            raise ValueError(NAME)
+
+    rows = DatasetRecords(dataset=Rows((torch.full((4,), 5.0), 2)))
+    for records in (tensors(torch.full((8, 4), 5.0)), rows):
+        client_of(lambda: Seeing(4, CLASSES), records, Training(learning_rate=0.1)).why_unable()
+    assert len(seen) > 4
+    assert {float(value) for inputs in seen for value in inputs.flatten()} == {0.0, 1.0}
+
+
+def test_a_client_whose_data_cannot_be_read_says_no_more_than_that():
+    class Lost(dict):
+        def __getitem__(self, name: str) -> Any:
+            raise OSError(NAME)
+
+    client = client_of(lambda: nn.Linear(4, CLASSES), Lost(a=1), Training(learning_rate=0.1))
+    assert client.why_unable() == f"{reasons.DATA}; {reasons.SEE_LOG}"
+
+
+# What it costs
+
+
+def test_a_dry_run_leaves_model_buffers_and_generators_as_they_are():
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, CLASSES)
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.count += 1
+            return nn.functional.dropout(super().forward(inputs), 0.5)
+
+    client = client_of(Counting, tensors(floats(4)), Training(learning_rate=0.1))
+    before, draws, others = client.model.vector.clone(), torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    assert client.why_unable() is None
+    assert torch.equal(client.model.vector, before)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert (np.random.get_state()[1] == others).all()  # noqa: NPY002
+    assert float(client.model.module.count) == 0
+
+
+def test_one_client_that_can_train_is_enough_and_no_other_is_read():
+    read: list[str] = []
+
+    class Clients(dict):
+        def __getitem__(self, name: str) -> Any:
+            read.append(name)
+            return super().__getitem__(name)
+
+    fits, other = tensors(floats(4)), tensors(floats(5))
+    clients = Clients({"a": other, "b": fits, "c": fits})
+    assert client_of(lambda: nn.Linear(4, CLASSES), clients, Training(learning_rate=0.1)).why_unable() is None
+    assert read == ["a", "b"]
+
+
+def test_one_dry_run_a_process_is_enough(monkeypatch):
+    calls: list[int] = []
+    monkeypatch.setattr(dry_run, "of_training", lambda *args, **keywords: calls.append(1))
+    clients = [
+        client_of(lambda: nn.Linear(4, CLASSES), {f"c{i}": tensors(floats(4))}, Training(learning_rate=0.1)) for i in range(NUM)
+    ]
+    strategy(DPFedAvg, {}).start(grid_of(clients), model_arrays(nn.Linear(4, CLASSES)), num_rounds=1)
+    assert calls == [1]
+
+
+# What the server does
+
+
+def strategy(method: Any, options: dict[str, Any]) -> Any:
+    own = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "delta": 1e-3} if method is DPFedAvg else {}
+    return method(num_clients=NUM, **own, **options)
+
+
+def nodes_of(kinds: str) -> list[Any]:
+    """Nodes with one client each: `f`its, or is of another shape."""
+    return [
+        client_of(lambda: nn.Linear(4, CLASSES), {f"c{i}": tensors(floats(4 if kind == "f" else 5))}, Training(learning_rate=0.1))
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
+    made = strategy(DPFedAvg, {})
+    grid = grid_of(nodes_of("xxxx"))
+    with pytest.raises(RuntimeError, match="no client can train: the model does not take inputs"):
+        made.start(grid, model_arrays(nn.Linear(4, CLASSES)), num_rounds=3)
+    assert made.epsilon == 0
+    assert not made.rounds
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+def test_clients_that_cannot_train_decide_nothing_for_the_others(caplog):
+    """The population, and so the cost and the denominator, are as if they could."""
+    made, all_fit = strategy(DPFedAvg, {}), strategy(DPFedAvg, {})
+    arrays = model_arrays(nn.Linear(4, CLASSES))
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        made.start(grid_of(nodes_of("xxxf")), arrays, num_rounds=2)
+    all_fit.start(grid_of(nodes_of("ffff")), arrays, num_rounds=2)
+    assert [report.cohort_size for report in made.rounds] == [NUM, NUM]
+    assert [report.replies for report in made.rounds] == [1, 1]
+    assert made.epsilon == all_fit.epsilon
+    lines = [record.getMessage() for record in caplog.records if "can't train: " in record.getMessage()]
+    assert len(lines) == 3
+    assert all(reasons.MODEL in line for line in lines)
+
+
+@pytest.mark.parametrize("method", ["fedsgd-dpc", "nbafl"])
+def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monkeypatch):
+    """Neither in the run, which ends at once, nor for a server that asks it nevertheless."""
+    recipe: Any = FedSGDDPCRecipe(**LOCAL, num_replies=2)
+    options: dict[str, Any] = {**LOCAL, "cohort_size": NUM, "num_records": 8, "learning_rate": 0.5}
+    made: Any = FedSGDDPC(num_clients=NUM, **options)
+    if method == "nbafl":
+        recipe = nbafl(Training(learning_rate=0.1))
+        made = NbAFL(
+            num_clients=NUM,
+            cohort_size=NUM,
+            clip_norm=2.0,
+            epsilon=8.0,
+            delta=1e-3,
+            uplink_exposures=5,
+            num_records=8,
+        )
+    charged: list[Any] = []
+    monkeypatch.setattr("flower_dp.clients.local.client.charged", lambda account, due, instruction: charged.append(due) or {})
+    clients = [
+        LocalDPClient(model=nn.Linear(5, CLASSES), clients={f"c{i}": tensors(floats(4))}, recipe=recipe, device="cpu")
+        for i in range(NUM)
+    ]
+    arrays = model_arrays(nn.Linear(5, CLASSES))
+    with pytest.raises(RuntimeError, match=reasons.UNFIT):
+        made.start(grid_of(clients), arrays, num_rounds=2)
+    assert not charged
+    assert made.epsilon == 0
+    monkeypatch.setattr(LocalDPClient, "why_unable", lambda self: None)
+    with pytest.raises(RuntimeError, match="no client has sent a usable update"):
+        made.start(grid_of(clients), arrays, num_rounds=1)
+    assert charged
+    assert not any(charged)
+
+
+def test_batch_statistics_in_client_fn_are_named_and_nothing_else_is():
+    def node(layer: nn.Module) -> Any:
+        def client_fn(context: Context) -> Any:
+            if layer is None:
+                raise ValueError(NAME)
+            return client_of(lambda: nn.Sequential(layer), tensors(floats(4)), Training(learning_rate=0.1))
+
+        return LocalGrid(client_app(client_fn), 1)
+
+    for layer, reason in ((nn.BatchNorm1d(4), reasons.BATCH_STATISTICS), (None, reasons.SEE_LOG)):
+        made = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), delta=1e-3, num_clients=1)
+        with pytest.raises(ValueError, match="client_fn failed") as raised:
+            made.start(node(layer), model_arrays(nn.Linear(4, CLASSES)), num_rounds=1)
+        assert reason in str(raised.value)
+        assert NAME not in str(raised.value)
+
+
+def test_an_answer_is_read_in_one_line_and_not_without_end():
+    def hosted(unable: str) -> Any:
+        text = json.dumps({"clients": ["a"], "methods": [], "unable": unable})
+        return wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=1)
+
+    with pytest.raises(ValueError, match="characters"):
+        hosted("x\n" * 5000)
+    assert "\n" not in hosted("x\ny" * 300).unable
+    assert len(hosted("x\ny" * 300).unable) < 600
+    assert hosted("").unable == ""
+
+
+def test_a_dry_run_is_one_step_whatever_the_recipe_says():
+    steps: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            steps.append(len(inputs))
+            return super().forward(inputs)
+
+    training = Training(learning_rate=0.1, batch_size=1000, num_local_epochs=50)
+    assert client_of(lambda: Counted(4, CLASSES), tensors(floats(4)), training).why_unable() is None
+    assert steps == [2]
