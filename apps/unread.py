@@ -32,4 +32,4 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
     if not run_config.get(f"{method}.clip-quantile"):
         adaptive = ("clip-learning-rate", "clip-count-noise-std", "smallest-clip-norm", "largest-clip-norm")
         found |= {f"{method}.{name}" for name in adaptive}
-    return found
+    return found & run_config.keys()
