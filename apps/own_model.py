@@ -13,9 +13,9 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from apps.app_functions import named
+from apps.client_parts import training_of
 from apps.device import FUNCTIONS, hosted, own_settings, sets_anything
 from apps.methods import Run
-from apps.parts import training_of
 from apps.records import Config, config_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient

@@ -8,12 +8,15 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TASKS = ("mnist", "fashion-mnist", "adult", "vehicle", "breast-cancer")
+MODELS = ("logistic", "mlp", "cnn", "linear-svm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +43,7 @@ class Task:
     test_labels: np.ndarray
     source: str
     groups: np.ndarray | None = None
-    prepare: Callable[[Tensor], Tensor] | None = None
+    prepare: "Callable[[Tensor], Tensor] | None" = None
 
 
 class TaskModule(Protocol):

@@ -9,9 +9,9 @@ import torch
 from flwr.app import Context, RecordDict
 
 from apps.client_app import app as client_app
+from apps.client_parts import training_of
 from apps.evaluation import Evaluation
 from apps.methods import METHODS, Run, module_of
-from apps.parts import training_of
 from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
 from apps.tasks import TASKS
