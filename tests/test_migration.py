@@ -47,7 +47,7 @@ def test_the_noise_multipliers_are_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "epsilon"),
+    ("arguments", "epsilon"),
     [
         ({"sampling": "poisson", "sampling_rate": 0.01}, 0.72),
         ({"sampling": "fixed-size", "cohort_size": 10, "num_clients": 1000}, 6.64),

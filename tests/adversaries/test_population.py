@@ -281,7 +281,7 @@ def test_a_setting_caps_the_nodes_of_the_start():
     assert grid.asked[0] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("words", [{"most_clients_per_node": 0}, {"most_newcomers": -1}, {"most_newcomers": 1.5}])
+@pytest.mark.parametrize("arguments", [{"most_clients_per_node": 0}, {"most_newcomers": -1}, {"most_newcomers": 1.5}])
 def test_caps_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         DPFedAvg(**WORDS, **arguments)
@@ -361,7 +361,7 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "secret"),
+    ("arguments", "secret"),
     [
         ({"sampling": PoissonSampling(sampling_rate=0.5)}, True),
         ({"evaluation": PrivateEvaluation(sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=1.0)}, True),

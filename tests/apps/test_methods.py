@@ -147,7 +147,7 @@ def test_regularisers_and_sparsifier_reach_the_recipe_of_every_method_that_reads
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ({"blur-bound": 0.5}, r"blur-bound=0\.5: is read with blur-strength above 0 only"),
         ({"blur-strength": 1.0}, "blur-bound=0"),
@@ -215,7 +215,7 @@ def test_an_infinite_epsilon_is_no_noise():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be one of round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
@@ -389,7 +389,7 @@ def test_evaluations_that_make_no_sense_are_refused(key, value, match):
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ({"evaluation.noise-multiplier": 2.0}, r"evaluation\.noise-multiplier=2\.0: is read with evaluation\.every above 0 only"),
         ({"evaluation.every": 5, "num-rounds": 4}, r"evaluation\.every=5: num-rounds=4 has no such round"),

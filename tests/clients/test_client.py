@@ -277,7 +277,7 @@ def test_a_run_without_privacy_may_choose_by_size() -> None:
     np.testing.assert_allclose(total, [0.5, 0, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("placement", "words"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
+@pytest.mark.parametrize(("placement", "arguments"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
 @pytest.mark.parametrize("noise_multiplier", [1.0, 1e-9])
 def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, arguments: str, noise_multiplier: float) -> None:
     """A server that asks for it gets nothing."""
@@ -326,7 +326,7 @@ def test_a_client_that_cant_train_does_not_take_others_out_of_the_sum(bad: Any) 
     assert list(answer.refused) == ["bad"]
 
 
-@pytest.mark.parametrize("words", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
+@pytest.mark.parametrize("arguments", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
 def test_one_client_a_node_and_many_give_the_same_sum(arguments: dict[str, float]) -> None:
     """To the last bit on the lattice; the noise, of one seed here, does not depend on the others either."""
     data = {name: _records(np.random.default_rng(i).standard_normal(20)) for i, name in enumerate("abcd")}
@@ -367,7 +367,7 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     assert answer.metrics["update-norm-squared"] == pytest.approx(0.3125e60)
 
 
-@pytest.mark.parametrize("words", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
+@pytest.mark.parametrize("arguments", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
 def test_norms_of_updates_are_those_before_clip_and_noise(arguments: dict[str, float]) -> None:
     data = {"long": _records([30.0, 40.0]), "short": _records([0.3, -0.4]), "none": _records([0.0, 0.0])}
     client = _client(data, policy=ClientPolicy(allow_metrics=True))
@@ -389,7 +389,7 @@ def test_norms_of_masked_updates_are_those_that_the_clip_sees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "changes", "words"),
+    ("policy", "changes", "arguments"),
     [
         (ClientPolicy(max_clip_norm=0.5), {}, "clip_norm=1: this client's policy allows at most 0.5"),
         (ClientPolicy(min_noise_multiplier=1.1), {}, "noise_multiplier=1: this client's policy asks for 1.1"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
-from flower_dp.clients.dp_fedpaq import Update, steps_pipeline
+from flower_dp.clients.dp_fedpaq import Rescale, steps_pipeline
 from flower_dp.clients.reply.parts import RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.clients.training.clipped_steps import ClippedSteps
@@ -437,7 +437,7 @@ def test_the_clip_of_a_sensitivity_is_in_its_slot():
     assert isinstance(whole, RowClip)
     assert whole.clip_norm == pytest.approx(0.3 * 1 / 0.5)
     # The update that leaves is S long at most, in round 1, and less later.
-    assert torch.linalg.vector_norm(Update(factor=-0.5)(whole(torch.full((9,), 1e6)))) == pytest.approx(0.3, rel=1e-2)
+    assert torch.linalg.vector_norm(Rescale(factor=-0.5)(whole(torch.full((9,), 1e6)))) == pytest.approx(0.3, rel=1e-2)
 
 
 def test_a_recipe_refuses_a_client_with_too_few_records():

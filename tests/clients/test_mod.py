@@ -270,7 +270,7 @@ def test_a_real_sklearn_app(placement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "config", "name"),
+    ("arguments", "config", "name"),
     [
         ({}, {"partition-id": 7, "num-partitions": 100}, "client-07"),
         ({}, {"partition-id": 7}, "client-7"),
@@ -296,7 +296,7 @@ def properties() -> Message:
     return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), 1, "get_properties")
 
 
-@pytest.mark.parametrize("words", [{"name": "<raises>"}, {"terms": "<raises>"}])
+@pytest.mark.parametrize("arguments", [{"name": "<raises>"}, {"terms": "<raises>"}])
 def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(arguments: Any, caplog: Any) -> None:
     def fail(context: Context) -> Any:
         raise LookupError("Jane Doe")
@@ -313,7 +313,7 @@ def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(argume
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         ({"name": ""}, "name=''"),
         ({"terms": 3}, "terms=3: must be a client's terms"),

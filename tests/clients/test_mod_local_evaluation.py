@@ -91,7 +91,7 @@ def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "match"),
+    ("arguments", "changes", "match"),
     [
         ({"budget": EvaluationBudget(epsilon=4.0, num_evaluations=1)}, {}, "are not this client's own"),
         ({}, {"least": 1.1}, "by this client's own budget it is less"),
@@ -118,7 +118,7 @@ def test_a_client_with_terms_sends_no_metrics_that_another_is_to_noise(placement
     assert KEY not in context.state
 
 
-@pytest.mark.parametrize("told", [KeyError("Jane Doe"), {"f1": 0.5}, {"acc": math.nan}])
+@pytest.mark.parametrize("reported", [KeyError("Jane Doe"), {"f1": 0.5}, {"acc": math.nan}])
 def test_no_record_decides_whether_the_client_replies(reported: Any) -> None:
     answer = ask(app_of(mod(), reported), instruction_of())
     assert answer.refused == {}

@@ -102,7 +102,7 @@ class Both:
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("parts", "arguments"),
     [
         ({"before_clip": TopK(keep_ratio=0.5)}, "before_clip: TopK may not stand here"),
         ({"before_clip": ChosenByData()}, "before_clip: ChosenByData may not stand here"),

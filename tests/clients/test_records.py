@@ -10,7 +10,7 @@ INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "named"),
     [
         ({"inputs": INPUTS.numpy()}, "inputs: is a ndarray"),
         ({"targets": [0, 1, 2, 3]}, "targets: is a list"),

@@ -403,7 +403,8 @@ def test_the_batched_engine_says_that_adam_trains_one_by_one(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [({"optimizer": "lion"}, "optimizer='lion'"), ({"optimizer": "adam", "momentum": 0.5}, "momentum=0.5")]
+    ("arguments", "named"),
+    [({"optimizer": "lion"}, "optimizer='lion'"), ({"optimizer": "adam", "momentum": 0.5}, "momentum=0.5")],
 )
 def test_optimizers_that_make_no_sense(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):

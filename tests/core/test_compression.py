@@ -325,14 +325,14 @@ def test_every_codec_stands_under_its_name() -> None:
     }
 
 
-@pytest.mark.parametrize("words", [{"scale": 1.5}, {"mask": 3}, {3: 1}])
+@pytest.mark.parametrize("arguments", [{"scale": 1.5}, {"mask": 3}, {3: 1}])
 def test_words_that_a_codec_does_not_know_are_refused(arguments: Any) -> None:
     header = {"encoding": "dense", "length": LENGTH, **arguments}
     with pytest.raises(ValueError, match="payload header"):
         decode(Payload(arrays=(np.ones(LENGTH, F),), header=header), LENGTH)
 
 
-@pytest.mark.parametrize("told", [None, 0, 1.5, True, "x", -1, 10**400])
+@pytest.mark.parametrize("answer", [None, 0, 1.5, True, "x", -1, 10**400])
 def test_a_mask_must_be_the_one_that_both_sides_know(answer: Any) -> None:
     mask = np.arange(4)
     good = rand_k(_vector(LENGTH), mask)
@@ -346,6 +346,6 @@ def test_a_codec_is_one_line_in_the_registry_and_may_have_floats_in_its_header(m
     def read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
         return (payload.arrays[0] * np.float32(payload.header["scale"])).astype(np.float32)
 
-    monkeypatch.setitem(CODECS, "scaled", Codec(name="scaled", num_arrays=1, arguments=("scale",), read=read))
+    monkeypatch.setitem(CODECS, "scaled", Codec(name="scaled", num_arrays=1, keys=("scale",), read=read))
     header = {"encoding": "scaled", "length": 3, "scale": 0.5}
     assert decode(Payload(arrays=(np.array([1, 2, 3], np.int8),), header=header), 3).tolist() == [0.5, 1.0, 1.5]

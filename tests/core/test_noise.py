@@ -256,7 +256,7 @@ def test_steps_by_hand(scale: float, clip: float, dimension: int, norm: str, ste
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ({"scale": -1.0}, "noise_scale="),
         ({"scale": math.nan}, "noise_scale="),

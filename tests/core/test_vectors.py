@@ -115,7 +115,7 @@ def test_a_model_without_arrays_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "words"),
+    ("arrays", "arguments"),
     [
         ({"a": np.zeros(2, np.float32)}, "missing \\['b'\\]"),
         ({"a": np.zeros(2, np.float32), "b": np.zeros(1, np.float32), "c": np.zeros(1, np.float32)}, "unknown \\['c'\\]"),

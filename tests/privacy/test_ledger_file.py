@@ -56,7 +56,7 @@ def replies(path, name="a"):
 def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
     assert [LedgerFile(path).charge({"a": terms()}) for _ in range(3)] == [({}, {"a": count}) for count in (1, 2, 3)]
     refused, counts = LedgerFile(path).charge({"a": terms(), "b": terms()})
-    assert {name: reason.answer for name, reason in refused.items()} == {
+    assert {name: reason.public for name, reason in refused.items()} == {
         "a": "its budget is spent: num_replies=3, all of them sent"
     }
     assert counts == {"b": 1}
@@ -67,13 +67,13 @@ def test_an_account_keeps_its_terms(path):
     LedgerFile(path).charge({"a": terms(3)})
     for other in (terms(100), terms(3, Laplace(noise_multiplier=0.1)), terms(3, Gaussian(noise_multiplier=4.0))):
         refused, _ = LedgerFile(path).charge({"a": other})
-        assert refused["a"].answer == "its account was opened on other terms"
+        assert refused["a"].public == "its account was opened on other terms"
         assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "event"),
+    ("keywords", "event"),
     [
         ({}, LaplaceDpEvent(4.0)),
         ({"mechanism": Gaussian(noise_multiplier=1.1)}, GaussianDpEvent(1.1)),

@@ -95,7 +95,7 @@ def test_without_noise_the_event_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "arguments"),
     [
         ({"clip_norm": 0}, "clip_norm=0: must be a finite number > 0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),

@@ -139,7 +139,7 @@ def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("keywords", "match"),
     [
         ({"resolution": 4}, "--resolution=4: must be odd"),
         ({"resolution": 1}, "--resolution=1"),

@@ -155,7 +155,7 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "named"),
     [
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"cpus_per_node": 0}, "cpus_per_node=0"),

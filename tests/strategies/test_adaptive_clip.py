@@ -235,6 +235,7 @@ def test_from_far_off_it_is_within_twice_the_quantile_after_60_rounds(factor: fl
     norms = np.random.default_rng(1).lognormal(0.0, 0.3, 60)
     true = float(np.quantile(norms, quantile))
     clip = AdaptiveClip(initial=factor * true, target_quantile=quantile, smallest=1e-4, largest=1e4)
+    # From above, 60 steps of at most 0.2 x (1 - 0.8) would move it by a factor of 11, and it is 100 off.
     clip = replace(clip, learning_rate=0.5 if quantile == 0.8 else 0.2)
     strategy = run(norms, clip)
     path = [report.public()["clip-norm"] for report in strategy.rounds]
@@ -281,7 +282,7 @@ def test_a_run_goes_on_from_its_stored_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ({"initial": 0.001}, "initial"),
         ({"initial": 1e3}, "initial"),
@@ -305,7 +306,7 @@ def test_too_little_noise_on_the_count_is_refused() -> None:
     DPFedAvg(**WORDS | {"clip_norm": replace(CLIP, count_noise_std=1.01)})
 
 
-@pytest.mark.parametrize("words", [{"keep_ratio": 0.5}, {"quantization_levels": 4}])
+@pytest.mark.parametrize("arguments", [{"keep_ratio": 0.5}, {"quantization_levels": 4}])
 def test_lossy_messages_are_refused_before_any_client_is_asked(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="does not go with keep_ratio"):
         DPFedSAM(**WORDS, **arguments)
@@ -332,7 +333,7 @@ def test_the_indicator_travels_and_is_not_sent_where_it_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         {"promise": Promise(clip_norm=4.999, noise_multiplier=1.0)},
         {"placement": "local"},

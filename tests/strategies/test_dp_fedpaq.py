@@ -171,7 +171,7 @@ def test_a_client_whose_data_size_is_not_the_public_one_does_not_reply():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [{"clip_norm": 0.4}, {"num_local_steps": 3}, {"batch_size": 1}])
+@pytest.mark.parametrize("arguments", [{"clip_norm": 0.4}, {"num_local_steps": 3}, {"batch_size": 1}])
 def test_a_client_with_other_steps_does_not_reply(arguments):
     strategy, _ = pair()
     _, recipe = pair(steps_of(**arguments))
@@ -390,7 +390,7 @@ def test_the_papers_formula_and_its_limits():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         ({"learning_rate": 0}, "learning_rate=0"),
         ({"num_local_steps": 0}, "num_local_steps=0"),
@@ -412,7 +412,7 @@ def test_steps_that_make_no_sense_are_refused(arguments, says):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         ({"sampling": PoissonSampling(sampling_rate=0.5)}, "sampling="),
         ({"num_records": 3}, "num_records=3: a round takes"),
@@ -425,7 +425,7 @@ def test_strategies_that_make_no_sense_are_refused(arguments, says):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [({"quantization_levels": 0}, "quantization_levels=0"), ({"delta": 0.0}, "delta=0"), ({"epsilon": -1.0}, "epsilon=-1")],
 )
 def test_settings_of_both_sides_that_make_no_sense_are_refused(arguments, says):

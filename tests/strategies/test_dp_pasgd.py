@@ -374,7 +374,7 @@ def test_exact_noise_is_the_closed_forms_and_zcdp_noise_the_papers():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             {"num_steps": 95, "num_local_steps": 10},
@@ -404,7 +404,7 @@ def test_nonsense_is_refused_on_both_sides(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ({"batch_sampling": "poisson"}, "num_records=None: must be the public data sizes"),
         ({"epsilon": [1.0, 2.0]}, "epsilon: has 2 values"),

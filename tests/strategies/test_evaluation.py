@@ -583,7 +583,7 @@ def test_methods_with_ledgers_of_single_clients_refuse_it():
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1"),
         ({"every": 0}, "every=0"),

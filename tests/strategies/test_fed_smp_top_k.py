@@ -63,7 +63,7 @@ def test_before_anything_was_released_a_mask_is_random() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ({"mask": "top_k"}, "mask='top_k': must be one of rand-k, top-k"),
         ({"mask": "top-k", "random_ratio": 0.0}, "random_ratio=0"),

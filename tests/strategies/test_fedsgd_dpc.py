@@ -170,7 +170,7 @@ def test_a_record_without_a_gradient_moves_the_mean_by_its_clip_norm_at_most():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
+@pytest.mark.parametrize("arguments", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -293,7 +293,7 @@ def test_dropout_of_a_record_does_not_depend_on_who_is_in_the_batch(monkeypatch)
     torch.testing.assert_close(total(everyone), expected, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("words", "norm"), [(LAPLACE, "l1"), (GAUSSIAN, "l2")], ids=["laplace", "gaussian"])
+@pytest.mark.parametrize(("arguments", "norm"), [(LAPLACE, "l1"), (GAUSSIAN, "l2")], ids=["laplace", "gaussian"])
 def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(arguments, norm):
     """So that the sum with and without a record differs by its clip norm at most, exactly; in any parts, and in any order."""
     recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
@@ -326,7 +326,7 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(argume
     assert (exact != everyone).any()
 
 
-@pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
+@pytest.mark.parametrize("arguments", [LAPLACE, GAUSSIAN], ids=["laplace", "gaussian"])
 def test_the_noised_sum_lies_on_the_lattice(arguments):
     recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
     release = recipe.terms("c0", records("c0")).release
@@ -605,7 +605,7 @@ def test_step_sizes():
     assert [theory.rules.step_size(t) for t in (1, 2, 5)] == pytest.approx([4 / 16, 4 / 17, 4 / 20])
 
 
-@pytest.mark.parametrize("words", [LAPLACE, GAUSSIAN])
+@pytest.mark.parametrize("arguments", [LAPLACE, GAUSSIAN])
 def test_same_result_for_one_client_a_node_and_for_many(arguments):
     """With one noise seed for every client: what is sampled, clipped, weighted and accounted is the same for any hosting."""
     finals, statements = [], []
@@ -683,7 +683,7 @@ def test_fixed_noise_is_not_private():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"epsilon": [1.0, 2.0]}, "epsilon: has 2 values"),

@@ -636,7 +636,7 @@ def test_plans_of_the_other_kind_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ({"epsilon": 0.0}, "evaluation epsilon=0"),
         ({"epsilon": math.inf}, "evaluation epsilon=inf"),
@@ -650,7 +650,7 @@ def test_budgets_that_make_no_sense_are_refused(arguments, match):
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ({"every": 0}, "every=0"),
         ({"metrics": {"loss": 0.0}}, "metrics\\['loss'\\]=0"),

@@ -173,7 +173,7 @@ def test_a_reply_counts_once():
 
 
 @pytest.mark.parametrize(
-    "words", [{"refused": {"why": [7]}}, {"refused": {"why": [1]}}, {"refused": {"why": ["c3"]}}, {"clients": ["c3"]}]
+    "arguments", [{"refused": {"why": [7]}}, {"refused": {"why": [1]}}, {"refused": {"why": ["c3"]}}, {"clients": ["c3"]}]
 )
 def test_names_that_were_not_asked_are_refused(arguments):
     """In an answer clients stand by their position among those asked, here one; it can't name who is in the sum."""
@@ -355,7 +355,7 @@ def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [{"placement": "central"}, {"placement": "central", "noise_multiplier": 0.0}, {"placement": "distributed", "noise_std": 0.5}],
 )
 def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(reported):

@@ -369,7 +369,7 @@ def test_without_noise_nothing_is_claimed():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ({"epsilon": -1.0}, r"epsilon=-1\.0"),
         ({"delta": 0.0}, r"delta=0\.0"),

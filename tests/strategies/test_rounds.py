@@ -384,14 +384,16 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), NONSENSE, ids=[named for _, named in NONSENSE])
+@pytest.mark.parametrize(("arguments", "named"), NONSENSE, ids=[named for _, named in NONSENSE])
 def test_nonsense_is_refused_by_name(arguments, named):
     good = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 10, "delta": 1e-5}
     with pytest.raises(ValueError, match=re.escape(named)):
         DPFedAvg(**(good | arguments))
 
 
-@pytest.mark.parametrize(("words", "named"), [({"keep_ratio": 0}, "keep_ratio=0"), ({"placement": "edge"}, "placement='edge'")])
+@pytest.mark.parametrize(
+    ("arguments", "named"), [({"keep_ratio": 0}, "keep_ratio=0"), ({"placement": "edge"}, "placement='edge'")]
+)
 def test_nonsense_of_dp_fedsam_is_refused_by_name(arguments, named):
     with pytest.raises(ValueError, match=named):
         DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=10, delta=1e-5, **arguments)

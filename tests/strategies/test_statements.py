@@ -203,7 +203,7 @@ APART = "clients do not combine their knowledge of their shares of the noise"
 
 
 @pytest.mark.parametrize(
-    ("words", "assumed"),
+    ("arguments", "assumed"),
     [
         ({"placement": "central"}, (CENTRAL,)),
         ({}, (SHARES, TOPPED, APART)),
@@ -279,7 +279,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    ("arguments", "fault"),
     [
         ({"sampling": FixedSizeSampling(cohort_size=40), "relation": "replace-one"}, "assumes Poisson sampling"),
         ({"sampling": FullSampling(), "relation": "replace-one"}, "it holds for add-or-remove-one"),

@@ -64,7 +64,7 @@ def test_two_masks_are_refused() -> None:
         Instruction.from_json(forged(instruction(None), mask_bits=both["mask_bits"], mask_keep_ratio=0.5))
 
 
-@pytest.mark.parametrize("words", [{"keep_ratio": 0.5}, {"quantization_levels": 3}])
+@pytest.mark.parametrize("arguments", [{"keep_ratio": 0.5}, {"quantization_levels": 3}])
 def test_a_sent_mask_goes_with_nothing_that_a_seeded_one_does_not_go_with(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="mask: does not go with"):
         ask(placement="distributed", mask=SentMask.of([1], length=8), **arguments)

@@ -320,7 +320,7 @@ def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) 
         Instruction.from_json(forged(INSTRUCTION, noise_std=GONE))
 
 
-@pytest.mark.parametrize("words", [{"noise_std": 0.1}, {"keep_ratio": 0.5}, {"quantization_levels": 3}])
+@pytest.mark.parametrize("arguments", [{"noise_std": 0.1}, {"keep_ratio": 0.5}, {"quantization_levels": 3}])
 @pytest.mark.parametrize("placement", ["central", "local"])
 def test_where_clients_add_no_share_they_add_and_choose_nothing(arguments: dict[str, Any], placement: str) -> None:
     ask(placement=placement)
@@ -328,7 +328,7 @@ def test_where_clients_add_no_share_they_add_and_choose_nothing(arguments: dict[
         ask(placement=placement, step=0.0, **arguments)
 
 
-@pytest.mark.parametrize("words", [{"step": 2.0**-12}, {"mask": RoundMask(seed=1, keep_ratio=0.5)}])
+@pytest.mark.parametrize("arguments", [{"step": 2.0**-12}, {"mask": RoundMask(seed=1, keep_ratio=0.5)}])
 def test_under_local_placement_lattice_and_coordinates_are_the_clients_own(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="step, mask: must not be there for placement='local'"):
         ask(placement="local", **arguments)
