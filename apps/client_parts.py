@@ -22,13 +22,12 @@ from flower_dp.clients import (
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
-from flower_dp.core import checks
 from flower_dp.strategies.client_level import ClientLevelRules
 
 
 def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
     """Return the recipe of local training."""
-    keep_ratio = checks.number("update-keep-ratio", settings.update_keep_ratio, above=0, at_most=1)
+    keep_ratio = settings.update_keep_ratio
     return Training(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
@@ -45,19 +44,12 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
 
 
 def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
-    """Return the penalties of local training.
-
-    Raises:
-        ValueError: for a coefficient below 0, or a bound without a strength, or the other way round.
-    """
+    """Return the penalties of local training."""
     found: list[Regularizer] = []
-    if checks.number("proximal", settings.proximal, at_least=0):
+    if settings.proximal:
         found.append(ProximalTerm(strength=settings.proximal))
-    if checks.number("blur-strength", settings.blur_strength, at_least=0):
-        bound = checks.number("blur-bound", settings.blur_bound, above=0)
-        found.append(BLUR(strength=settings.blur_strength, bound=bound))
-    elif settings.blur_bound:
-        raise ValueError(f"blur-bound={settings.blur_bound:g}: is read with blur-strength above 0 only")
+    if settings.blur_strength:
+        found.append(BLUR(strength=settings.blur_strength, bound=settings.blur_bound))
     return tuple(found)
 
 

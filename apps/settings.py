@@ -32,6 +32,16 @@ TRAINING = (
 )
 # Values that turn a setting off, where that is not the default.
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
+_BOUNDS: dict[str, dict[str, float]] = {
+    "learning_rate": {"above": 0},
+    "learning_rate_decay": {"at_least": 0, "below": 1},
+    "momentum": {"at_least": 0, "below": 1},
+    "weight_decay": {"at_least": 0},
+    "proximal": {"at_least": 0},
+    "blur_strength": {"at_least": 0},
+    "blur_bound": {"at_least": 0},
+    "update_keep_ratio": {"above": 0, "at_most": 1},
+}
 # Settings of some samplings alone.
 _SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
@@ -88,6 +98,7 @@ class Settings:
         for name, least in (("num_clients", 1), ("num_rounds", 0), ("evaluate_every", 0), ("seed", 0)):
             with findings.noted():
                 checks.integer(key_of(name), getattr(self, name), at_least=least)
+        self._check_training(findings)
         with findings.noted():
             checks.number("round-timeout", self.round_timeout, above=0)
         with findings.noted():
@@ -95,6 +106,18 @@ class Settings:
         self.evaluation.check(findings)
         if 0 < self.num_rounds < self.evaluation.every:
             findings.lines.append(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
+
+    def _check_training(self, findings: checks.Findings) -> None:
+        """Find settings of local training that make no sense; the recipe checks them again, when torch is there."""
+        for name in ("local_epochs", "batch_size"):
+            with findings.noted():
+                checks.integer(key_of(name), getattr(self, name), at_least=1)
+        for name, bounds in _BOUNDS.items():
+            with findings.noted():
+                checks.number(key_of(name), getattr(self, name), **bounds)
+        if bool(self.blur_strength) != bool(self.blur_bound) and self.blur_strength >= 0:
+            wanted = "must be above 0 with blur-strength" if self.blur_strength else "is read with blur-strength above 0 only"
+            findings.lines.append(f"blur-bound={self.blur_bound:g}: {wanted}")
 
     def _check_split(self) -> None:
         """Check the settings of held-out records: they are not protected, so no client may train on another's."""

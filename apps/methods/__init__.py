@@ -6,7 +6,7 @@ A module `dp_fedsam` is the method `dp-fedsam` and the table `[tool.flwr.app.con
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from apps.evaluation import Evaluation
@@ -68,7 +68,7 @@ class Run:
     def of(cls, run_config: Mapping[str, Any]) -> "Run":
         """Read a run-config.
 
-        The tables of methods and tasks that were not chosen are not looked at.
+        The tables of methods that were not chosen are not looked at.
 
         Raises:
             SettingsError: for unknown or missing keys, values of the wrong kind, and settings that the method does not read, all
@@ -96,6 +96,8 @@ class Run:
         own = read(method.Own, tables[name], findings, f"{name}.")
         settings = sampled(settings, method.SAMPLINGS, findings)
         _find_unread(settings, findings)
+        for other in TASKS:
+            _find_unread_of_task(other, tables[other], task, findings)
         findings.refuse()
         return cls(settings=settings, method=method, own=own, of_task=of_task)
 
@@ -149,4 +151,14 @@ def _find_unread(settings: Settings, findings: checks.Findings) -> None:
             readers = ", ".join(other for other in METHODS if name in reads[other])
             findings.lines.append(
                 f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={settings.method!r}, but by {readers}"
+            )
+
+
+def _find_unread_of_task(name: str, table: Mapping[str, Any], chosen: str, findings: checks.Findings) -> None:
+    """Find settings of a task that is not the chosen one."""
+    for field in fields(task_module(name).Own) if name != chosen else ():
+        value = table.get(key_of(field.name), field.default)
+        if value != field.default:
+            findings.lines.append(
+                f"{name}.{key_of(field.name)}={value!r}: is not read by task={chosen!r}; settings of that are under {chosen}."
             )

@@ -53,11 +53,13 @@ class TaskModule(Protocol):
         Own: the dataclass of its own settings, with their defaults.
         MODELS: the models (`apps.tasks.models`) that fit it.
         CLASSES: the values of its labels, ascending.
+        NEEDS: settings with which `flower-dp run TASK` runs it, by key, but for its data.
     """
 
     Own: type[Any]
     MODELS: tuple[str, ...]
     CLASSES: tuple[int, ...]
+    NEEDS: dict[str, Any]
 
     def num_features(self, own: Any) -> int:
         """Return how many numbers a record has for the model."""
