@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,12 +243,14 @@ def _copy_with(new: Mapping[str, Value], app: App, folder: Path) -> None:
     import tomli_w  # noqa: PLC0415 - of the command line's extra
     from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - half a second
 
-    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app.folder))) as bundle:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of a package that Flower uses
+        content = build_fab_from_disk(app.folder)
+    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
         bundle.extractall(folder)
     file = folder / "pyproject.toml"
-    content = _read_toml(file)
-    content["tool"]["flwr"]["app"].setdefault("config", {}).update(new)
-    file.write_text(tomli_w.dumps(content), encoding="utf-8")
+    project = _read_toml(file)
+    project["tool"]["flwr"]["app"].setdefault("config", {}).update(new)
+    file.write_text(tomli_w.dumps(project), encoding="utf-8")
 
 
 def read_app(folder: Path) -> App | None:

@@ -61,7 +61,7 @@ def suggested(key: str, known: Mapping[str, Any], method: str) -> str:
     name = key.rpartition(".")[2]
     of_method = {one.removeprefix(f"{method}."): one for one in known if method and one.startswith(f"{method}.")}
     common = {one: one for one in known if "." not in one}
-    for names, cutoff in ((of_method, 1.0), (of_method, _ALIKE), (common, _ALIKE), ({one: one for one in known}, 0.0)):
+    for names, cutoff in ((of_method, 1.0), (common | of_method, _ALIKE), ({one: one for one in known}, 0.0)):
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
     return ""

@@ -14,7 +14,6 @@ from apps.tasks import TASKS
 from apps.tasks.models import _KINDS, MODELS
 from flower_dp.core.checks import SettingsError
 from flower_dp.running.apps import flatten, own_app
-from flower_dp.strategies import DPFedAvg
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = own_app().defaults
@@ -36,7 +35,7 @@ def accept(config, *, built=False):
 def test_presets_are_accepted(name):
     accept(
         {
-            key: "" if key == "data-dir" and "mnist" == PRESETS[name].get("task", "mnist") else value
+            key: "" if key == "data-dir" and PRESETS[name].get("task", "mnist") == "mnist" else value
             for key, value in PRESETS[name].items()
         }
         | ({"data-dir": str(ROOT)} if "data-dir" in PRESETS[name] else {})
@@ -72,7 +71,7 @@ def test_what_follows_from_a_refused_setting_is_no_news():
 def test_defaults_and_what_means_off_are_never_refused(method):
     off = {"momentum": 0.0, "weight-decay": 0.0, "learning-rate-decay": 0.0, "sampling-rate": 0.0, "proximal": 0.0}
     off |= {key: DEFAULTS[key] for key in map(key_of, TRAINING) if key not in off}
-    if "poisson" == module_of(method).SAMPLINGS[0]:
+    if module_of(method).SAMPLINGS[0] == "poisson":
         del off["sampling-rate"]
     Run.of({**DEFAULTS, "method": method, **off})
 
@@ -98,9 +97,7 @@ def test_round_robin_without_a_size_asks_all_clients():
 def test_the_chosen_methods_table_alone_counts():
     tables = {"nbafl.epsilon": -7.0, "dp-fedsam.no-such-key": 3, "dp-fedavg.clip-norm": 2.5}
     assert Run.of({**DEFAULTS, "method": "dp-fedavg", **tables}).own.clip_norm == 2.5
-    assert refused({"method": "nbafl", **tables}) == ["nbafl.epsilon=-7.0: must be > 0, or math.inf for no noise"] or refused(
-        {"method": "nbafl", **tables}
-    )[0].startswith("nbafl.epsilon=-7.0")
+    assert refused({"method": "nbafl", **tables})[0].startswith("nbafl.epsilon=-7.0")
     assert refused({"method": "dp-fedavg", **tables}, given=("nbafl.epsilon",)) == [
         "nbafl.epsilon=-7.0: is not read by method='dp-fedavg'; set method=nbafl with it"
     ]
@@ -150,9 +147,8 @@ def test_models_are_called_as_their_kinds():
     assert tuple(_KINDS) == MODELS
 
 
-def test_the_cost_of_the_check_is_that_of_the_run():
+def test_what_the_check_refuses_the_run_would_refuse():
     """The strategy's own word on the first round."""
     rules = Run.of({**DEFAULTS, "method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9}).strategy(dict).rules
-    assert isinstance(DPFedAvg, type)
     assert rules.why_stop(1, None) == "it would pass target_epsilon=0.9"
     refused({"method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9})
