@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from apps.client_parts import training_of
 from apps.methods import Run
-from apps.parts import training_of
 from apps.records import config_of, deal
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from apps.evaluation import Evaluation
 from apps.methods import METHODS, module_of
-from apps.settings import Settings, key_of
+from apps.settings import SAMPLINGS, Settings, key_of
 from apps.tasks import TASKS
 
 # What names an app's functions, as "module:function".
@@ -123,7 +123,8 @@ def _check_records(config: Mapping[str, Any], node_config: Mapping[str, Any], de
 def _check_defaults(config: Mapping[str, Any], node_config: Mapping[str, Any], keys: tuple[str, ...], why: str) -> None:
     for key in keys:
         default = _DEFAULTS[key]
-        if key not in node_config and config.get(key, default) != default:
+        same = (default, SAMPLINGS[0]) if key == "sampling" else (default,)  # where noise is shared, "" is the first
+        if key not in node_config and config.get(key, default) not in same:
             raise ValueError(f"{key}={config[key]!r}: {why}; set {key} in its node-config (the app's default is {default!r})")
 
 

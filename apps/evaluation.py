@@ -18,20 +18,23 @@ class Evaluation:
     sampling_rate: float = 0.0
     epsilon: float = 0.0
 
-    def check(self) -> None:
-        """Refuse values that make no sense.
-
-        Raises:
-            ValueError: naming key and value.
-        """
-        checks.integer("evaluation.every", self.every, at_least=0)
-        checks.number("evaluation.noise-multiplier", self.noise_multiplier, at_least=0)
-        checks.number("evaluation.sampling-rate", self.sampling_rate, at_least=0, at_most=1)
-        checks.number("evaluation.epsilon", self.epsilon, at_least=0)
-        self.bounds()
-        if not self.every:
+    def check(self, findings: checks.Findings) -> None:
+        """Find values that make no sense."""
+        before = len(findings.lines)
+        with findings.noted():
+            checks.integer("evaluation.every", self.every, at_least=0)
+        with findings.noted():
+            checks.number("evaluation.noise-multiplier", self.noise_multiplier, at_least=0)
+        with findings.noted():
+            checks.number("evaluation.sampling-rate", self.sampling_rate, at_least=0, at_most=1)
+        with findings.noted():
+            checks.number("evaluation.epsilon", self.epsilon, at_least=0)
+        with findings.noted():
+            self.bounds()
+        if not self.every and len(findings.lines) == before:
             for one in fields(self):
-                self.refuse(one.name, "is read with evaluation.every above 0 only")
+                with findings.noted():
+                    self.refuse(one.name, "is read with evaluation.every above 0 only")
 
     def refuse(self, name: str, why: str) -> None:
         """Refuse a setting that somebody has set and nobody reads.

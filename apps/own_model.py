@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,33 +13,19 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from apps.app_functions import named
+from apps.client_parts import training_of
 from apps.device import FUNCTIONS, hosted, own_settings, sets_anything
-from apps.methods import Run
-from apps.parts import training_of
+from apps.own_config import run_of, whole
 from apps.records import Config, config_of
 from apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
-from flower_dp.running.apps import OwnFunction, read_app
+from flower_dp.running.apps import OwnFunction
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.journal import OnRound
-
-# What this app's own model and data are made from.
-_NOT_READ = (
-    "task",
-    "model",
-    "model-bias",
-    "data-dir",
-    "partition",
-    "dirichlet-alpha",
-    "classes-per-client",
-    "records-per-client",
-    "validation-ratio",
-    "test-ratio",
-)
 
 ModelFn = Callable[[], nn.Module]
 DataFn = Callable[[int, int], Any]
@@ -186,33 +171,6 @@ def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_co
     clients = _Clients(functions.data, names, names[part::parts])
     everyone = _Clients(functions.data, names, names)
     return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
-
-
-def run_of(run_config: Mapping[str, Any]) -> Run:
-    """Return the settings of a run-config that may leave out what has a default.
-
-    Raises:
-        ValueError: as `Run.of`, and for settings of flower-dp's own models and data.
-    """
-    return Run.of({key: value for key, value in whole(run_config).items() if key not in FUNCTIONS})
-
-
-def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run-config with the defaults of what it leaves out.
-
-    Raises:
-        ValueError: for settings of flower-dp's own models and data.
-    """
-    folder = Path(__file__).resolve().parent.parent
-    own = read_app(folder)
-    if own is None:
-        raise ValueError(f"{folder}: has no pyproject.toml; install flower-dp again")
-    for key in _NOT_READ:
-        if run_config.get(key, own.defaults.get(key)) != own.defaults.get(key):
-            raise ValueError(
-                f"{key}={run_config[key]!r}: an app with its own model and data does not use this setting; remove it"
-            )
-    return {**own.defaults, **run_config}
 
 
 class _Clients(Mapping[str, Records]):

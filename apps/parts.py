@@ -1,31 +1,12 @@
-"""Objects that several methods construct from the common settings."""
+"""Arguments of strategies that several methods make from the common settings; `apps.client_parts` has those of clients."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
-
 from apps.settings import Settings, key_of
-from apps.tasks.models import loss_of, predictions
-from flower_dp.clients import (
-    BLUR,
-    LUS,
-    ClientPolicy,
-    DPClient,
-    LocalDPClient,
-    ProximalTerm,
-    Records,
-    Regularizer,
-    Training,
-)
-from flower_dp.clients.local.evaluation import record_loss_and_accuracy
-from flower_dp.clients.local.recipe import LocalRecipe
-from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.client_level import ClientLevelRules
 
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
@@ -86,41 +67,6 @@ def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str,
     if len(values) != len(names):
         raise ValueError(f"{key}: has {len(values)} numbers; num-clients={len(names)} needs one for each")
     return dict(zip(names, values, strict=True))
-
-
-def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
-    """Return the recipe of local training."""
-    keep_ratio = checks.number("update-keep-ratio", settings.update_keep_ratio, above=0, at_most=1)
-    return Training(
-        learning_rate=settings.learning_rate,
-        batch_size=settings.batch_size,
-        num_local_epochs=settings.local_epochs,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        learning_rate_decay=settings.learning_rate_decay,
-        sam_radius=sam_radius,
-        regularizers=_regularizers_of(settings),
-        sparsifier=None if keep_ratio == 1 else LUS(keep_ratio=keep_ratio),
-        loss=loss_of(settings.model),
-        optimizer=settings.optimizer,
-    )
-
-
-def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
-    """Return the penalties of local training.
-
-    Raises:
-        ValueError: for a coefficient below 0, or a bound without a strength, or the other way round.
-    """
-    found: list[Regularizer] = []
-    if checks.number("proximal", settings.proximal, at_least=0):
-        found.append(ProximalTerm(strength=settings.proximal))
-    if checks.number("blur-strength", settings.blur_strength, at_least=0):
-        bound = checks.number("blur-bound", settings.blur_bound, above=0)
-        found.append(BLUR(strength=settings.blur_strength, bound=bound))
-    elif settings.blur_bound:
-        raise ValueError(f"blur-bound={settings.blur_bound:g}: is read with blur-strength above 0 only")
-    return tuple(found)
 
 
 def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
@@ -232,47 +178,6 @@ def local_words(settings: Settings, sizes: Sizes) -> dict[str, Any]:
         "report_client_metrics": settings.report_client_metrics,
         "evaluation": local_evaluation_of(settings),
     }
-
-
-def local_client(
-    settings: Settings, recipe: LocalRecipe, model: nn.Module, clients: Mapping[str, Records], *, max_clip_norm: float
-) -> LocalDPClient:
-    """Return a node's client for a method with a budget of every client."""
-    return LocalDPClient(
-        model=model,
-        clients=clients,
-        recipe=recipe,
-        seed=settings.seed,
-        evaluation=evaluation_budget_of(settings),
-        record_metrics=record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
-        policy=ClientPolicy(max_clip_norm=max_clip_norm, allow_metrics=settings.report_client_metrics),
-    )
-
-
-def client_level_client(
-    settings: Settings, rules: ClientLevelRules, training: Training, model: nn.Module, clients: Mapping[str, Records]
-) -> DPClient:
-    """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
-    evaluating = None if rules.evaluation is None else rules.evaluation.release
-    smallest, largest = rules.clip_norms
-    return DPClient(
-        model=model,
-        clients=clients,
-        seed=settings.seed,
-        training=training,
-        engine=settings.engine.replace("-", "_"),
-        metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
-        policy=ClientPolicy(
-            max_clip_norm=largest,
-            min_clip_norm=smallest if smallest < largest else None,
-            min_noise_multiplier=rules.release.mechanism.noise_multiplier,
-            min_noise_std=(1 - 1e-9) * rules.noise.smallest_share * (largest / rules.release.clip_norm),
-            allow_metrics=settings.report_client_metrics,
-            allow_evaluation=evaluating is not None,
-            min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
-            min_evaluation_noise_std=(1 - 1e-9) * evaluating.shared.smallest_share if evaluating else 0.0,
-        ),
-    )
 
 
 def client_level_delta(delta: float, settings: Settings, *, private: bool) -> float:

@@ -8,8 +8,8 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from apps.client_parts import training_of
 from apps.methods import Run
-from apps.parts import training_of
 from apps.records import Config, config_of, deal, records_to_test_with
 from apps.settings import Settings
 from apps.tasks.models import loss_of, predictions

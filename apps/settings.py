@@ -5,13 +5,12 @@ where it says so there.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from apps.evaluation import Evaluation
-from apps.tasks import TASKS, module_of
-from apps.tasks.models import MODELS
+from apps.tasks import MODELS, TASKS, module_of
 from apps.tasks.partitions import PARTITIONS
 from flower_dp.core import checks
 
@@ -31,6 +30,18 @@ TRAINING = (
     "optimizer",
     "engine",
 )
+# Values that turn a setting off, where that is not the default.
+_OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
+_BOUNDS: dict[str, dict[str, float]] = {
+    "learning_rate": {"above": 0},
+    "learning_rate_decay": {"at_least": 0, "below": 1},
+    "momentum": {"at_least": 0, "below": 1},
+    "weight_decay": {"at_least": 0},
+    "proximal": {"at_least": 0},
+    "blur_strength": {"at_least": 0},
+    "blur_bound": {"at_least": 0},
+    "update_keep_ratio": {"above": 0, "at_most": 1},
+}
 # Settings of some samplings alone.
 SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
@@ -52,7 +63,7 @@ class Settings:
     validation_ratio: float = 0.0
     test_ratio: float = 0.0
     num_rounds: int = 150
-    sampling: str = "poisson"
+    sampling: str = ""
     sampling_rate: float = 0.1
     cohort_size: int = 0
     local_epochs: int = 1
@@ -74,32 +85,39 @@ class Settings:
     output_dir: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
 
-    def check(self) -> None:
-        """Refuse values that are invalid for every method.
-
-        Raises:
-            ValueError: naming key and value.
-        """
-        checks.one_of("task", self.task, TASKS)
-        checks.one_of("model", self.model, MODELS)
-        if self.model not in (fit := module_of(self.task).MODELS):
-            raise ValueError(f"model={self.model!r}: does not fit task={self.task!r}, which has {', '.join(fit)}")
-        checks.one_of("partition", self.partition, PARTITIONS)
-        checks.one_of("sampling", self.sampling, SAMPLINGS)
-        checks.one_of("engine", self.engine, ENGINES)
-        self._check_split()
-        checks.integer("num-clients", self.num_clients, at_least=1)
-        checks.integer("num-rounds", self.num_rounds, at_least=0)
-        checks.integer("evaluate-every", self.evaluate_every, at_least=0)
-        checks.integer("seed", self.seed, at_least=0)
-        checks.number("round-timeout", self.round_timeout, above=0)
-        self.evaluation.check()
+    def check(self, findings: checks.Findings) -> None:
+        """Find values that are invalid for every method."""
+        with findings.noted():
+            checks.one_of("task", self.task, TASKS)
+            if self.model not in (fit := module_of(self.task).MODELS):
+                checks.one_of("model", self.model, MODELS)
+                raise ValueError(f"model={self.model!r}: does not fit task={self.task!r}, which has {', '.join(fit)}")
+        for name, valid in (("partition", PARTITIONS), ("engine", ENGINES)):
+            with findings.noted():
+                checks.one_of(name, getattr(self, name), valid)
+        for name, least in (("num_clients", 1), ("num_rounds", 0), ("evaluate_every", 0), ("seed", 0)):
+            with findings.noted():
+                checks.integer(key_of(name), getattr(self, name), at_least=least)
+        self._check_training(findings)
+        with findings.noted():
+            checks.number("round-timeout", self.round_timeout, above=0)
+        with findings.noted():
+            self._check_split()
+        self.evaluation.check(findings)
         if 0 < self.num_rounds < self.evaluation.every:
-            raise ValueError(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
-        for name, samplings in SAMPLED.items():
-            if self.is_set(name) and self.sampling not in samplings:
-                value, kinds = getattr(self, name), " or ".join(samplings)
-                raise ValueError(f"{key_of(name)}={value!r}: is not read with sampling={self.sampling!r}, but with {kinds}")
+            findings.lines.append(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
+
+    def _check_training(self, findings: checks.Findings) -> None:
+        """Find settings of local training that make no sense; the recipe checks them again, when torch is there."""
+        for name in ("local_epochs", "batch_size"):
+            with findings.noted():
+                checks.integer(key_of(name), getattr(self, name), at_least=1)
+        for name, bounds in _BOUNDS.items():
+            with findings.noted():
+                checks.number(key_of(name), getattr(self, name), **bounds)
+        if bool(self.blur_strength) != bool(self.blur_bound) and self.blur_strength >= 0:
+            wanted = "must be above 0 with blur-strength" if self.blur_strength else "is read with blur-strength above 0 only"
+            findings.lines.append(f"blur-bound={self.blur_bound:g}: {wanted}")
 
     def _check_split(self) -> None:
         """Check the settings of held-out records: they are not protected, so no client may train on another's."""
@@ -121,8 +139,9 @@ class Settings:
         return bool(self.validation_ratio or self.test_ratio)
 
     def is_set(self, name: str) -> bool:
-        """Tell whether a setting has another value than its default."""
-        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+        """Tell whether a setting has another value than its default and than the one that turns it off."""
+        default = type(self).__dataclass_fields__[name].default
+        return getattr(self, name) not in (default, _OFF.get(name, default))
 
     @property
     def run_name(self) -> str:
@@ -139,24 +158,46 @@ class Settings:
         return Path(self.output_dir).expanduser() if self.output_dir else None
 
 
+def sampled(settings: Settings, samplings: tuple[str, ...], findings: checks.Findings) -> Settings:
+    """Return settings whose sampling is one of a method's: its first one if none was chosen. Find what that does not read.
+
+    A cohort of round-robin sampling whose size was not set has all clients.
+    """
+    sampling = settings.sampling or samplings[0]
+    if sampling not in samplings:
+        with findings.noted():
+            checks.one_of("sampling", sampling, samplings)
+        sampling = samplings[0]
+    for name, readers in SAMPLED.items():
+        if settings.is_set(name) and sampling not in readers:
+            value, others = getattr(settings, name), " or ".join(readers)
+            findings.lines.append(f"{key_of(name)}={value!r}: is not read with sampling={sampling!r}, but with {others}")
+    size = settings.cohort_size or (settings.num_clients if sampling == "round-robin" else 0)
+    return replace(settings, sampling=sampling, cohort_size=size)
+
+
 def key_of(name: str) -> str:
     """Return a field's run-config key."""
     return name.replace("_", "-")
 
 
-def read(kind: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+def read(kind: type[T], table: Mapping[str, Any], findings: checks.Findings, prefix: str = "") -> T:
     """Return a dataclass of settings from a table with one entry a field; a field that is a table itself has its default.
 
-    Raises:
-        ValueError: for an unknown or missing key or a value of the wrong kind, naming it.
+    An unknown or missing key or a value of the wrong kind is a finding, and the field has its default then.
     """
     known = {key_of(field.name): field.type for field in fields(kind) if not is_dataclass(field.type)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
-            raise ValueError(f"{prefix}{key}={table[key]!r}: unknown key; known are {', '.join(sorted(known))}")
-    if missing := sorted(set(known) - set(table)):
-        raise ValueError(f"{prefix}{missing[0]}: is missing from the run-config")
-    return kind(**{key.replace("-", "_"): _typed(prefix + key, table[key], wanted) for key, wanted in known.items()})
+            findings.lines.append(f"{prefix}{key}={table[key]!r}: unknown key; known are {', '.join(sorted(known))}")
+    values = {}
+    for key, wanted in known.items():
+        if key not in table:
+            findings.lines.append(f"{prefix}{key}: is missing from the run-config")
+            continue
+        with findings.noted():
+            values[key.replace("-", "_")] = _typed(prefix + key, table[key], wanted)
+    return kind(**values)
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:

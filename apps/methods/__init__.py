@@ -7,21 +7,23 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from apps.evaluation import Evaluation
 from apps.parts import Sizes
-from apps.settings import TRAINING, Settings, key_of, read
-from apps.tasks import TASKS, Task, load_task
+from apps.settings import TRAINING, Settings, key_of, read, sampled
+from apps.tasks import TASKS, load_task
 from apps.tasks import module_of as task_module
-from apps.tasks.models import make
-from flower_dp.clients import Records
-from flower_dp.clients.client import NodeClient
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import DPStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from apps.tasks import Task
+    from flower_dp.clients import Records
+    from flower_dp.clients.client import NodeClient
 
 METHODS = tuple(sorted(key_of(module.name) for module in pkgutil.iter_modules(__path__)))
 
@@ -32,6 +34,7 @@ class Method(Protocol):
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
         READS: the settings of local training that it reads.
+        SAMPLINGS: those that it can account for; the first one is its default.
         UNSET: arguments of its strategy, its recipe and their parts that no setting changes, as `Class.argument`; those of all
             methods are in `apps.parts`.
         OTHER_DEFAULTS: arguments to which the app by default passes something else than the default of the signature.
@@ -39,13 +42,16 @@ class Method(Protocol):
 
     Own: type[Any]
     READS: tuple[str, ...]
+    SAMPLINGS: tuple[str, ...]
     UNSET: tuple[str, ...]
     OTHER_DEFAULTS: tuple[str, ...]
 
     def strategy(self, settings: Settings, own: Any, sizes: Sizes) -> DPStrategy:
         """Return the server's side."""
 
-    def client(self, settings: Settings, own: Any, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> NodeClient:
+    def client(
+        self, settings: Settings, own: Any, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes
+    ) -> "NodeClient":
         """Return the client of one node, around the records of the clients that the node hosts."""
 
 
@@ -62,12 +68,13 @@ class Run:
     def of(cls, run_config: Mapping[str, Any]) -> "Run":
         """Read a run-config.
 
+        The tables of methods that were not chosen are not looked at.
+
         Raises:
-            ValueError: for an unknown or missing key, a value of the wrong kind, or a setting that the method does not read,
-                naming it.
+            SettingsError: for unknown or missing keys, values of the wrong kind, and settings that the method does not read, all
+                of them at once.
         """
-        kinds = {name: module_of(name).Own for name in METHODS} | {name: task_module(name).Own for name in TASKS}
-        tables: dict[str, dict[str, Any]] = {name: {} for name in [*kinds, "evaluation"]}
+        tables: dict[str, dict[str, Any]] = {name: {} for name in (*METHODS, *TASKS, "evaluation")}
         common = {}
         for key, value in run_config.items():
             prefix, dot, rest = key.partition(".")
@@ -75,15 +82,26 @@ class Run:
                 tables[prefix][rest] = value
             else:
                 common[key] = value
-        evaluation = read(Evaluation, tables.pop("evaluation"), "evaluation.")
-        settings = replace(read(Settings, common), evaluation=evaluation)
-        checks.one_of("method", settings.method, METHODS)
-        settings.check()
-        own = {name: read(kinds[name], table, f"{name}.") for name, table in tables.items()}
-        _refuse_unread(settings, own)
-        return cls(settings=settings, method=module_of(settings.method), own=own[settings.method], of_task=own[settings.task])
+        findings = checks.Findings()
+        evaluation = read(Evaluation, tables["evaluation"], findings, "evaluation.")
+        settings = replace(read(Settings, common, findings), evaluation=evaluation)
+        settings.check(findings)
+        task, name = settings.task, settings.method
+        of_task = read(task_module(task).Own, tables[task], findings, f"{task}.") if task in TASKS else None
+        with findings.noted():
+            checks.one_of("method", name, METHODS)
+        if name not in METHODS:
+            findings.refuse()
+        method = module_of(name)
+        own = read(method.Own, tables[name], findings, f"{name}.")
+        settings = sampled(settings, method.SAMPLINGS, findings)
+        _find_unread(settings, findings)
+        for other in TASKS:
+            _find_unread_of_task(other, tables[other], task, findings)
+        findings.refuse()
+        return cls(settings=settings, method=method, own=own, of_task=of_task)
 
-    def task(self) -> Task:
+    def task(self) -> "Task":
         """Return the task's records.
 
         Raises:
@@ -91,8 +109,10 @@ class Run:
         """
         return load_task(self.settings.task, self.settings.data_dir, self.of_task)
 
-    def model(self) -> nn.Module:
+    def model(self) -> "nn.Module":
         """Return a new model, the same for every call."""
+        from apps.tasks.models import make  # noqa: PLC0415 - torch takes a second
+
         module = task_module(self.settings.task)
         return make(
             self.settings.model,
@@ -106,7 +126,7 @@ class Run:
         """Return the server's strategy; only methods that treat every client's number of records as public call `sizes`."""
         return self.method.strategy(self.settings, self.own, sizes)
 
-    def client(self, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> NodeClient:
+    def client(self, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "NodeClient":
         """Return the client of one node."""
         return self.method.client(self.settings, self.own, model, clients, sizes)
 
@@ -123,20 +143,22 @@ def module_of(name: str) -> Method:
     return module  # type: ignore[no-any-return]
 
 
-def _refuse_unread(settings: Settings, own: Mapping[str, Any]) -> None:
-    """Refuse a setting that the user has set and neither method nor task uses: it would be ignored silently."""
-    method = settings.method
+def _find_unread(settings: Settings, findings: checks.Findings) -> None:
+    """Find settings of training that the user has set and the method does not use: they would be ignored silently."""
     reads = {name: module_of(name).READS for name in METHODS}
     for name in TRAINING:
-        if settings.is_set(name) and name not in reads[method]:
+        if settings.is_set(name) and name not in reads[settings.method]:
             readers = ", ".join(other for other in METHODS if name in reads[other])
-            raise ValueError(f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={method!r}, but by {readers}")
-    for other, table in own.items():
-        kind, chosen = ("method", method) if other in METHODS else ("task", settings.task)
-        for field in fields(table):
-            value = getattr(table, field.name)
-            if other != chosen and value != field.default:
-                raise ValueError(
-                    f"{other}.{key_of(field.name)}={value!r}: is not read by {kind}={chosen!r}; settings of "
-                    f"that are under {chosen}."
-                )
+            findings.lines.append(
+                f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={settings.method!r}, but by {readers}"
+            )
+
+
+def _find_unread_of_task(name: str, table: Mapping[str, Any], chosen: str, findings: checks.Findings) -> None:
+    """Find settings of a task that is not the chosen one."""
+    for field in fields(task_module(name).Own) if name != chosen else ():
+        value = table.get(key_of(field.name), field.default)
+        if value != field.default:
+            findings.lines.append(
+                f"{name}.{key_of(field.name)}={value!r}: is not read by task={chosen!r}; settings of that are under {chosen}."
+            )

@@ -2,15 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from apps.parts import Sizes, client_level_client, client_level_words, training_of
+from apps.parts import Sizes, client_level_words
 from apps.settings import TRAINING, Settings
-from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedAvg
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import DPClient, Records
+
 READS = TRAINING
+SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 UNSET = ("Training.sam_radius",)
 OTHER_DEFAULTS = (
     "DPFedAvg.noise_multiplier",
@@ -40,6 +44,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedAvg:
     return DPFedAvg(**client_level_words(settings, own))
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> DPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "DPClient":
     """Return a node's client."""
+    from apps.client_parts import client_level_client, training_of  # noqa: PLC0415 - torch takes a second
+
     return client_level_client(settings, strategy(settings, own, sizes).rules, training_of(settings), model, clients)

@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from apps.parts import Sizes, cohort_size_of, local_client, local_words, sampler_of
+from apps.parts import Sizes, cohort_size_of, local_words, sampler_of
 from apps.settings import Settings
-from apps.tasks.models import loss_of
-from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 from flower_dp.strategies import DPFedPAQ
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import LocalDPClient, Records
+
 READS: tuple[str, ...] = ("batch_size",)
+SAMPLINGS = ("full", "fixed-size", "round-robin")
 UNSET: tuple[str, ...] = ()
 OTHER_DEFAULTS = ("DPFedPAQ.num_replies",)
 
@@ -40,8 +42,12 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedPAQ:
     return DPFedPAQ(**strategy_words(settings, own, sizes))
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
+    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.clients import DPFedPAQRecipe  # noqa: PLC0415
+
     recipe = DPFedPAQRecipe(**shared(settings, own), loss=loss_of(settings.model))
     return local_client(settings, recipe, model, clients, max_clip_norm=recipe.steps.sum_norm)
 
@@ -50,7 +56,7 @@ def strategy_words(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]
     """Return the arguments of the strategy."""
     return {
         **shared(settings, own),
-        "sampling": sampler_of(settings, "full", "fixed-size", "round-robin"),
+        "sampling": sampler_of(settings, *SAMPLINGS),
         **local_words(settings, sizes),
     }
 

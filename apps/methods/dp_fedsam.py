@@ -2,15 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from apps.parts import Sizes, client_level_client, client_level_words, training_of
+from apps.parts import Sizes, client_level_words
 from apps.settings import TRAINING, Settings
-from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import DPFedSAM
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import DPClient, Records
+
 READS = TRAINING
+SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 UNSET: tuple[str, ...] = ()
 OTHER_DEFAULTS = ("DPFedSAM.noise_multiplier", "DPFedSAM.target_epsilon", "Training.sam_radius")
 
@@ -50,8 +54,10 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedSAM:
     )
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> DPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "DPClient":
     """Return a node's client."""
+    from apps.client_parts import client_level_client, training_of  # noqa: PLC0415 - torch takes a second
+
     return client_level_client(
         settings, strategy(settings, own, sizes).rules, training_of(settings, sam_radius=own.sam_radius), model, clients
     )

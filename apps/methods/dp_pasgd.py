@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from apps.parts import Sizes, local_client, local_words, per_client, sampler_of
+from apps.parts import Sizes, local_words, per_client, sampler_of
 from apps.settings import Settings
-from apps.tasks.models import loss_of
-from flower_dp.clients import DPPASGDRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import DPPASGD
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import LocalDPClient, Records
+
 READS: tuple[str, ...] = ("batch_size", "weight_decay")
+SAMPLINGS = ("full",)
 UNSET: tuple[str, ...] = ()
 OTHER_DEFAULTS = ("DPPASGD.num_records", "DPPASGD.learning_rate_decay", "DPPASGDRecipe.learning_rate_decay")
 
@@ -40,7 +42,7 @@ class Own:
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
     """Return the server's side."""
-    sampler_of(settings, "full")
+    sampler_of(settings, *SAMPLINGS)
     checks.number("max-cost", own.max_cost, at_least=0)
     return DPPASGD(
         **_shared(settings, own),
@@ -52,8 +54,12 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
     )
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
+    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.clients import DPPASGDRecipe  # noqa: PLC0415
+
     recipe = DPPASGDRecipe(**_shared(settings, own), loss=loss_of(settings.model))
     return local_client(settings, recipe, model, clients, max_clip_norm=own.clip_norm)
 

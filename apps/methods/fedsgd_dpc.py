@@ -2,20 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from apps.parts import Sizes, cohort_size_of, local_client, local_words, per_client, sampler_of
+from apps.parts import Sizes, cohort_size_of, local_words, per_client, sampler_of
 from apps.settings import Settings
-from apps.tasks.models import loss_of
-from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, Records
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.privacy.accounting import relation_of
 from flower_dp.strategies import FedSGDDPC
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import LocalDPClient, Records
+
 READS: tuple[str, ...] = ()
+SAMPLINGS = ("round-robin",)
 UNSET: tuple[str, ...] = ()
 OTHER_DEFAULTS = (
     "FedSGDDPC.learning_rate",
@@ -45,7 +47,7 @@ class Own:
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
     """Return the server's side."""
-    sampler_of(settings, "round-robin")
+    sampler_of(settings, *SAMPLINGS)
     theory = bool(own.strong_convexity or own.smoothness)
     return FedSGDDPC(
         **_shared(settings, own),
@@ -60,8 +62,12 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
     )
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
+    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.clients import FedSGDDPCRecipe  # noqa: PLC0415
+
     recipe = FedSGDDPCRecipe(**_shared(settings, own), num_records=dict(sizes()), loss=loss_of(settings.model))
     return local_client(settings, recipe, model, clients, max_clip_norm=own.clip_norm)
 

@@ -3,19 +3,22 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from apps.parts import Sizes, cohort_size_of, local_client, local_words, sampler_of, training_of
+from apps.parts import Sizes, cohort_size_of, local_words, sampler_of
 from apps.settings import TRAINING, Settings
-from flower_dp.clients import LocalDPClient, NbAFLRecipe, Records
 from flower_dp.core import checks
 from flower_dp.planning.nbafl_bound import best_proximal
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import NbAFL
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import LocalDPClient, Records
+
 READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
+SAMPLINGS = ("full", "fixed-size")
 UNSET = ("NbAFL.min_records", "Training.sam_radius", "Training.sparsifier")
 OTHER_DEFAULTS = (
     "NbAFL.num_replies",
@@ -42,7 +45,7 @@ class Own:
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
     """Return the server's side."""
-    sampler_of(settings, "full", "fixed-size")
+    sampler_of(settings, *SAMPLINGS)
     return NbAFL(
         **_shared(settings, own),
         **local_words(settings, sizes),
@@ -51,8 +54,11 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
     )
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
+    from apps.client_parts import local_client, training_of  # noqa: PLC0415 - torch takes a second
+    from flower_dp.clients import NbAFLRecipe  # noqa: PLC0415
+
     recipe = NbAFLRecipe(**_shared(settings, own), training=training_of(settings), min_records=min(sizes().values()))
     return local_client(settings, recipe, model, clients, max_clip_norm=own.clip_norm)
 

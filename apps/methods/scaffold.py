@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from apps.methods.dp_fedpaq import shared, strategy_words
-from apps.parts import Sizes, local_client
+from apps.parts import Sizes
 from apps.settings import Settings
-from apps.tasks.models import loss_of
-from flower_dp.clients import LocalDPClient, Records, ScaffoldRecipe
 from flower_dp.strategies import Scaffold
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.clients import LocalDPClient, Records
+
 READS: tuple[str, ...] = ("batch_size",)
+SAMPLINGS = ("full", "fixed-size", "round-robin")
 UNSET = ("ScaffoldRecipe.common", "ScaffoldRecipe.own")
 OTHER_DEFAULTS = ("Scaffold.num_replies",)
 
@@ -38,7 +41,11 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> Scaffold:
     return Scaffold(**strategy_words(settings, own, sizes))
 
 
-def client(settings: Settings, own: Own, model: nn.Module, clients: Mapping[str, Records], sizes: Sizes) -> LocalDPClient:
+def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
+    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.clients import ScaffoldRecipe  # noqa: PLC0415
+
     recipe = ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model))
     return local_client(settings, recipe, model, clients, max_clip_norm=recipe.steps.sum_norm)

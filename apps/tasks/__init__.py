@@ -8,12 +8,15 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TASKS = ("mnist", "fashion-mnist", "adult", "vehicle", "breast-cancer")
+MODELS = ("logistic", "mlp", "cnn", "linear-svm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +43,7 @@ class Task:
     test_labels: np.ndarray
     source: str
     groups: np.ndarray | None = None
-    prepare: Callable[[Tensor], Tensor] | None = None
+    prepare: "Callable[[Tensor], Tensor] | None" = None
 
 
 class TaskModule(Protocol):
@@ -50,11 +53,13 @@ class TaskModule(Protocol):
         Own: the dataclass of its own settings, with their defaults.
         MODELS: the models (`apps.tasks.models`) that fit it.
         CLASSES: the values of its labels, ascending.
+        NEEDS: settings with which `flower-dp run TASK` runs it, by key, but for its data.
     """
 
     Own: type[Any]
     MODELS: tuple[str, ...]
     CLASSES: tuple[int, ...]
+    NEEDS: dict[str, Any]
 
     def num_features(self, own: Any) -> int:
         """Return how many numbers a record has for the model."""

@@ -8,6 +8,7 @@ computed from the records.
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from flower_dp.core import checks
 
 MODELS = ("logistic", "mlp")
 CLASSES = (0, 1)  # <=50K, >50K
+NEEDS: dict[str, Any] = {"data-dir": files.NEEDED, "num-clients": 16, "partition": "natural"}
 
 FEATURES = ("categorical", "all")
 TRAIN, TEST = "adult.data", "adult.test"

@@ -5,6 +5,7 @@ that the data set's description publishes; nothing is computed from the records.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from apps.tasks import Task
 
 MODELS = ("logistic", "mlp")
 CLASSES = (0, 1)  # malignant, benign
+NEEDS: dict[str, Any] = {"num-clients": 10}
 
 # Of the description's summary statistics: smallest and largest value, for the means, standard errors and worst values of radius,
 # texture, perimeter, area, smoothness, compactness, concavity, concave points, symmetry and fractal dimension.

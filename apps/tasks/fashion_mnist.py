@@ -1,6 +1,7 @@
 """Fashion-MNIST: 60,000 + 10,000 pictures of clothes from a folder; MNIST's format, 28 x 28 pixels, ten classes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from apps.tasks import Task, files, idx
 
 MODELS = ("logistic", "mlp", "cnn")
 CLASSES = tuple(range(10))
+NEEDS: dict[str, Any] = {"data-dir": files.NEEDED}
 
 _SOURCE = "https://github.com/zalandoresearch/fashion-mnist"
 _FULL = idx.Collection(name="Fashion-MNIST", torchvision="FashionMNIST")

@@ -5,12 +5,14 @@ import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from apps.tasks import vision
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DOWNLOAD_PREFIX = "torchvision:"
 
@@ -46,9 +48,9 @@ class Standardize:
     mean: float
     std: float
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, images: "Tensor") -> "Tensor":
         """Return the numbers, in the shape of the images."""
-        return (images.to(torch.float32) - 255 * self.mean) / (255 * self.std)
+        return (images.float() - 255 * self.mean) / (255 * self.std)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """MNIST: 5,000 real digits that a Python package carries, or the full set from a folder; 28 x 28 pixels, ten classes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from apps.tasks import Task, files, idx
 
 MODELS = ("logistic", "mlp", "cnn")
 CLASSES = tuple(range(10))
+NEEDS: dict[str, Any] = {}
 
 _EMBEDDED_PER_CLASS = 500
 _EMBEDDED_TEST_PER_CLASS = 100

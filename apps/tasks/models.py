@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from apps.tasks import MODELS
 from flower_dp.clients.training.losses import Loss, hinge
 
 _PIXELS = 28 * 28
@@ -130,5 +131,3 @@ _KINDS = {
     "cnn": _Kind(build=_cnn),
     "linear-svm": _Kind(build=_linear_svm, loss=hinge, predict=_sign),
 }
-
-MODELS = tuple(_KINDS)

@@ -15,6 +15,14 @@ from apps.tasks import Task, files
 
 MODELS = ("linear-svm",)
 CLASSES = (-1, 1)
+NEEDS: dict[str, Any] = {
+    "data-dir": files.NEEDED,
+    "model": "linear-svm",
+    "num-clients": 23,
+    "partition": "natural",
+    "validation-ratio": 0.1,
+    "test-ratio": 0.1,
+}
 
 FILE = "vehicle.json"
 _NUM_FEATURES = 100

@@ -4,8 +4,6 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-import torch
-
 _MISSING_OPERATOR = "operator torchvision::nms does not exist"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
@@ -26,6 +24,8 @@ def import_torchvision() -> Any:
     except RuntimeError as error:
         if str(error) != _MISSING_OPERATOR:
             raise
+    import torch  # noqa: PLC0415 - takes a second
+
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", _SCHEMA)
     return _import()

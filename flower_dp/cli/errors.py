@@ -1,4 +1,4 @@
-"""How a failed command ends: one line on standard error, and an exit status."""
+"""How a failed command ends: a line for each error on standard error, and an exit status."""
 
 from typing import NoReturn
 
@@ -7,7 +7,7 @@ import typer
 
 
 def refuse(message: str) -> NoReturn:
-    """End with status 2 and one line."""
+    """End with status 2, and an error of each line of the message."""
     raise click.UsageError(message)
 
 

@@ -39,11 +39,13 @@ def _top(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit; a bad option ends with status 2 and one line on standard error."""
+    """Run the command line and exit; bad options end with status 2, and a line each on standard error."""
     try:
         status = app(arguments, prog_name="flower-dp", standalone_mode=False)
     except click.ClickException as error:
-        typer.echo("error: " + " ".join(error.format_message().split()), err=True)
+        for line in error.format_message().splitlines():
+            if text := " ".join(line.split()):
+                typer.echo(f"error: {text}", err=True)
         status = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         status = 130

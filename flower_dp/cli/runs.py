@@ -48,7 +48,7 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="SuperNodes to simulate; with stock clients, one per client. Default: one per worker.",
+            help="SuperNodes to simulate. Default: one per worker; one per client, where a stock app says how many there are.",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +63,7 @@ def run(
 
     Exit status: 0 the app ran to its end, 1 it failed, 2 bad options, 130 interrupted.
     """
-    from flower_dp.running import apps, launch, plugins, progress, run_folder, superlink, workplace
+    from flower_dp.running import apps, launch, plugins, preflight, progress, run_folder, superlink, workplace
 
     try:
         what = apps.resolve(target, setting or [])
@@ -71,7 +71,10 @@ def run(
         from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # in another app, output-dir is its own setting
         if output_dir is not None and from_settings:
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
-        # The other engine checks while it starts. The defaults are valid.
+        num_workers = preflight.workers_of(workers, gpus_per_worker)
+        num_supernodes = preflight.nodes_of(what, supernodes, num_workers)
+        preflight.check_settings(what)
+        # Of the data, the other engine checks them while it starts. The defaults are valid.
         if what.app.check and overrides and engine is Engine.FLOWER:
             with plugins.loaded(what.app, what.app.check) as check:
                 check({**what.app.defaults, **overrides})
@@ -86,14 +89,16 @@ def run(
                 stack.callback(_remove_if_empty, folder)
             if not what.app.own:
                 stack.enter_context(workplace.app_files_linked(folder, what.app.folder))
+            if supernodes is None and num_supernodes > num_workers:
+                typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
             screen = _Screen(stack.enter_context(progress.display()), quiet=what.app.own)
             outcome = launch.launch(
-                what.app.folder if engine is Engine.RAY else stack.enter_context(apps.unpacked(what.app)),
+                what.app.folder if engine is Engine.RAY else stack.enter_context(apps.unpacked(what.app, overrides)),
                 overrides=overrides,
                 output_dir=folder,
                 working_dir=None if what.app.own else folder,
-                num_workers=workers or launch.default_workers(),
-                num_supernodes=supernodes,
+                num_workers=num_workers,
+                num_supernodes=num_supernodes,
                 gpus_per_worker=gpus_per_worker,
                 on_progress=screen.show,
                 on_log=screen.tell,

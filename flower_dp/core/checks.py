@@ -1,10 +1,51 @@
 """Checks of configuration values: every refusal names the field, the value and what would be valid."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Characters of a name of a client, a method or a metric.
 MOST_NAME = 200
+
+
+class SettingsError(ValueError):
+    """All that is wrong with some settings, a line each; nothing was started or spent."""
+
+
+class Findings:
+    r"""What is wrong with some settings, collected so that all of it is told at once.
+
+    Example:
+        >>> from flower_dp.core.checks import Findings, integer, number
+        >>> findings = Findings()
+        >>> with findings.noted():
+        ...     integer("num-rounds", -1, at_least=0)
+        >>> with findings.noted():
+        ...     number("delta", 2.0, below=1)
+        >>> findings.lines
+        ['num-rounds=-1: must be a whole number >= 0', 'delta=2.0: must be a finite number < 1']
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the ValueError that ends the block, if any."""
+        try:
+            yield
+        except ValueError as error:
+            self.lines += str(error).splitlines()
+
+    def refuse(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            SettingsError: if anything was, each once.
+        """
+        if self.lines:
+            raise SettingsError("\n".join(dict.fromkeys(self.lines)))
 
 
 def number(

@@ -1,18 +1,24 @@
 """The Flower app that `flower-dp run` runs, its settings, and the presets that change them."""
 
 import contextlib
-import difflib
 import importlib.util
-import re
+import io
 import shutil
 import sys
 import tempfile
 import tomllib
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from flower_dp.core import checks
+from flower_dp.running import values
+from flower_dp.running.built import is_built
+from flower_dp.running.values import Value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The app's folder in an installed wheel; a checkout has none here.
@@ -20,8 +26,6 @@ _INSTALLED = _PACKAGE / "_app"
 
 # Settings of a method's table in whose place its `epsilon` stands.
 _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
-Value = bool | int | float | str
-_TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,15 @@ class App:
         """Whether it is flower-dp's own app."""
         return self.name == "flower-dp"
 
+    @property
+    def built(self) -> bool:
+        """Whether `flower_dp.app` makes it, so that it has all settings of flower-dp's own app."""
+        return is_built(self.folder, self.server)
+
+    def settings(self) -> dict[str, Value]:
+        """Return every setting that the app takes, with its default."""
+        return {**(own_app().defaults if self.built else {}), **self.defaults}
+
     def presets(self) -> dict[str, Path]:
         """Return the app's presets by name."""
         return {path.stem: path for path in sorted((self.folder / "apps" / "presets").glob("*.toml"))}
@@ -58,51 +71,66 @@ class App:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An app and the run-config values that differ from its defaults; `name` is the name of the run."""
+    """An app and the run-config values that differ from its defaults.
+
+    `name` is the name of the run; `given` are the keys that were set one by one, not by a preset.
+    """
 
     app: App
     name: str
     overrides: Mapping[str, Value]
+    given: tuple[str, ...] = ()
 
 
 def resolve(target: str | None, settings: Sequence[str]) -> Target:
-    """Find the app to run. A target is None for flower-dp's own app, an app's folder, or the name of one of flower-dp's presets.
+    """Find the app to run.
 
     Args:
-        target: None, a folder or a preset's name; a folder with a Flower app takes precedence over a preset of the same name.
+        target: None for flower-dp's own app, a folder of a Flower app, or else the name of one of flower-dp's presets or tasks.
+            If the settings choose another method than the preset's, what the other method needed is left out of the preset.
         settings: `key=value` texts, which take precedence over the preset. Relative paths (keys that end in `-dir`) are relative
             to the working directory, those in a preset to the app's folder.
 
     Raises:
-        ValueError: there is no such app or preset, or a key or value that the app cannot take.
+        ValueError: there is no such app or preset, or keys or values that the app cannot take, a line each.
     """
+    findings = checks.Findings()
+    given: dict[str, str] = {}
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        if sign:
+            given[key.strip()] = text.strip()
+        else:
+            findings.lines.append(f"--set {setting}: must be key=value")
     if target is not None and (app := read_app(Path(target).expanduser())) is not None:
         preset: Mapping[str, Any] = {}
         name = app.name
     else:
         app = own_app()
         name = target or app.name
-        if target is not None and target not in app.presets():
-            names = ", ".join(app.presets()) or "none"
-            raise ValueError(f"{target}: is neither a folder of a Flower app nor a preset; presets: {names}")
-        preset = flatten(_read_toml(app.presets()[target])) if target is not None else {}
-    overrides = {key: _from_toml(app, key, value, app.folder) for key, value in preset.items()}
-    given: dict[str, Value] = {}
-    for setting in settings:
-        key, sign, text = setting.partition("=")
-        if not sign:
-            raise ValueError(f"--set {setting}: must be key=value")
-        given[key.strip()] = _from_text(app, key.strip(), text.strip())
-    for key, value in given.items():
+        preset = _preset(app, target) if target is not None else {}
+        method = given.get("method", "").strip("'\"")
+        if method and preset and method != preset.get("method", app.defaults.get("method")):
+            preset = own_module("combination").with_method({"method": app.defaults.get("method"), **preset}, method)
+    known, overrides = app.settings(), {}
+    method = given.get("method") or str({**known, **preset}.get("method", ""))
+    for key, value in preset.items():
+        with findings.noted():
+            overrides[key] = values.from_toml(key, value, _default(app, known, key, method), app.folder)
+    for key, text in given.items():
+        with findings.noted():
+            overrides[key] = values.from_text(key, text, _default(app, known, key, method))
+    for key in given:
         table, _, name = key.rpartition(".")
-        if name == "epsilon" and value:  # it determines the noise, in place of what the preset says
-            for one in _OF_NOISE:
-                overrides.pop(f"{table}.{one}", None)
-    overrides |= given
-    return Target(app=app, name=name, overrides=overrides)
+        if name == "epsilon" and overrides.get(key):  # it determines the noise, in place of what the preset says
+            for one in (f"{table}.{other}" for other in _OF_NOISE):
+                if one not in given:
+                    overrides.pop(one, None)
+    findings.refuse()
+    return Target(app=app, name=name, overrides=overrides, given=tuple(given))
 
 
-def with_values(target: Target, values: Mapping[str, Any]) -> dict[str, Value]:
+def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:
     """Return a target's whole run-config with some values, in the types of its settings.
 
     Relative paths are relative to the working directory.
@@ -110,8 +138,35 @@ def with_values(target: Target, values: Mapping[str, Any]) -> dict[str, Value]:
     Raises:
         ValueError: a key or value that the app cannot take.
     """
-    own = {key: _from_toml(target.app, key, value, Path.cwd()) for key, value in values.items()}
+    known = target.app.settings()
+    method = str({**known, **target.overrides, **more}.get("method", ""))
+    own = {key: values.from_toml(key, value, _default(target.app, known, key, method), Path.cwd()) for key, value in more.items()}
     return {**target.app.defaults, **target.overrides, **own}
+
+
+def _preset(app: App, target: str) -> Mapping[str, Any]:
+    """Return the settings of a preset, or what a task needs."""
+    presets = app.presets()
+    if target in presets:
+        return flatten(_read_toml(presets[target]))
+    needed: Mapping[str, Any] | None = own_module("combination").of_task(target)
+    if needed is None:
+        names = ", ".join(presets) or "none"
+        raise ValueError(f"{target}: is neither a folder of a Flower app nor a preset; presets: {names}; or a task's name")
+    return needed
+
+
+def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
+    if key in known:
+        return known[key]
+    close = values.suggested(key, known, method)
+    hint = f"; did you mean {close}?" if close else f"; {app.name} has no settings"
+    new = (
+        ""
+        if app.own or app.built
+        else " Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml"
+    )
+    raise ValueError(f"{key}: unknown setting of {app.name}{hint}{new}")
 
 
 def own_app() -> App:
@@ -164,25 +219,49 @@ class OwnFunction:
 
 
 @contextlib.contextmanager
-def unpacked(app: App) -> Iterator[Path]:
+def unpacked(app: App, overrides: Mapping[str, Value] | None = None) -> Iterator[Path]:
     """Yield the folder from which `flwr run` can bundle an app.
 
     The files of flower-dp's own app are copied to a temporary folder, with the library: an installed package holds the two in
-    different places, and in a checkout `flwr run` would examine every file, those of a virtual environment among them.
+    different places, and in a checkout `flwr run` would examine every file, those of a virtual environment among them. Another
+    app is copied if some overrides are not in its pyproject.toml: Flower passes on no others, so the copy has them there.
     """
-    if not app.own:
+    new = {key: value for key, value in (overrides or {}).items() if key not in app.defaults}
+    if not app.own and not new:
         yield app.folder
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "flower-dp"  # Flower takes no folder with an underscore in its name
-        bundled = _read_toml(app.folder / "pyproject.toml")["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
-        for file in (file for pattern in ["pyproject.toml", *bundled] for file in app.folder.glob(pattern) if file.is_file()):
-            copy = folder / file.relative_to(app.folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
-        if not (folder / _PACKAGE.name).exists():
-            shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
+        if app.own:
+            _copy_own(app, folder)
+        else:
+            _copy_with(new, app, folder)
         yield folder
+
+
+def _copy_own(app: App, folder: Path) -> None:
+    bundled = _read_toml(app.folder / "pyproject.toml")["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
+    for file in (file for pattern in ["pyproject.toml", *bundled] for file in app.folder.glob(pattern) if file.is_file()):
+        copy = folder / file.relative_to(app.folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    if not (folder / _PACKAGE.name).exists():
+        shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
+
+
+def _copy_with(new: Mapping[str, Value], app: App, folder: Path) -> None:
+    """Copy what Flower bundles of an app, with further settings in its pyproject.toml."""
+    import tomli_w  # noqa: PLC0415 - of the command line's extra
+    from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - half a second
+
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of a package that Flower uses
+        content = build_fab_from_disk(app.folder)
+    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+        bundle.extractall(folder)
+    file = folder / "pyproject.toml"
+    project = _read_toml(file)
+    project["tool"]["flwr"]["app"].setdefault("config", {}).update(new)
+    file.write_text(tomli_w.dumps(project), encoding="utf-8")
 
 
 def read_app(folder: Path) -> App | None:
@@ -237,45 +316,3 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: is not TOML: {error}") from None
-
-
-def _default(app: App, key: str) -> Value:
-    if key not in app.defaults:
-        close = difflib.get_close_matches(key, app.defaults, n=1, cutoff=0.0)
-        hint = f"; did you mean {close[0]}?" if close else f"; {app.name} has no settings"
-        raise ValueError(f"{key}: unknown setting of {app.name}{hint}")
-    return app.defaults[key]
-
-
-def _from_toml(app: App, key: str, value: Any, base: Path) -> Value:
-    """Return a value in the type of the setting's default."""
-    wanted = type(_default(app, key))
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        raise ValueError(f"{key}={value!r}: must be {_TYPES[wanted]}")
-    return _absolute(key, value, base)
-
-
-def _from_text(app: App, key: str, text: str) -> Value:
-    """Return a value from the command line in the type of the setting's default; a string needs no quotes."""
-    wanted = type(_default(app, key))
-    if wanted is str:
-        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
-        return _absolute(key, text[1:-1] if quoted else text, Path.cwd())
-    try:
-        if wanted is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return int(text) if wanted is int else float(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"{key}={text}: must be {_TYPES[wanted]}") from None
-
-
-def _absolute(key: str, value: Value, base: Path) -> Value:
-    # The app runs in another working directory, where a relative path would be wrong.
-    if not isinstance(value, str) or not key.endswith("-dir"):
-        return value
-    # A prefix before a colon says how the folder is to be filled; a single letter is a drive.
-    how = prefix.group() if (prefix := re.match("[a-z]{2,}:", value)) else ""
-    folder = value.removeprefix(how)
-    return how + str(base / Path(folder).expanduser()) if folder else value

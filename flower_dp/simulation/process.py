@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from flower_dp.core.checks import SettingsError
 from flower_dp.running import plugins
 from flower_dp.running.apps import App, read_app
 
@@ -55,7 +56,10 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
                 check(config)
     except ValueError as error:
         return "refused", str(error)
-    server()(grid, grid.server_context())
+    try:
+        server()(grid, grid.server_context())
+    except SettingsError as error:  # before anything was spent
+        return "refused", str(error)
     return "completed", ""
 
 

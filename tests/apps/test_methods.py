@@ -9,9 +9,9 @@ import torch
 from flwr.app import Context, RecordDict
 
 from apps.client_app import app as client_app
+from apps.client_parts import training_of
 from apps.evaluation import Evaluation
 from apps.methods import METHODS, Run, module_of
-from apps.parts import training_of
 from apps.server_app import app as server_app
 from apps.settings import TRAINING, Settings
 from apps.tasks import TASKS
@@ -236,12 +236,7 @@ def test_an_infinite_epsilon_is_no_noise():
         ({**NBAFL, "relation": "add-or-remove-one"}, "relation='add-or-remove-one': unknown key"),
         ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1': unknown key"),
         ({**NBAFL, "target-epsilon": 0.01}, "target-epsilon=0.01: unknown key"),
-        ({**NBAFL, "dp-fedsam.target-epsilon": 0.01}, "dp-fedsam.target-epsilon=0.01: is not read by method='nbafl'"),
         ({"method": "dp-fedavg", "placement": "distributed"}, "placement='distributed': unknown key"),
-        (
-            {"method": "dp-fedavg", "dp-fedsam.placement": "central"},
-            "dp-fedsam.placement='central': is not read by method='dp-fedavg'",
-        ),
         ({"method": "dp-fedavg", "keep-ratio": 0.5}, "keep-ratio=0.5: unknown key"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
         ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),

@@ -107,7 +107,7 @@ def named(kind, argument):
 @cache
 def base(name) -> dict[str, Any]:
     """The defaults with a method, and with the first sampling that it takes."""
-    for sampling in ("poisson", "full", "round-robin"):
+    for sampling in (one for one in ("poisson", "full", "round-robin") if one in module_of(name).SAMPLINGS):
         config = {**DEFAULTS, "method": name, "num-clients": NUM_CLIENTS, "sampling": sampling, **NEEDED.get(name, {})}
         config["cohort-size"] = 5 if sampling == "round-robin" else 0
         if named(strategy_of(name), "delta") in passed(config):

@@ -593,7 +593,7 @@ def test_the_engine_is_ray_if_nothing_is_said(foreign, call, launched):
 
 def test_the_apps_own_settings_are_checked_before_the_launch(call, launched, monkeypatch):
     monkeypatch.chdir(Path(flower_dp.__file__).parents[1])
-    for setting, named in (("dp-fedsam.clip-norm=-1", "clip_norm=-1.0"), ("data-dir=/nowhere", "data-dir='/nowhere'")):
+    for setting, named in (("dp-fedsam.clip-norm=-1", "dp-fedsam.clip-norm=-1.0"), ("data-dir=/nowhere", "data-dir='/nowhere'")):
         status, _, err = call("run", "--engine", "flower", "--set", setting)
         assert (status, err.count("\n")) == (2, 1)
         assert named in err

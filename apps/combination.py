@@ -1,0 +1,44 @@
+"""Settings of a task, and a preset of one method with another."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apps.settings import TRAINING, key_of
+from apps.tasks import TASKS, module_of
+
+_SAMPLING = ("sampling", "sampling-rate", "cohort-size")
+_STEPS = ("learning-rate", "learning-rate-decay")
+
+
+def of_task(name: str) -> dict[str, Any] | None:
+    """Return the settings that a task needs, by key; None if it is no task."""
+    return {"task": name, **module_of(name).NEEDS} if name in TASKS else None
+
+
+def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a preset's settings with another method: those of the task, and of the others what that method reads.
+
+    The sampling stays if the method can account for it, the step size if the method trains as the preset's does.
+
+    Example:
+        >>> from apps.combination import with_method
+        >>> preset = {"method": "dp-fedavg", "task": "mnist", "momentum": 0.9, "batch-size": 8, "dp-fedavg.clip-norm": 1.0}
+        >>> with_method(preset, "dp-fedpaq")
+        {'method': 'dp-fedpaq', 'task': 'mnist', 'batch-size': 8}
+    """
+    from apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
+    from apps.methods import module_of as method_of  # noqa: PLC0415
+
+    if name not in METHODS or preset["method"] not in METHODS:
+        return {**preset, "method": name}  # which is refused when it is read
+    before, after = method_of(preset["method"]), method_of(name)
+    sampling = preset.get("sampling") or before.SAMPLINGS[0]
+    dropped = {key_of(one) for one in TRAINING if one not in after.READS}
+    if sampling not in after.SAMPLINGS:
+        dropped |= set(_SAMPLING)
+    if before.READS != after.READS:
+        dropped |= set(_STEPS)
+    others = tuple(f"{other}." for other in METHODS if other != name)
+    kept = {key: value for key, value in preset.items() if key not in dropped and not key.startswith(others)}
+    explicit = {"sampling": sampling} if set(_SAMPLING) & kept.keys() else {}
+    return {**kept, **explicit, "method": name}

@@ -1,0 +1,53 @@
+"""The run-config of an app around somebody's own model and data."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apps.device import FUNCTIONS
+from apps.methods import Run
+from flower_dp.core import checks
+from flower_dp.running.apps import read_app
+
+# What flower-dp's own model and data are made from.
+NOT_READ = (
+    "task",
+    "model",
+    "model-bias",
+    "data-dir",
+    "partition",
+    "dirichlet-alpha",
+    "classes-per-client",
+    "records-per-client",
+    "validation-ratio",
+    "test-ratio",
+)
+
+
+def run_of(run_config: Mapping[str, Any]) -> Run:
+    """Return the settings of a run-config that may leave out what has a default.
+
+    Raises:
+        ValueError: as `Run.of`, and for settings of flower-dp's own models and data.
+    """
+    return Run.of({key: value for key, value in whole(run_config).items() if key not in FUNCTIONS})
+
+
+def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run-config with the defaults of what it leaves out.
+
+    Raises:
+        ValueError: for settings of flower-dp's own models and data.
+    """
+    folder = Path(__file__).resolve().parent.parent
+    own = read_app(folder)
+    if own is None:
+        raise ValueError(f"{folder}: has no pyproject.toml; install flower-dp again")
+    findings = checks.Findings()
+    for key in NOT_READ:
+        if run_config.get(key, own.defaults.get(key)) != own.defaults.get(key):
+            findings.lines.append(
+                f"{key}={run_config[key]!r}: an app with its own model and data does not use this setting; remove it"
+            )
+    findings.refuse()
+    return {**own.defaults, **run_config}

@@ -1,0 +1,116 @@
+import pytest
+
+from flower_dp.running import apps, preflight
+from flower_dp.running.built import is_built
+from flower_dp.running.values import suggested
+
+PYPROJECT = """
+[project]
+name = "mine"
+[tool.flwr.app.components]
+serverapp = "my_app:app"
+[tool.flwr.app.config]
+num-clients = 8
+"""
+STOCK = "from flower_dp.strategies import DPFedAvg\nMANY = 30\nstrategy = DPFedAvg(clip_norm=1.0, num_clients={})\n"
+
+
+@pytest.fixture
+def target(tmp_path):
+    def written(text, *settings):
+        (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+        (tmp_path / "my_app.py").write_text(text)
+        return apps.resolve(str(tmp_path), list(settings))
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("text", "built"),
+    [
+        ("import flower_dp\napp = flower_dp.app(model_fn=f)", True),
+        ("import flower_dp as fd\napp = fd.app().server", True),
+        ("from flower_dp import app as make\napp = make()", True),
+        ("import flower_dp\napp = flower_dp.simulate", False),
+        ("import torch\napp = torch.app()", False),
+        ("this is no Python", False),
+    ],
+)
+def test_the_text_of_a_module_says_who_makes_the_app(tmp_path, text, built):
+    (tmp_path / "my_app.py").write_text(text)
+    assert is_built(tmp_path, "my_app:app.server") is built
+    assert not is_built(tmp_path, "elsewhere:app")
+
+
+def test_an_app_of_flower_dp_takes_settings_that_its_file_does_not_list(target):
+    made = target("import flower_dp\napp = flower_dp.app()", "learning-rate=0.2", "dp-fedsam.clip-norm=2")
+    assert made.overrides == {"learning-rate": 0.2, "dp-fedsam.clip-norm": 2.0}
+    with pytest.raises(ValueError, match=r"learning-rate: unknown setting of mine.* listed under \[tool.flwr.app.config\]"):
+        target("app = 3", "learning-rate=0.2")
+
+
+def test_what_flower_bundles_has_the_settings_that_were_added(target):
+    made = target("import flower_dp\napp = flower_dp.app()", "dp-fedsam.clip-norm=2")
+    content = (made.app.folder / "pyproject.toml").read_text()
+    (made.app.folder / "pyproject.toml").write_text(
+        content.replace("[project]", '[project]\nversion = "1.0.0"\n')
+        .replace('serverapp = "my_app:app"', 'serverapp = "my_app:app"\nclientapp = "my_app:app"')
+        .replace("[tool.flwr.app.components]", '[tool.flwr.app]\npublisher = "me"\n[tool.flwr.app.components]')
+    )
+    with apps.unpacked(made.app, made.overrides) as folder:
+        copy = apps.read_app(folder)
+        assert copy.defaults == {"num-clients": 8, "dp-fedsam.clip-norm": 2.0}
+        assert (folder / "my_app.py").is_file()
+    assert "clip-norm" not in (made.app.folder / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "clients"), [("100", 100), ("MANY", 30), ('context.run_config["num-clients"]', 8), ("len(x)", 2)]
+)
+def test_a_stock_app_has_a_node_per_client(target, given, clients):
+    assert preflight.nodes_of(target(STOCK.format(given)), None, 2) == clients
+    assert preflight.nodes_of(target(STOCK.format(given)), 5, 2) == 5
+
+
+def test_nodes_of_flower_dps_apps_host_all_clients(target):
+    made = target("import flower_dp\napp = flower_dp.app()", "num-clients=3")
+    assert (preflight.nodes_of(made, None, 2), preflight.nodes_of(made, None, 16), preflight.nodes_of(made, 3, 2)) == (2, 3, 3)
+    with pytest.raises(ValueError, match="--supernodes=4: must be at most num-clients=3"):
+        preflight.nodes_of(made, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "workers", "fit"), [(1, 0.5, None, 2), (1, 0.5, 2, 2), (2, 1, 2, 2), (None, 1, 3, 3), (0, 0, 3, 3)]
+)
+def test_workers_fit_on_the_gpus(monkeypatch, gpus, each, workers, fit):
+    monkeypatch.setattr(preflight, "_gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "default_workers", lambda: 16)
+    assert preflight.workers_of(workers, each) == fit
+
+
+@pytest.mark.parametrize(("gpus", "each", "workers"), [(0, 1.0, None), (1, 1.0, 2), (1, 2.0, None), (1, 0.6, 2)])
+def test_gpus_that_are_not_there_are_missed(monkeypatch, gpus, each, workers):
+    monkeypatch.setattr(preflight, "_gpus", lambda: gpus)
+    with pytest.raises(ValueError, match=f"--gpus-per-worker={each:g}: .* need more GPUs than Ray finds here"):
+        preflight.workers_of(workers, each)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("epsilon", "dp-fedavg.target-epsilon"),
+        ("clip-norm", "dp-fedavg.clip-norm"),
+        ("dp-fedavg.epsilon", "dp-fedavg.target-epsilon"),
+        ("nbafl.clip", "dp-fedavg.clip-norm"),
+        ("learning-rat", "learning-rate"),
+        ("num-round", "num-rounds"),
+    ],
+)
+def test_keys_of_the_chosen_method_are_suggested_first(key, meant):
+    assert suggested(key, apps.own_app().defaults, "dp-fedavg") == meant
+
+
+def test_all_settings_that_an_app_can_not_take_are_named(target):
+    with pytest.raises(ValueError, match="a: must be key=value\nnum-clients=x: must be a whole number\nb: unknown") as error:
+        target("app = 3", "a", "num-clients=x", "b=1")
+    assert str(error.value).count("\n") == 2
