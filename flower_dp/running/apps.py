@@ -121,8 +121,8 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         with findings.noted():
             overrides[key] = values.from_text(key, text, _default(app, known, key, method))
     for key in given:
-        table, _, name = key.rpartition(".")
-        if name == "epsilon" and overrides.get(key):  # it determines the noise, in place of what the preset says
+        table, _, setting = key.rpartition(".")
+        if setting == "epsilon" and overrides.get(key):  # it determines the noise, in place of what the preset says
             for one in (f"{table}.{other}" for other in _OF_NOISE):
                 if one not in given:
                     overrides.pop(one, None)

@@ -113,6 +113,7 @@ class Journal:
         self._started = time.monotonic()
         self._due: int | None = 0
         self._arrays: ArrayRecord | None = None
+        self._evaluated = False
         self._metrics: dict[int, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
@@ -121,6 +122,7 @@ class Journal:
         own = named(evaluate_fn)
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            self._evaluated = True
             metrics = own(server_round, arrays)
             self._metrics[server_round] = metrics if isinstance(metrics, Mapping) else {}
             return metrics
@@ -153,7 +155,7 @@ class Journal:
         else:
             found = None if self._arrays is None else Result(arrays=self._arrays)
         try:
-            if not failed or self._due:  # an initial model is told of only if the run began
+            if not failed or self._due or self._evaluated:  # an initial model has a line only if the run began
                 self.flush(strategy)
         finally:
             statement = strategy.statement

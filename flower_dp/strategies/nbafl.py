@@ -85,8 +85,9 @@ class NbAFLRules(LocalRules):
             uplink_exposures=uplink_exposures,
             min_records=self.min_records,
         )
-        if population.num_replies is None:
-            population = replace(population, num_replies=uplink_exposures)
+        if population.num_replies is None and uplink_exposures is not None:
+            exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
+            population = replace(population, num_replies=exposures)
         self.uplink_noise_std = terms(num_replies=min(values_in(population.num_replies))).release.noise_scale
         books = ClientBooks(
             population,

@@ -98,9 +98,9 @@ def test_gpus_that_are_not_there_are_missed(monkeypatch, gpus, each, workers):
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("epsilon", "dp-fedavg.target-epsilon"),
+        ("epsilon", "dp-fedavg.epsilon"),
         ("clip-norm", "dp-fedavg.clip-norm"),
-        ("dp-fedavg.epsilon", "dp-fedavg.target-epsilon"),
+        ("dp-fedavg.epsilo", "dp-fedavg.epsilon"),
         ("nbafl.clip", "dp-fedavg.clip-norm"),
         ("learning-rat", "learning-rate"),
         ("num-round", "num-rounds"),
