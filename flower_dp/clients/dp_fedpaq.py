@@ -104,16 +104,34 @@ class DPFedPAQRecipe:
             return None
         return dry_run.of_records(model, records, self.loss)
 
-    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
-        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
-        return steps_pipeline(
-            self.steps, release, self.loss, self.quantization_levels, model=model, server_round=server_round, drift=None
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor | None = None) -> Pipeline:
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release.
+
+        `drift` [d] is added to every step's mean gradient, and is public; None for none.
+        """
+        steps = self.steps
+        step = steps.lattice_step(release.noise_scale, model.layout.size)
+        record_clip = RecordClip(clip_norm=steps.clip_norm, step=step)
+        clip: Clip = record_clip
+        if steps.sensitivity == "clip-update":
+            clip = RowClip(clip_norm=steps.sum_norm, step=step)
+        elif steps.sensitivity == "convex-glm":  # for the lattice alone
+            clip = RowClip(clip_norm=_UNCLIPPED * steps.longest_sum, step=step)
+        step_size = steps.step_size(server_round)
+        train = ClippedSteps(model=model, steps=steps, record_clip=record_clip, step_size=step_size, loss=self.loss, drift=drift)
+        shift = None if drift is None else -steps.num_local_steps * step_size * drift
+        return Pipeline(
+            train=train,
+            clip=clip,
+            noise=FullNoise(release=release),
+            after_noise=Rescale(factor=steps.update_factor(server_round), shift=shift),
+            encode=SinglePrecision() if self.quantization_levels is None else QSGD(levels=self.quantization_levels),
         )
 
     def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None = None) -> str | None:
         """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is.
 
-        `drift` [d] is added to every step's gradient, and is public; None for none.
+        `drift` is that of `pipeline`.
         """
         if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
             return None
@@ -122,33 +140,3 @@ class DPFedPAQRecipe:
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
         return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
-
-
-def steps_pipeline(
-    steps: FedPAQSteps,
-    release: Release,
-    loss: Loss,
-    quantization_levels: int | None,
-    *,
-    model: FlatModel,
-    server_round: int,
-    drift: Tensor | None,
-) -> Pipeline:
-    """Return the pipeline of one client's reply; `drift` is added to every step's mean gradient, and is public."""
-    step = steps.lattice_step(release.noise_scale, model.layout.size)
-    record_clip = RecordClip(clip_norm=steps.clip_norm, step=step)
-    clip: Clip = record_clip
-    if steps.sensitivity == "clip-update":
-        clip = RowClip(clip_norm=steps.sum_norm, step=step)
-    elif steps.sensitivity == "convex-glm":  # for the lattice alone
-        clip = RowClip(clip_norm=_UNCLIPPED * steps.longest_sum, step=step)
-    step_size = steps.step_size(server_round)
-    train = ClippedSteps(model=model, steps=steps, record_clip=record_clip, step_size=step_size, loss=loss, drift=drift)
-    shift = None if drift is None else -steps.num_local_steps * step_size * drift
-    return Pipeline(
-        train=train,
-        clip=clip,
-        noise=FullNoise(release=release),
-        after_noise=Rescale(factor=steps.update_factor(server_round), shift=shift),
-        encode=SinglePrecision() if quantization_levels is None else QSGD(levels=quantization_levels),
-    )

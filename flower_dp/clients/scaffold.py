@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe, steps_pipeline
+from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.reply.pipeline import Pipeline
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
@@ -103,15 +103,7 @@ class ScaffoldRecipe:
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply: c - c_i is added to every step's gradient, and c_i' is kept."""
-        made = steps_pipeline(
-            self.steps,
-            release,
-            self.loss,
-            self.quantization_levels,
-            model=model,
-            server_round=server_round,
-            drift=self._drift(),
-        )
+        made = self._plain().pipeline(release, model=model, server_round=server_round, drift=self._drift())
         if self.common is None:
             return made
         divisor = self.steps.num_local_steps * self.steps.step_size(server_round)

@@ -75,11 +75,11 @@ def to_text(plan: Plan) -> str:
 
 
 def _draw(plan: Plan, path: Path) -> None:
-    from flower_dp.planning.plot import draw  # noqa: PLC0415 - matplotlib takes a second to import
+    from flower_dp.planning.plot import figure  # noqa: PLC0415 - matplotlib takes a second to import
 
     if path.suffix.lower() != ".png":
         raise ProblemError("plot", f"plot={str(path)!r}: must end in .png")
     try:
-        draw(plan, path)
+        figure(plan).savefig(path, format="png", dpi=150)
     except OSError as error:
         raise ProblemError("plot", f"plot={str(path)!r}: can't be written: {error.strerror or error}") from error

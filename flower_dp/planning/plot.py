@@ -1,7 +1,5 @@
 """The bound around its optimum, drawn. The only module of the planners that needs matplotlib."""
 
-from pathlib import Path
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,16 +10,6 @@ from flower_dp.planning.planner import Panel, Plan
 _POINTS = 400
 # Up to this many points the whole numbers are marked on the curve.
 _FEW = 50
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Write the figure of a plan as PNG.
-
-    Raises:
-        ProblemError: if the plan has no bound to draw.
-        OSError: if the file can't be written.
-    """
-    figure(plan).savefig(path, format="png", dpi=150)
 
 
 def figure(plan: Plan) -> Figure:

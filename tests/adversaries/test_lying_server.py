@@ -17,7 +17,6 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
-from flower_dp.clients.dp_fedpaq import steps_pipeline
 from flower_dp.clients.kept import KEY as KEPT
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.clients.training.convex import ConvexModel
@@ -60,9 +59,8 @@ def sum_of(
 ) -> Tensor | Exception:
     """The sum u [d] of a real reply before its noise, or why there is none."""
     model = FlatModel(module)
-    pipeline = steps_pipeline(
-        steps, release_of(steps, len(data)), loss, None, model=model, server_round=server_round, drift=drift
-    )
+    recipe = DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
+    pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round, drift=drift)
     rng = np.random.default_rng(seed)
     (trained,) = pipeline.train.rows(weights, [Job(name="", records=data, seed=0, secret=lambda: rng)])
     return trained if isinstance(trained, Exception) else pipeline.clip(trained[0]).to(torch.float64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
-from flower_dp.clients.dp_fedpaq import Rescale, steps_pipeline
+from flower_dp.clients.dp_fedpaq import Rescale
 from flower_dp.clients.reply.parts import RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.clients.training.clipped_steps import ClippedSteps
@@ -38,12 +38,16 @@ def release_of(steps: FedPAQSteps, size: int, noise_multiplier: float) -> Releas
     return replace(release, mechanism=Gaussian(noise_multiplier=noise_multiplier))
 
 
+def recipe_of(steps: FedPAQSteps, loss: Any) -> DPFedPAQRecipe:
+    return DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
+
+
 def update_of(
     model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: Any, *, seed: int, noise_multiplier: float = 1.0
 ) -> Tensor:
     """The update of one client without its noise, by the clip and the after-noise part of the real pipeline."""
     release = release_of(steps, len(data), noise_multiplier)
-    pipeline = steps_pipeline(steps, release, loss, None, model=model, server_round=1, drift=None)
+    pipeline = recipe_of(steps, loss).pipeline(release, model=model, server_round=1)
     start = model.vector.clone()
     rng = np.random.default_rng(seed)
     (trained,) = pipeline.train.rows(start, [Job(name="", records=data, seed=0, secret=lambda: rng)])
@@ -419,7 +423,7 @@ def test_drift_is_added_to_every_step_and_to_the_update():
         return 0 * outputs.sum()
 
     release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=6).release
-    pipeline = steps_pipeline(steps, release, loss, None, model=model, server_round=1, drift=drift)
+    pipeline = recipe_of(steps, loss).pipeline(release, model=model, server_round=1, drift=drift)
     (made,) = pipeline.replies(start, [Job(name="", records=data, seed=0, secret=np.random.default_rng)])
     assert visited
     torch.testing.assert_close(made.row, -3 * 0.2 * drift)
@@ -430,7 +434,7 @@ def test_the_clip_of_a_sensitivity_is_in_its_slot():
     def clip_of(steps: FedPAQSteps) -> Any:
         release = update_terms(steps=steps, epsilon=1.0, delta=1e-3, num_replies=1, num_records=2).release
         model = logistic() if steps.sensitivity == "convex-glm" else mlp(0)
-        return steps_pipeline(steps, release, BINARY, 1, model=model, server_round=1, drift=None).clip
+        return recipe_of(steps, BINARY).pipeline(release, model=model, server_round=1).clip
 
     assert isinstance(clip_of(steps_of("per-step")), RecordClip)
     whole = clip_of(steps_of("clip-update", update_clip_norm=0.3))
