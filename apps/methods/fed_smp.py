@@ -11,7 +11,7 @@ from flower_dp.clients import DPClient, Records
 from flower_dp.strategies import FedSMP
 
 READS = TRAINING
-UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "Training.sam_radius")
+UNSET = ("Training.sam_radius",)
 OTHER_DEFAULTS = ("FedSMP.target_epsilon",)
 
 
@@ -30,6 +30,8 @@ class Own:
     smallest_clip_norm: float = 0.0
     largest_clip_norm: float = 0.0
     placement: str = "distributed"
+    trusted_server: bool = True
+    min_reply_ratio: float = 0.0
     keep_ratio: float = 0.4
     mask: str = "rand-k"
     random_ratio: float = 0.0
@@ -39,7 +41,6 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSMP:
     """Return the server's side."""
     return FedSMP(
         **client_level_words(settings, own),
-        placement=own.placement,
         keep_ratio=own.keep_ratio,
         mask=own.mask,
         random_ratio=own.random_ratio or None,

@@ -7,6 +7,7 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.events import Relation
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.masks import LargestMasks, Masks, RandomMasks
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
@@ -81,19 +82,17 @@ class FedSMP(DPStrategy):
             masks = LargestMasks(keep_ratio=keep_ratio, random_ratio=_RANDOM_RATIO if random_ratio is None else random_ratio)
         elif random_ratio is not None:
             raise ValueError(f"random_ratio={random_ratio}: is read with mask='top-k' only; a rand-k mask is all random")
-        rules = ClientLevelRules(
-            name="fed-smp",
-            title=f"Fed-SMP-{mask.replace('-', '_')}",
+        updates = ClippedUpdates(
             clip_norm=clip_norm,
             noise_multiplier=noise_multiplier,
             sampling=sampling,
             num_clients=num_clients,
-            delta=delta,
-            target_epsilon=target_epsilon,
             relation=relation,
-            masks=masks,
             placement=placement,
             trusted_server=trusted_server,
             min_reply_ratio=min_reply_ratio,
+            masks=masks,
         )
+        title = f"Fed-SMP-{mask.replace('-', '_')}"
+        rules = ClientLevelRules("fed-smp", title, updates, delta=delta, target_epsilon=target_epsilon)
         super().__init__(rules, **options)

@@ -44,12 +44,11 @@ class Run:
         self._optimizer = optimizer
         self._own = RunState()
         self._initial = self.state
-        self.begin()
+        self.asked: dict[str, Asked] = {}
 
     def begin(self) -> None:
         """Begin a new run."""
-        self.state = self._initial
-        self.asked: dict[str, Asked] = {}
+        self.state, self.asked = self._initial, {}
 
     @property
     def state(self) -> RunState:
@@ -78,6 +77,11 @@ class Run:
         """The releases of a round: that of training, and that of private evaluation if there is one."""
         evaluation = self.rules.evaluation
         return (self.rules.training,) if evaluation is None else (self.rules.training, evaluation.release)
+
+    @property
+    def secret_cohort(self) -> bool:
+        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
+        return any(release.secret_cohort for release in self.releases)
 
     def generator(self, *purpose: object) -> Generator:
         """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
@@ -146,9 +150,8 @@ class Run:
         """Check the replies to what was asked and add them up, once."""
         asked = self.asked.pop(release.name)
         collected = self.exchange.total(asked, replies, seeded=self.noise_seed is not None)
-        secret = any(one.secret_cohort for one in self.releases)
         # Told once, and not where it tells who was in a cohort.
-        if collected.seeded_clients and _SEEDED not in self._own.incidents and not secret:
+        if collected.seeded_clients and _SEEDED not in self._own.incidents and not self.secret_cohort:
             self.note(incidents=(*self._own.incidents, _SEEDED))
         return asked.now, collected
 
@@ -167,6 +170,21 @@ class Run:
             log.warning("%s", self._own.incidents[-1])
             return now.vector
         return vector.astype(np.float32)
+
+    def evaluated(self, server_round: int, replies: Any) -> dict[str, float] | None:
+        """Record and return value and standard error of every metric of a private evaluation; None where there is none."""
+        evaluation = self.rules.evaluation
+        if evaluation is None or not self.waits(evaluation.release, server_round):
+            return None
+        now, collected = self.total(evaluation.release, replies)
+        try:
+            noised = evaluation.result(now, collected, self.generator("evaluation", server_round))
+        except RoundLeftOut as why:
+            refusal = next(iter(collected.refused.values()), None)
+            log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
+            return None
+        self.note(evaluations={**self._own.evaluations, server_round: noised})
+        return noised
 
     def report(self, now: Round, collected: Collected, vector: np.ndarray, *, epsilon: float) -> RoundReport:
         """Record a round and its model.
