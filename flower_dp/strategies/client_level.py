@@ -11,7 +11,6 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
@@ -19,7 +18,6 @@ from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.client_level import statement_of
 
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
@@ -253,6 +251,4 @@ class ClientLevelRules:
             return planned
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the privacy statement of what the ledgers hold."""
-        return statement_of(self, facts)
+    statement = statement_of

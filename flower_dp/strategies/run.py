@@ -18,7 +18,7 @@ from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
 from flower_dp.strategies.rules import Rules
-from flower_dp.strategies.run_state import RoundReport, RunState
+from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -86,6 +86,16 @@ class Run:
     def generator(self, *purpose: object) -> Generator:
         """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
         return noise_generator(self.noise_seed, "server", *purpose)
+
+    def facts(self, *, report_client_metrics: bool, own_evaluation: bool) -> RunFacts:
+        """Return the facts for the statement, besides the ledgers."""
+        return RunFacts(
+            seeded_noise=self.noise_seed is not None,
+            missing=self._own.missing,
+            incidents=self._own.incidents,
+            report_client_metrics=report_client_metrics,
+            own_evaluation=own_evaluation,
+        )
 
     # A round of a release
 

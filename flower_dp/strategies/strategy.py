@@ -80,7 +80,6 @@ class DPStrategy(Strategy):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
         self._register: ClientManager | None = None
@@ -163,20 +162,12 @@ class DPStrategy(Strategy):
     @property
     def facts(self) -> RunFacts:
         """Facts for the statement, besides the ledgers."""
-        return RunFacts(
-            seeded_noise=self.seeded_noise,
-            missing=self.missing,
-            incidents=self.incidents,
-            report_client_metrics=self.report_client_metrics,
-            own_evaluation=self._evaluates_itself,
+        return self._run.facts(
+            report_client_metrics=self.report_client_metrics, own_evaluation=self._overrides("configure_evaluate")
         )
 
-    @property
-    def _evaluates_itself(self) -> bool:
-        """Whether another `configure_evaluate` than this one asks clients to evaluate: that of a subclass, or of one object."""
-        return self._overrides("configure_evaluate")
-
     def _overrides(self, name: str) -> bool:
+        """Whether a method of this class is that of a subclass, or of one object."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(DPStrategy, name)
 
     @property
@@ -210,7 +201,8 @@ class DPStrategy(Strategy):
             RuntimeError: if no client sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        if evaluate_config and not (self._evaluates_itself or self.rules.evaluation):
+        clients_evaluate = self._overrides("configure_evaluate") or self.rules.evaluation is not None
+        if evaluate_config and not clients_evaluate:
             raise ValueError(
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
                 "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
@@ -230,7 +222,7 @@ class DPStrategy(Strategy):
             train_config=train_config or ConfigRecord(),
             evaluate_config=evaluate_config or ConfigRecord(),
             evaluate_fn=evaluate_fn,
-            clients_evaluate=self._evaluates_itself or self.rules.evaluation is not None,
+            clients_evaluate=clients_evaluate,
         )
         try:
             result = rounds.run(self, self._run, grid, initial_arrays)
@@ -273,9 +265,9 @@ class DPStrategy(Strategy):
         None and None for a round that the budget did not cover.
         """
         run, release = self._run, self.rules.training
+        if run.record.ended_before and release.name not in run.asked:
+            return None, None
         if not run.waits(release, server_round):
-            if run.record.ended_before and release.name not in run.asked:
-                return None, None
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         now, collected = run.total(release, replies)
         vector = run.learn(now, collected)

@@ -237,7 +237,8 @@ def test_an_infinite_epsilon_is_no_noise():
         ({**NBAFL, "client-epsilons": "1"}, "client-epsilons='1': unknown key"),
         ({**NBAFL, "target-epsilon": 0.01}, "target-epsilon=0.01: unknown key"),
         ({**NBAFL, "dp-fedsam.target-epsilon": 0.01}, "dp-fedsam.target-epsilon=0.01: is not read by method='nbafl'"),
-        ({"method": "dp-fedavg", "placement": "distributed"}, "placement='distributed': unknown key"),
+        ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown key"),
+        ({"method": "dp-fedavg", "trusted-server": False}, "trusted_server=False: is read with placement='distributed' only"),
         (
             {"method": "dp-fedavg", "dp-fedsam.placement": "central"},
             "dp-fedsam.placement='central': is not read by method='dp-fedavg'",
