@@ -79,6 +79,9 @@ def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
         "num_clients": settings.num_clients,
         "delta": client_level_delta(own.delta, settings, private=private),
         "relation": own.relation or None,
+        "placement": own.placement,
+        "trusted_server": own.trusted_server,
+        "min_reply_ratio": own.min_reply_ratio or None,
         "report_client_metrics": settings.report_client_metrics,
         "evaluation": evaluation_of(settings),
     }

@@ -601,6 +601,23 @@ def local_steps(
     }
 
 
+# Every client adds its share of the noise, and the server the shares that are missing, or nobody does.
+DISTRIBUTED: dict[str, Any] = CLIENT_LEVEL | {
+    "stock": False,
+    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
+    "noise": noise_of_the_mean,
+    "message_noise": lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
+    "server_noise": lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
+}
+UNTRUSTED: dict[str, Any] = CLIENT_LEVEL | {
+    "stock": False,
+    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(arguments))),
+    "noise": lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(heard / shares(arguments)),
+    "message_noise": lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(shares(arguments)),
+    "server_noise": lambda arguments, heard: 0.0,
+    "fewest": 3,
+}
+
 METHODS = (
     Method(
         label="dp-fedavg, stock clients",
@@ -617,6 +634,22 @@ METHODS = (
         strategy=client_level(DPFedAvg),
         client=dp_client,
         **CENTRAL,
+    ),
+    Method(
+        label="dp-fedavg distributed",
+        name="dp-fedavg",
+        title="DP-FedAvg",
+        strategy=client_level(DPFedAvg, placement="distributed"),
+        client=dp_client,
+        **DISTRIBUTED,
+    ),
+    Method(
+        label="dp-fedavg untrusted",
+        name="dp-fedavg",
+        title="DP-FedAvg",
+        strategy=client_level(DPFedAvg, placement="distributed", trusted_server=False),
+        client=dp_client,
+        **UNTRUSTED,
     ),
     Method(
         label="dp-fedavg, BLURS",
@@ -662,12 +695,7 @@ METHODS = (
         title="DP-FedSAM",
         strategy=client_level(DPFedSAM, placement="distributed"),
         client=dp_client,
-        stock=False,
-        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
-        noise=noise_of_the_mean,
-        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
-        server_noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
-        **CLIENT_LEVEL,
+        **DISTRIBUTED,
     ),
     Method(
         label="fed-smp",
@@ -675,12 +703,7 @@ METHODS = (
         title="Fed-SMP-rand_k",
         strategy=client_level(FedSMP, keep_ratio=1.0),
         client=dp_client,
-        stock=False,
-        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
-        noise=noise_of_the_mean,
-        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
-        server_noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
-        **CLIENT_LEVEL,
+        **DISTRIBUTED,
     ),
     Method(
         label="fed-smp top-k",
@@ -688,12 +711,7 @@ METHODS = (
         title="Fed-SMP-top_k",
         strategy=client_level(FedSMP, keep_ratio=1.0, mask="top-k"),
         client=dp_client,
-        stock=False,
-        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
-        noise=noise_of_the_mean,
-        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
-        server_noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
-        **CLIENT_LEVEL,
+        **DISTRIBUTED,
     ),
     Method(
         label="dp-fedsam central",
@@ -709,13 +727,7 @@ METHODS = (
         title="DP-FedSAM",
         strategy=client_level(DPFedSAM, placement="distributed", trusted_server=False),
         client=dp_client,
-        stock=False,
-        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(arguments))),
-        noise=lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(heard / shares(arguments)),
-        message_noise=lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(shares(arguments)),
-        server_noise=lambda arguments, heard: 0.0,
-        fewest=3,
-        **CLIENT_LEVEL,
+        **UNTRUSTED,
     ),
     Method(label="dp-pasgd", title="DP-PASGD", **dp_pasgd(3)),
     Method(label="dp-sgd", title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),

@@ -37,6 +37,9 @@ class Own:
     clip_count_noise_std: float = 0.0
     smallest_clip_norm: float = 0.0
     largest_clip_norm: float = 0.0
+    placement: str = "central"
+    trusted_server: bool = True
+    min_reply_ratio: float = 0.0
 
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedAvg:

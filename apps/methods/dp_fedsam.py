@@ -46,11 +46,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedSAM:
     """Return the server's side."""
     return DPFedSAM(
         **client_level_words(settings, own),
-        placement=own.placement,
         keep_ratio=own.keep_ratio,
         quantization_levels=own.quantization_levels or None,
-        trusted_server=own.trusted_server,
-        min_reply_ratio=own.min_reply_ratio or None,
     )
 
 

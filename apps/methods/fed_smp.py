@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 READS = TRAINING
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
-UNSET = ("FedSMP.trusted_server", "FedSMP.min_reply_ratio", "Training.sam_radius")
-OTHER_DEFAULTS = (
-    "FedSMP.noise_multiplier",
-    "FedSMP.target_epsilon",
-)
+UNSET = ("Training.sam_radius",)
+OTHER_DEFAULTS = ("FedSMP.noise_multiplier", "FedSMP.target_epsilon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,8 @@ class Own:
     smallest_clip_norm: float = 0.0
     largest_clip_norm: float = 0.0
     placement: str = "distributed"
+    trusted_server: bool = True
+    min_reply_ratio: float = 0.0
     keep_ratio: float = 0.4
     mask: str = "rand-k"
     random_ratio: float = 0.0
@@ -47,7 +46,6 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSMP:
     """Return the server's side."""
     return FedSMP(
         **client_level_words(settings, own),
-        placement=own.placement,
         keep_ratio=own.keep_ratio,
         mask=own.mask,
         random_ratio=own.random_ratio or None,

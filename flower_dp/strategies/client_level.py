@@ -6,38 +6,21 @@ from dataclasses import dataclass
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent
 
-from flower_dp.core import checks, compression
+from flower_dp.core import checks
 from flower_dp.core.noise import Generator
-from flower_dp.core.sampling import FixedSizeSampling, Sampler, check_sampler
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
-from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
-from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.privacy.release import Release
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, MovingClip
-from flower_dp.strategies.releases.masks import Masks
-from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState, check_relation
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
+from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.client_level import statement_of
 
-_SEEN_BY = {
-    "central": "everyone who sees global models, the clients among them; the server is trusted",
-    "distributed": (
-        "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not to look "
-        "at single ones"
-    ),
-}
-# Of the drawn clients, how many must answer where nobody tops up the noise of the others.
-_MIN_REPLY_RATIO = 0.75
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
 
 
@@ -68,24 +51,11 @@ class ClientLevelRules:
     Args:
         name: the method's name on the wire.
         title: the method's name for people.
-        clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
-        noise_multiplier: std of the noise on the sum / clip_norm (adaptive: / norm of update and indicator together); 0 runs
-            without privacy, and the statement says so. A `Budget`: the least that its epsilon allows, which is the target too.
-        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
-        num_clients: number of clients; the run waits until that many have registered.
+        updates: what is released.
+        noise: its noise multiplier; or a `Budget`, whose epsilon gives the noise and is the target too.
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
-        placement: `central`: the server adds the noise; `distributed`: every client adds its share to its own update.
-        keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
-        quantization_levels: levels above 0 to which every client rounds its own noised update, without bias (QSGD); None for
-            no quantisation. With distributed placement only.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
-            large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         paper_formula: what the paper's epsilon is called.
-        masks: makes the mask that all clients of a round share; None for no mask.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -93,105 +63,30 @@ class ClientLevelRules:
 
     def __init__(
         self,
-        *,
         name: str,
         title: str,
-        clip_norm: float | AdaptiveClip,
-        noise_multiplier: float | Budget,
-        sampling: Sampler,
-        num_clients: int,
+        updates: ClippedUpdates,
+        noise: float | Budget,
+        *,
         delta: float,
         target_epsilon: float | None = None,
-        relation: Relation | None = None,
-        placement: str = "central",
-        keep_ratio: float = 1.0,
-        quantization_levels: int | None = None,
-        trusted_server: bool = True,
-        min_reply_ratio: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
-        masks: Masks | None = None,
     ) -> None:
         self.name, self.title, self.paper_formula = name, title, paper_formula
-        check_sampler(sampling)
-        checks.number("delta", delta, above=0, below=1)
-        self.placement = checks.one_of("placement", placement, tuple(_SEEN_BY))
-        self.keep_ratio = checks.number("keep_ratio", keep_ratio, above=0, at_most=1)
-        self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
-        if self.quantization_levels is not None and self.placement == "central":
-            raise ValueError(
-                f"quantization_levels={quantization_levels}: is read with placement='distributed' only; under 'central' clients "
-                "send updates without noise, and what is made of them is not private"
-            )
+        self.delta = checks.number("delta", delta, above=0, below=1)
         self.target_epsilon = None if target_epsilon is None else checks.number("target_epsilon", target_epsilon, above=0)
-        self.trusted_server = checks.flag("trusted_server", trusted_server)
-        if min_reply_ratio is not None and (self.trusted_server or self.placement == "central"):
-            raise ValueError(
-                f"min_reply_ratio={min_reply_ratio}: is read with placement='distributed' and trusted_server=False only; else "
-                "the server adds the noise of clients that do not answer"
-            )
-        self.min_reply_ratio = checks.number(
-            "min_reply_ratio", _MIN_REPLY_RATIO if min_reply_ratio is None else min_reply_ratio, above=0, at_most=1
-        )
-        default_relation: Relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
-        checks.integer("num_clients", num_clients, at_least=1)
-        self._relation = accounting.relation_of(relation) if relation else default_relation
-        check_relation(self._relation, sampling, num_clients)
-        self.delta = float(delta)
-
-        def shared(multiplier: float, norm: float = 1.0) -> SharedNoise:
-            release = Release(
-                what="the noised sum of clipped client updates, and every model made from it",
-                seen_by=_SEEN_BY[self.placement],
-                unit="client",
-                relation=self._relation,
-                clip_norm=norm,
-                mechanism=Gaussian(noise_multiplier=multiplier),
-                sampler=sampling,
-                num_clients=num_clients,
-            )
-            return SharedNoise(
-                release=release,
-                placement=self.placement,
-                trusted_server=self.trusted_server,
-                min_reply_ratio=self.min_reply_ratio,
-                lossy_messages=self.lossy_messages,
-            )
-
-        self.budget = noise_multiplier if isinstance(noise_multiplier, Budget) else None
-        if isinstance(noise_multiplier, Budget):
-            self.target_epsilon = noise_multiplier.epsilon
-            noise_multiplier = noise_multiplier.noise_multiplier(shared, delta=self.delta)
-        moving = None
-        if isinstance(clip_norm, AdaptiveClip):
-            if self.lossy_messages:
-                raise ValueError(
-                    f"clip_norm={clip_norm}: does not go with keep_ratio={keep_ratio:g} and "
-                    f"quantization_levels={quantization_levels} under placement='distributed': clients would drop or coarsen the "
-                    "coordinate by which the clip norm moves; use placement='central', or a fixed clip norm"
-                )
-            mechanism, cohort = Gaussian(noise_multiplier=noise_multiplier), sampling.expected_cohort(num_clients)
-            moving = MovingClip(of=clip_norm, noise_multiplier=mechanism.noise_multiplier, expected_cohort=cohort)
-            clip_norm = moving.indicator(clip_norm.smallest).joint_norm
-        self.noise = shared(noise_multiplier, clip_norm)
-        self.release = self.noise.release
-        self.training = NoisedSum(
-            name=name,
-            shared=self.noise,
-            keep_ratio=self.keep_ratio,
-            quantization_levels=self.quantization_levels or 0,
-            masks=masks,
-            clip=moving,
-        )
+        self.budget = noise if isinstance(noise, Budget) else None
+        if isinstance(noise, Budget):
+            self.target_epsilon = noise.epsilon
+            noise = noise.noise_multiplier(updates.shared, delta=self.delta)
+        self.training = updates.release(name, noise)
+        self.noise, self.release = self.training.shared, self.training.release
+        self.num_clients, self._relation = self.release.num_clients, self.release.relation
         self.evaluation: SumEvaluation | None = None
         self._planned_rounds: int | None = None
         self._planned = self._plan_of()
-        if self.target_epsilon is not None and noise_multiplier == 0:
+        if self.target_epsilon is not None and self.release.mechanism.noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
-
-    @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.release.num_clients
 
     @property
     def clip_norm(self) -> float:
@@ -205,16 +100,11 @@ class ClientLevelRules:
         return (self.clip_norm, self.clip_norm) if clip is None else (clip.of.smallest, clip.of.largest)
 
     @property
-    def lossy_messages(self) -> bool:
-        """Whether clients send the largest coordinates or the levels of their own noised updates."""
-        return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
-
-    @property
     def stock_refusal(self) -> str | None:
         """Why stock clients can't take part, None if they can."""
         if self.training.masks is not None:
             return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
-        if self.placement == "central":
+        if self.noise.placement == "central":
             return None
         return (
             "placement='distributed': stock clients add no noise; use DPClient or privacy_mod of flower_dp.clients, or "
@@ -370,6 +260,4 @@ class ClientLevelRules:
             return planned
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the privacy statement of what the ledgers hold."""
-        return statement_of(self, facts)
+    statement = statement_of

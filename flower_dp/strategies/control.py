@@ -1,13 +1,20 @@
-"""A vector that the server sends with the model and computes from the messages (SCAFFOLD's c)."""
+"""SCAFFOLD's control variate: a vector that the server sends with the model and computes from the messages."""
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
+from flower_dp.core import compression
+from flower_dp.core.clipping import l2_norms
 from flower_dp.core.stored import stored
 from flower_dp.strategies.releases.replies import Collected
+
+log = logging.getLogger("flwr")
+
+_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +46,92 @@ class ControlState:
     restarts: Mapping[str, int] = field(default_factory=dict)
 
 
-class Control(Protocol):
-    """A vector that the server sends with the model and computes from the messages (SCAFFOLD's c).
+class ControlVariate:
+    """The server's control variate c: the mean of all clients' c_i, each zero before the client's first reply.
 
-    Attributes:
-        state: the vector, and what is known of the clients' own ones.
+    It is computed from the messages alone. The clients of a round change their c_i by -c - Dx_i / (E eta) each, so c changes
+    by the sum of that over N, and no second message is needed. A client that rejoins without its c_i starts at zero again, while
+    its earlier contributions stay in c. Then c has an error of these contributions over N, and corrections are a little less
+    accurate. Privacy does not depend on it.
+
+    A client that lies changes c by up to twice what an honest one may send, in every round, and honest ones carry it on. So c is
+    shortened after each round to what honest clients can make: their c_i are noised mean clipped gradients.
+
+    Args:
+        quantization_levels: of the messages; None: float32.
     """
 
-    state: ControlState
+    def __init__(self, quantization_levels: int | None) -> None:
+        self._levels = quantization_levels
+        self.state = ControlState()
 
     def vector(self, size: int) -> np.ndarray:
-        """Return the vector that is sent with a model of `size` parameters [d], float32."""
+        """Return c [size], float32.
+
+        Raises:
+            ValueError: if the messages have so few levels that their errors grow from round to round.
+        """
+        if self._levels is not None and compression.qsgd_variance(size, self._levels) >= 1:
+            least = math.isqrt(size) + 1
+            raise ValueError(
+                f"quantization_levels={self._levels}: a message's error is part of the next one's control variate, and grows "
+                "there "
+                f"unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
+            )
+        return self._vector(size).astype(np.float32)
+
+    def _vector(self, size: int) -> np.ndarray:
+        """Return c [size], float64: zeros before the first round."""
+        return self.state.vector if self.state.vector.size == size else np.zeros(size, np.float64)
 
     def learn(self, collected: Collected, *, divisor: float, num_clients: int, honest: Honest) -> None:
-        """Update the vector by the messages of a round; an update is `divisor` = E eta times a mean gradient."""
+        """Update c by the messages of a round; an update is `divisor` = E eta times a mean gradient.
+
+        With `honest` clients alone c is not changed further, but with few levels or clients that lost their c_i it may be.
+        """
+        size = collected.total.size
+        vector = self._vector(size)
+        sent = vector.astype(np.float32).astype(np.float64)  # the c that clients have received
+        vector = vector + (-len(collected.clients) * sent - collected.total / divisor) / num_clients
+        norm, most = float(l2_norms(vector)), self._radius(size, honest)
+        if norm > most:
+            vector *= most / norm
+        known, restarts = set(self.state.replied), dict(self.state.restarts)
+        lost = [name for name in collected.fresh if name in known]
+        for name in lost:
+            restarts[name] = restarts.get(name, 0) + 1
+        if lost:
+            log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
+        new = [name for name in collected.clients if name not in known]
+        self.state = ControlState(vector=vector, replied=(*self.state.replied, *new), restarts=restarts)
 
     def longest(self, sum_norm: float, size: int, *, honest: Honest) -> float:
-        """Return the largest norm of a mean gradient and its correction, given that of the noised gradient."""
+        """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round."""
+        if self._levels is None:
+            return 2 * sum_norm + float(l2_norms(self._vector(size)))
+        # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
+        return (2 * sum_norm + self._radius(size, honest)) / (1 - self._error(size))
+
+    def _radius(self, size: int, honest: Honest) -> float:
+        """Return the largest norm of c: of the mean of honest gradients, and of the errors of their messages."""
+        if self._levels is None:
+            return honest.mean
+        error = self._error(size)
+        return (honest.mean + 2 * error * honest.single) / (1 - error)
+
+    def _error(self, size: int) -> float:
+        """The norm of a message's error, as a part of the message's."""
+        return 0.0 if self._levels is None else math.sqrt(compression.qsgd_variance(size, self._levels))
 
     @property
     def incidents(self) -> tuple[str, ...]:
-        """What happened to the clients' own vectors, in words."""
+        """How many clients came back without their control variate, in words."""
+        if not self.state.restarts:
+            return ()
+        names = list(self.state.restarts)
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        times = sum(self.state.restarts.values())
+        return (
+            f"{times} times a client came back without its control variate and started at zero "
+            f"({', '.join(names[:_LISTED])}{more})",
+        )

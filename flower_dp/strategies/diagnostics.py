@@ -6,10 +6,20 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Rules
 from flower_dp.strategies.run_state import RunState
+from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
+
+
+def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
+    """Log what a run will do."""
+    sampling = rules.training.sampling
+    expected = sampling.expected_cohort(rules.num_clients)
+    log.info("%s: %s, %g of %s clients expected a round", rules.title, sampling, expected, rules.num_clients)
+    if optimizer is not None:
+        log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
 def log_noise_and_signal(rules: Rules, dimension: int) -> None:

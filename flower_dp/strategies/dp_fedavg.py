@@ -1,4 +1,4 @@
-"""DP-FedAvg (McMahan et al. 2018): federated averaging with clipped updates and noise on the server."""
+"""DP-FedAvg (McMahan et al. 2018): federated averaging with clipped updates and noise on their sum."""
 
 from typing import Unpack
 
@@ -7,15 +7,18 @@ from flower_dp.privacy.events import Relation
 from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
 
 class DPFedAvg(DPStrategy):
-    """Federated averaging with client-level differential privacy; the server is trusted and adds the noise.
+    """Federated averaging with client-level differential privacy; updates are not weighted by example counts.
 
-    Works with any Flower client that replies with its trained model in one `arrays` record, and with the clients of
-    `flower_dp.clients`. Updates are clipped on the server in any case, and not weighted by example counts.
+    With `placement="central"` the server is trusted: it clips every update once more, and adds the noise. Any Flower client works
+    that replies with its trained model in one `arrays` record, and so do the clients of `flower_dp.clients`. With
+    `placement="distributed"` every client clips its own update and adds its share of the noise, as in `DPFedSAM`: that takes the
+    clients of `flower_dp.clients`, and a server that adds up messages without looking at single ones.
 
     Args:
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
@@ -28,6 +31,11 @@ class DPFedAvg(DPStrategy):
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
         relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        placement: `central`: the server adds all noise; `distributed`: every client adds its share to its own update.
+        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
+            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
+        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
+            large that these alone have the noise of the release. With fewer replies the round is charged and not released.
         options: those of every strategy: see `Options`.
 
     Raises:
@@ -57,23 +65,26 @@ class DPFedAvg(DPStrategy):
         delta: float,
         target_epsilon: float | None = None,
         relation: Relation | None = None,
+        placement: str = "central",
+        trusted_server: bool = True,
+        min_reply_ratio: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        rules = ClientLevelRules(
-            name="dp-fedavg",
-            title="DP-FedAvg",
+        noise = noise_of(
+            noise_multiplier=noise_multiplier,
+            epsilon=epsilon,
+            num_rounds=num_rounds,
+            target_epsilon=target_epsilon,
+            evaluation=options.get("evaluation"),
+        )
+        updates = ClippedUpdates(
             clip_norm=clip_norm,
-            noise_multiplier=noise_of(
-                noise_multiplier=noise_multiplier,
-                epsilon=epsilon,
-                num_rounds=num_rounds,
-                target_epsilon=target_epsilon,
-                evaluation=options.get("evaluation"),
-            ),
             sampling=sampling,
             num_clients=num_clients,
-            delta=delta,
-            target_epsilon=target_epsilon,
             relation=relation,
+            placement=placement,
+            trusted_server=trusted_server,
+            min_reply_ratio=min_reply_ratio,
         )
+        rules = ClientLevelRules("dp-fedavg", "DP-FedAvg", updates, noise, delta=delta, target_epsilon=target_epsilon)
         super().__init__(rules, **options)

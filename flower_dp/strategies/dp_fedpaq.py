@@ -12,8 +12,7 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
-from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.control import Control, ControlState, Honest
+from flower_dp.strategies.control import ControlState, ControlVariate, Honest
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.left_out import RoundLeftOut
@@ -21,7 +20,6 @@ from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
-from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.dp_fedpaq import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -54,7 +52,7 @@ class DPFedPAQRules(LocalRules):
         quantization_levels: int | None,
         name: str = "dp-fedpaq",
         title: str = "DP-FedPAQ",
-        control: Control | None = None,
+        control: ControlVariate | None = None,
     ) -> None:
         self.steps, self.control = steps, control
         if not isinstance(steps, FedPAQSteps):
@@ -157,9 +155,7 @@ class DPFedPAQRules(LocalRules):
         """What happened to the vectors that are sent with the model, in words."""
         return () if self.control is None else self.control.incidents
 
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement: the worst client, and the distribution over clients."""
-        return statement_of(self, facts)
+    statement = statement_of
 
 
 class DPFedPAQ(DPStrategy):

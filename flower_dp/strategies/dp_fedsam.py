@@ -7,6 +7,7 @@ from flower_dp.privacy.events import Relation
 from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -87,27 +88,26 @@ class DPFedSAM(DPStrategy):
         min_reply_ratio: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        rules = ClientLevelRules(
-            name="dp-fedsam",
-            title="DP-FedSAM" if keep_ratio == 1 else "DP-FedSAM-top_k",
-            paper_formula=_PAPER_FORMULA,
+        noise = noise_of(
+            noise_multiplier=noise_multiplier,
+            epsilon=epsilon,
+            num_rounds=num_rounds,
+            target_epsilon=target_epsilon,
+            evaluation=options.get("evaluation"),
+        )
+        updates = ClippedUpdates(
             clip_norm=clip_norm,
-            noise_multiplier=noise_of(
-                noise_multiplier=noise_multiplier,
-                epsilon=epsilon,
-                num_rounds=num_rounds,
-                target_epsilon=target_epsilon,
-                evaluation=options.get("evaluation"),
-            ),
             sampling=sampling,
             num_clients=num_clients,
-            delta=delta,
-            target_epsilon=target_epsilon,
             relation=relation,
-            keep_ratio=keep_ratio,
-            quantization_levels=quantization_levels,
             placement=placement,
             trusted_server=trusted_server,
             min_reply_ratio=min_reply_ratio,
+            keep_ratio=keep_ratio,
+            quantization_levels=quantization_levels,
+        )
+        title = "DP-FedSAM" if keep_ratio == 1 else "DP-FedSAM-top_k"
+        rules = ClientLevelRules(
+            "dp-fedsam", title, updates, noise, delta=delta, target_epsilon=target_epsilon, paper_formula=_PAPER_FORMULA
         )
         super().__init__(rules, **options)

@@ -18,7 +18,6 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.core.steps import StepSchedule
 from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.best_model import BestModel, less_is_better
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
 from flower_dp.strategies.local_level import LocalRules
@@ -29,7 +28,6 @@ from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.resources import ResourceBudget, Resources
 from flower_dp.strategies.rules import Options
-from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.dp_pasgd import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -148,9 +146,7 @@ class DPPASGDRules(LocalRules):
         """Return the largest resource cost of a device so far, if costs were given."""
         return {"cost-per-device": self.resources.largest} if self.resources.budget.has_costs else {}
 
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement: the worst client, and the distribution over clients."""
-        return statement_of(self, facts)
+    statement = statement_of
 
 
 class DPPASGD(DPStrategy):

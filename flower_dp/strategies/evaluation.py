@@ -1,20 +1,18 @@
 """Private evaluation: clients' own metrics of the global model, as a noised mean that is charged to the method's ledgers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flower_dp import wire
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.privacy.release import Release
 from flower_dp.strategies.private_evaluation import PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
-from flower_dp.strategies.releases.shared_noise import SharedNoise
 
 
 class Evaluation(Protocol):
@@ -22,14 +20,11 @@ class Evaluation(Protocol):
 
     Attributes:
         release: what is asked of clients, and charged.
-        bounds: the metrics, with their bounds.
         length: of a client's row.
     """
 
     @property
     def release(self) -> RoundRelease: ...  # noqa: D102
-    @property
-    def bounds(self) -> MetricBounds: ...  # noqa: D102
     @property
     def length(self) -> int: ...  # noqa: D102
 
@@ -61,36 +56,17 @@ class SumEvaluation:
     @classmethod
     def of(cls, plan: PrivateEvaluation, training: NoisedSum) -> "SumEvaluation":
         """Return the evaluations of a method with this release of training."""
-        own, shared = training.release, training.shared
+        own, mechanism = training.release, Gaussian(noise_multiplier=plan.noise_multiplier)
         check_relation(own.relation, plan.sampling, own.num_clients)
-        release = Release(
-            what=own.what,
-            seen_by=own.seen_by,
-            unit="client",
-            relation=own.relation,
-            clip_norm=1.0,
-            mechanism=Gaussian(noise_multiplier=plan.noise_multiplier),
-            sampler=plan.sampling,
-            num_clients=own.num_clients,
-        )
-        noise = SharedNoise(
-            release=release,
-            placement=shared.placement,
-            trusted_server=shared.trusted_server,
-            min_reply_ratio=shared.min_reply_ratio,
-        )
+        release = replace(own, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
+        noise = replace(training.shared, release=release, lossy_messages=False)
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(plan=plan, training=training, release=NoisedSum(name=wire.EVALUATION, shared=noise, metrics=metrics))
 
     @property
-    def bounds(self) -> MetricBounds:
-        """The metrics, with their bounds."""
-        return MetricBounds(bounds=self.plan.metrics)
-
-    @property
     def length(self) -> int:
-        """The number of entries of a client's vector."""
-        return self.bounds.num_counted
+        """The number of entries of a client's vector: its metrics, and the 1 that counts it."""
+        return MetricBounds(bounds=self.plan.metrics).num_counted
 
     def due(self, server_round: int) -> bool:
         """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""

@@ -8,6 +8,7 @@ from flower_dp.privacy.events import Relation
 from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.masks import LargestMasks, Masks, RandomMasks
 from flower_dp.strategies.rules import Options
 from flower_dp.strategies.strategy import DPStrategy
@@ -87,25 +88,23 @@ class FedSMP(DPStrategy):
             masks = LargestMasks(keep_ratio=keep_ratio, random_ratio=_RANDOM_RATIO if random_ratio is None else random_ratio)
         elif random_ratio is not None:
             raise ValueError(f"random_ratio={random_ratio}: is read with mask='top-k' only; a rand-k mask is all random")
-        rules = ClientLevelRules(
-            name="fed-smp",
-            title=f"Fed-SMP-{mask.replace('-', '_')}",
+        noise = noise_of(
+            noise_multiplier=noise_multiplier,
+            epsilon=epsilon,
+            num_rounds=num_rounds,
+            target_epsilon=target_epsilon,
+            evaluation=options.get("evaluation"),
+        )
+        updates = ClippedUpdates(
             clip_norm=clip_norm,
-            noise_multiplier=noise_of(
-                noise_multiplier=noise_multiplier,
-                epsilon=epsilon,
-                num_rounds=num_rounds,
-                target_epsilon=target_epsilon,
-                evaluation=options.get("evaluation"),
-            ),
             sampling=sampling,
             num_clients=num_clients,
-            delta=delta,
-            target_epsilon=target_epsilon,
             relation=relation,
-            masks=masks,
             placement=placement,
             trusted_server=trusted_server,
             min_reply_ratio=min_reply_ratio,
+            masks=masks,
         )
+        title = f"Fed-SMP-{mask.replace('-', '_')}"
+        rules = ClientLevelRules("fed-smp", title, updates, noise, delta=delta, target_epsilon=target_epsilon)
         super().__init__(rules, **options)

@@ -15,13 +15,11 @@ from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Laplace
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
-from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.fedsgd_dpc import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -122,9 +120,7 @@ class FedSGDDPCRules(LocalRules):
         """Return the weight of a client's row: N/b times its share."""
         return self.books.share(name) * self.num_clients / self.cohort_size
 
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement: the worst client, and the distribution over clients."""
-        return statement_of(self, facts)
+    statement = statement_of
 
 
 class FedSGDDPC(DPStrategy):

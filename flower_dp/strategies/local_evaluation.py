@@ -40,8 +40,6 @@ class OwnEvaluation:
             raise ValueError(
                 f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client"
             )
-        bounds = MetricBounds(bounds=plan.metrics)
-
         release = OwnReplies(
             name=wire.EVALUATION,
             clip_norm=1.0,
@@ -49,16 +47,11 @@ class OwnEvaluation:
             relation=books.relation,
             weight_of=books.share,
             longest=_longest,
-            metrics=bounds,
+            metrics=MetricBounds(bounds=plan.metrics),
             owner=", evaluation",
         )
         books.evaluate(release, plan.budget.terms)
         return cls(plan=plan, books=books, release=release)
-
-    @property
-    def bounds(self) -> MetricBounds:
-        """The metrics, with their bounds."""
-        return MetricBounds(bounds=self.plan.metrics)
 
     @property
     def length(self) -> int:
@@ -84,7 +77,7 @@ class OwnEvaluation:
         shares = {name: self.books.share(name) for name in collected.clients}
         whole = sum(shares.values())
         parts = {name: share / whole for name, share in shares.items()}
-        fractions = self.bounds.fractions(collected.total / whole)
+        fractions = MetricBounds(bounds=self.plan.metrics).fractions(collected.total / whole)
         # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
         variance = sum((part * math.sqrt(2) * _scale(self.release, name) * self.length / 2) ** 2 for name, part in parts.items())
         chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.books.terms) else 0.0

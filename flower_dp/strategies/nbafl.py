@@ -16,13 +16,11 @@ from flower_dp.core.stored import stored
 from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Options
-from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.nbafl import statement_of
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -221,9 +219,7 @@ class NbAFLRules(LocalRules):
     def _broadcast_event(self, part: float, std: float) -> DpEvent:
         return GaussianDpEvent(std / (part * self.clip_norm)) if std else NonPrivateDpEvent()
 
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement of all three ledgers of every client."""
-        return statement_of(self, facts)
+    statement = statement_of
 
 
 class NbAFL(DPStrategy):

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypedDict
 import numpy as np
 from flwr.serverapp.strategy import Strategy
 
+from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation
@@ -48,6 +49,24 @@ class Options(TypedDict, total=False):
     most_clients_per_node: int | None
     most_newcomers: int | None
     on_round: OnRound | None
+
+
+def check_options(owner: str, options: Options) -> None:
+    """Refuse options that no strategy has, and values that make no sense.
+
+    Raises:
+        TypeError: for an option of another name.
+        ValueError: naming option and value.
+    """
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"{owner}: unexpected keyword argument {unknown[0]!r}; besides the method's own: {known}")
+    checks.flag("report_client_metrics", options.get("report_client_metrics", False))
+    checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
+    if (most := options.get("most_clients_per_node")) is not None:
+        checks.integer("most_clients_per_node", most, at_least=1)
+    if (most := options.get("most_newcomers")) is not None:
+        checks.integer("most_newcomers", most, at_least=0)
 
 
 class Rules(Protocol):

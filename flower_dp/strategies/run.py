@@ -18,7 +18,7 @@ from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
 from flower_dp.strategies.rules import Rules
-from flower_dp.strategies.run_state import RoundReport, RunState
+from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -44,12 +44,11 @@ class Run:
         self._optimizer = optimizer
         self._own = RunState()
         self._initial = self.state
-        self.begin()
+        self.asked: dict[str, Asked] = {}
 
     def begin(self) -> None:
         """Begin a new run."""
-        self.state = self._initial
-        self.asked: dict[str, Asked] = {}
+        self.state, self.asked = self._initial, {}
 
     @property
     def state(self) -> RunState:
@@ -79,9 +78,24 @@ class Run:
         evaluation = self.rules.evaluation
         return (self.rules.training,) if evaluation is None else (self.rules.training, evaluation.release)
 
+    @property
+    def secret_cohort(self) -> bool:
+        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
+        return any(release.secret_cohort for release in self.releases)
+
     def generator(self, *purpose: object) -> Generator:
         """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
         return noise_generator(self.noise_seed, "server", *purpose)
+
+    def facts(self, *, report_client_metrics: bool, own_evaluation: bool) -> RunFacts:
+        """Return the facts for the statement, besides the ledgers."""
+        return RunFacts(
+            seeded_noise=self.noise_seed is not None,
+            missing=self._own.missing,
+            incidents=self._own.incidents,
+            report_client_metrics=report_client_metrics,
+            own_evaluation=own_evaluation,
+        )
 
     # A round of a release
 
@@ -146,9 +160,8 @@ class Run:
         """Check the replies to what was asked and add them up, once."""
         asked = self.asked.pop(release.name)
         collected = self.exchange.total(asked, replies, seeded=self.noise_seed is not None)
-        secret = any(one.secret_cohort for one in self.releases)
         # Told once, and not where it tells who was in a cohort.
-        if collected.seeded_clients and _SEEDED not in self._own.incidents and not secret:
+        if collected.seeded_clients and _SEEDED not in self._own.incidents and not self.secret_cohort:
             self.note(incidents=(*self._own.incidents, _SEEDED))
         return asked.now, collected
 
@@ -167,6 +180,21 @@ class Run:
             log.warning("%s", self._own.incidents[-1])
             return now.vector
         return vector.astype(np.float32)
+
+    def evaluated(self, server_round: int, replies: Any) -> dict[str, float] | None:
+        """Record and return value and standard error of every metric of a private evaluation; None where there is none."""
+        evaluation = self.rules.evaluation
+        if evaluation is None or not self.waits(evaluation.release, server_round):
+            return None
+        now, collected = self.total(evaluation.release, replies)
+        try:
+            noised = evaluation.result(now, collected, self.generator("evaluation", server_round))
+        except RoundLeftOut as why:
+            refusal = next(iter(collected.refused.values()), None)
+            log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
+            return None
+        self.note(evaluations={**self._own.evaluations, server_round: noised})
+        return noised
 
     def report(self, now: Round, collected: Collected, vector: np.ndarray, *, epsilon: float) -> RoundReport:
         """Record a round and its model.

@@ -1,12 +1,12 @@
 """A server optimiser: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core.vectors import Layout
@@ -14,6 +14,8 @@ from flower_dp.strategies.releases.left_out import RoundLeftOut
 
 _NOT_KEPT = object()
 _RECORD = "ArrayRecord"
+# A grid with one node, to which nothing is ever sent.
+_ONE_NODE: Any = SimpleNamespace(get_node_ids=lambda: [1])
 
 
 class ServerOptimizer:
@@ -83,7 +85,7 @@ class ServerOptimizer:
             RoundLeftOut: if the strategy gives no model, or one that is not finite.
         """
         strategy = self._strategy
-        (message, *_) = strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _OneNode())
+        (message, *_) = strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
         content: dict[str, Any] = {
             getattr(strategy, "arrayrecord_key", "arrays"): _record(layout, after),
             "metrics": MetricRecord({getattr(strategy, "weighted_by_key", "num-examples"): 1}),
@@ -95,32 +97,6 @@ class ServerOptimizer:
         if not np.isfinite(vector).all():
             raise RoundLeftOut(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
         return vector
-
-
-class _OneNode(Grid):
-    """A grid with one node, to which nothing is ever sent."""
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Any:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [1]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        raise NotImplementedError
 
 
 def _record(layout: Layout, vector: np.ndarray) -> ArrayRecord:

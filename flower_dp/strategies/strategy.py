@@ -26,9 +26,8 @@ from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import check_overrides, why_none_fits, why_unfit
-from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Missing
-from flower_dp.strategies.rules import Options, Rules
+from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
@@ -56,33 +55,25 @@ class DPStrategy(Strategy):
 
     Example:
         >>> from flower_dp.core.sampling import FullSampling
+        >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
         >>> from flower_dp.strategies import DPStrategy
-        >>> from flower_dp.strategies.client_level import ClientLevelRules
-        >>> rules = ClientLevelRules(
-        ...     name="dp-fedavg",
-        ...     title="DP-FedAvg",
-        ...     clip_norm=0.5,
-        ...     noise_multiplier=1.0,
-        ...     sampling=FullSampling(),
-        ...     num_clients=10,
-        ...     delta=1e-4,
-        ... )
+        >>> from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
+        >>> from flower_dp.strategies.releases.books import Population
+        >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, update_clip_norm=0.1)
+        >>> population = Population(num_clients=10, num_records=80, epsilon=4.0)
+        >>> rules = DPFedPAQRules(population, steps, FullSampling(), delta=1e-5, quantization_levels=None)
         >>> DPStrategy(rules, registration_timeout=60.0).epsilon
         0.0
     """
 
     def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:
-        if unknown := sorted(set(options) - set(Options.__annotations__)):
-            known = ", ".join(Options.__annotations__)
-            raise TypeError(
-                f"{type(self).__name__}: unexpected keyword argument {unknown[0]!r}; besides the method's own: {known}"
-            )
+        check_options(type(self).__name__, options)
         self.rules = rules
-        self.report_client_metrics = checks.flag("report_client_metrics", options.get("report_client_metrics", False))
-        self.registration_timeout = checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
+        self.report_client_metrics = options.get("report_client_metrics", False)
+        self.registration_timeout = options.get("registration_timeout", 600.0)
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
-        self.most_clients_per_node = _optional("most_clients_per_node", options.get("most_clients_per_node"), at_least=1)
-        self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
+        self.most_clients_per_node = options.get("most_clients_per_node")
+        self.most_newcomers = options.get("most_newcomers")
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
@@ -100,7 +91,6 @@ class DPStrategy(Strategy):
             setattr(cls, "start", observed(cls.start))  # noqa: B010
 
     def _begin(self) -> None:
-        """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
@@ -178,25 +168,17 @@ class DPStrategy(Strategy):
     @property
     def secret_cohort(self) -> bool:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        return any(release.secret_cohort for release in self._run.releases)
+        return self._run.secret_cohort
 
     @property
     def facts(self) -> RunFacts:
         """Facts for the statement, besides the ledgers."""
-        return RunFacts(
-            seeded_noise=self.seeded_noise,
-            missing=self.missing,
-            incidents=self.incidents,
-            report_client_metrics=self.report_client_metrics,
-            own_evaluation=self._evaluates_itself,
+        return self._run.facts(
+            report_client_metrics=self.report_client_metrics, own_evaluation=self._overrides("configure_evaluate")
         )
 
-    @property
-    def _evaluates_itself(self) -> bool:
-        """Whether another `configure_evaluate` than this one asks clients to evaluate: that of a subclass, or of one object."""
-        return self._overrides("configure_evaluate")
-
     def _overrides(self, name: str) -> bool:
+        """Whether a method of this class is that of a subclass, or of one object."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(DPStrategy, name)
 
     @property
@@ -232,7 +214,8 @@ class DPStrategy(Strategy):
                 sends a usable update in the first rounds, or in all rounds of a short run.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        if evaluate_config and not (self._evaluates_itself or self.rules.evaluation):
+        clients_evaluate = self._overrides("configure_evaluate") or self.rules.evaluation is not None
+        if evaluate_config and not clients_evaluate:
             raise ValueError(
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
                 "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
@@ -252,7 +235,7 @@ class DPStrategy(Strategy):
             train_config=train_config or ConfigRecord(),
             evaluate_config=evaluate_config or ConfigRecord(),
             evaluate_fn=None if evaluate_fn is None else named(evaluate_fn),
-            clients_evaluate=self._evaluates_itself or self.rules.evaluation is not None,
+            clients_evaluate=clients_evaluate,
         )
         try:
             result = rounds.run(self, self._run, grid, initial_arrays)
@@ -301,9 +284,9 @@ class DPStrategy(Strategy):
         None and None for a round that the budget did not cover.
         """
         run, release = self._run, self.rules.training
+        if run.record.ended_before and release.name not in run.asked:
+            return None, None
         if not run.waits(release, server_round):
-            if run.record.ended_before and release.name not in run.asked:
-                return None, None
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         now, collected = run.total(release, replies)
         vector = run.learn(now, collected)
@@ -343,18 +326,8 @@ class DPStrategy(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return value and standard error of every metric of a private evaluation; None where there is none."""
-        run, evaluation = self._run, self.rules.evaluation
-        if evaluation is None or not run.waits(evaluation.release, server_round):
-            return None
-        now, collected = run.total(evaluation.release, replies)
-        try:
-            noised = evaluation.result(now, collected, run.generator("evaluation", server_round))
-        except RoundLeftOut as why:
-            refusal = next(iter(collected.refused.values()), None)
-            log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
-            return None
-        run.note(evaluations={**self.evaluations, server_round: noised})
-        return MetricRecord({**noised})
+        noised = self._run.evaluated(server_round, replies)
+        return None if noised is None else MetricRecord({**noised})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
         """Return a round's numbers for people to see.
@@ -368,12 +341,7 @@ class DPStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what the run will do."""
-        rules = self.rules
-        sampling = rules.training.sampling
-        expected = sampling.expected_cohort(rules.num_clients)
-        log.info("%s: %s, %g of %s clients expected a round", rules.title, sampling, expected, rules.num_clients)
-        if self._optimizer is not None:
-            log.info("server optimiser %s: it works on the noised mean and costs no epsilon", self._optimizer.name)
+        diagnostics.log_summary(self.rules, self._optimizer)
 
     def initialize_parameters(self, client_manager: Any) -> NoReturn:
         """Raise `LegacyAppError`: Flower's old server API calls this first, and is not supported."""
@@ -386,9 +354,8 @@ class DPStrategy(Strategy):
         first = self._manager is None
         if self._manager is None:
             check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
-            rules = self.rules
             self._manager = ClientManager(
-                rules.num_clients,
+                self.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=all(release.open_population for release in self._run.releases),
                 unfit=partial(why_unfit, self.rules),
@@ -402,7 +369,3 @@ class DPStrategy(Strategy):
                 raise ValueError(reason)
             self.rules.open(known_clients.names)
         return known_clients
-
-
-def _optional(name: str, value: int | None, *, at_least: int) -> int | None:
-    return None if value is None else checks.integer(name, value, at_least=at_least)

@@ -12,9 +12,8 @@ from flower_dp.clients import DPFedPAQRecipe, ScaffoldRecipe
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
-from flower_dp.strategies.control import Honest
+from flower_dp.strategies.control import ControlVariate, Honest
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.scaffold import ControlVariate
 from tests.local_grids import NAMES, grid_of, records, start
 
 STEPS = FedPAQSteps(

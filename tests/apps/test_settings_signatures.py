@@ -25,7 +25,7 @@ NEEDED = {name: {f"{name}.update-clip-norm": 0.1} for name in ("dp-fedpaq", "sca
 # Another value for settings whose values are words; an evaluation and a model need other settings beside.
 WORDS: dict[str, Any] = {
     "relation": ("replace-one", "add-or-remove-one"),
-    "placement": ("central",),
+    "placement": ("central", "distributed"),
     "mechanism": ("gaussian",),
     "aggregation": ("uniform",),
     "sensitivity": ("per-step",),

@@ -18,7 +18,7 @@ from torch import nn
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
-from flower_dp.strategies import DPFedAvg, DPFedSAM
+from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -562,6 +562,45 @@ def test_fixed_size_sampling_under_add_or_remove_is_refused_by_name():
     with pytest.raises(ValueError, match="relation='add-or-remove-one': sampling of a fixed size"):
         DPFedAvg(**arguments, sampling=FixedSizeSampling(cohort_size=2))
     DPFedAvg(**arguments, sampling=FixedSizeSampling(cohort_size=6))
+
+
+def test_a_server_that_adds_the_noise_is_trusted():
+    for strategy_class in (DPFedAvg, DPFedSAM, FedSMP):
+        with pytest.raises(ValueError, match="trusted_server=False: is read with placement='distributed' only"):
+            strategy_class(
+                clip_norm=1,
+                noise_multiplier=1,
+                sampling=FullSampling(),
+                num_clients=2,
+                delta=1e-3,
+                placement="central",
+                trusted_server=False,
+            )
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("strategy_class", [DPFedAvg, FedSMP], ids=["dp-fedavg", "fed-smp"])
+def test_placement_means_the_same_for_every_noised_sum(strategy_class, trusted):
+    arguments = {
+        "clip_norm": 0.5,
+        "noise_multiplier": 2.0,
+        "sampling": PoissonSampling(sampling_rate=0.5),
+        "num_clients": 20,
+        "delta": 1e-3,
+        "placement": "distributed",
+        "trusted_server": trusted,
+    }
+    if not trusted:
+        arguments["min_reply_ratio"] = 0.5
+    made, sam = strategy_class(**arguments), DPFedSAM(**arguments)
+    assert made.rules.noise == sam.rules.noise
+    for strategy in (made, sam):
+        strategy.rules.training.charge([f"client-{number}" for number in range(8)])
+    said, other = made.statement, sam.statement
+    assert said.method in ("DP-FedAvg", "Fed-SMP-rand_k")
+    assert (said.epsilon, said.adversary, said.assumptions) == (other.epsilon, other.adversary, other.assumptions)
+    assert said.adversaries == other.adversaries
+    assert made.rules.stock_refusal is not None
 
 
 def test_an_untrusted_server_is_not_made_trusted_by_a_text():

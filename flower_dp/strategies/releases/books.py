@@ -119,6 +119,7 @@ class ClientBooks:
     Attributes:
         training: the release of training.
         evaluation: the release of private evaluations; None without them.
+        planned_rounds: of the run; None if nobody has said.
 
     Args:
         population: who the clients are.
@@ -165,7 +166,7 @@ class ClientBooks:
         )
         self.evaluation: OwnReplies | None = None
         self._evaluated_terms: Callable[[str, Terms], Terms] | None = None
-        self._planned_rounds: int | None = None
+        self.planned_rounds: int | None = None
         self.num_records: dict[str, int] = {}
         self._all_records = 0
         self._costs: dict[tuple[str, ...], Cost] = {}
@@ -175,7 +176,7 @@ class ClientBooks:
     def state(self) -> BooksState:
         """All that these books need to go on."""
         return BooksState(
-            planned_rounds=self._planned_rounds,
+            planned_rounds=self.planned_rounds,
             names=tuple(self.terms),
             training=self.training.state,
             evaluation=None if self.evaluation is None else self.evaluation.state,
@@ -183,7 +184,7 @@ class ClientBooks:
 
     @state.setter
     def state(self, state: BooksState) -> None:
-        self._planned_rounds = state.planned_rounds
+        self.planned_rounds = state.planned_rounds
         self._open(state.names)
         if not state.names:
             return
@@ -199,12 +200,7 @@ class ClientBooks:
 
     def plan(self, num_rounds: int) -> None:
         """Remember the number of rounds, which may determine how often a client replies, and its noise."""
-        self._planned_rounds = num_rounds
-
-    @property
-    def planned_rounds(self) -> int | None:
-        """The number of rounds of the run; None if nobody has said."""
-        return self._planned_rounds
+        self.planned_rounds = num_rounds
 
     def open(self, names: tuple[str, ...]) -> None:
         """Open a ledger for every client, with its terms; in a run that goes on they are open.
@@ -238,11 +234,11 @@ class ClientBooks:
         """Return the most replies of the clients: what the population says, or what the planned rounds need."""
         if self.population.num_replies is not None:
             return self.population.num_replies
-        if self._planned_rounds is None or self._most_replies is None:
+        if self.planned_rounds is None or self._most_replies is None:
             raise RuntimeError(
                 "num_replies: the number of rounds is not known yet; call start() or plan(num_rounds), or name num_replies"
             )
-        return max(1, self._most_replies(self._planned_rounds))
+        return max(1, self._most_replies(self.planned_rounds))
 
     @property
     def num_clients(self) -> int:

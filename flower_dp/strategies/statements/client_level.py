@@ -77,7 +77,7 @@ def _adversaries(rules: "ClientLevelRules", inside: Cost, outside: Cost) -> tupl
     secret = ", not how many clients took part" if rules.training.secret_cohort else ", and who took part"
     if evaluation is not None and _hides_cohort(evaluation):
         secret += " in training; not who evaluated"
-    if rules.placement == "central":
+    if rules.noise.placement == "central":
         knows, sees = "", "every client's update without noise"
         server, std = replace(inside, epsilon=math.inf, accountant="none"), 0.0
     else:
@@ -111,7 +111,7 @@ def _paper(rules: "ClientLevelRules", run: RunFacts) -> PaperEpsilon | None:
     epsilon = accounting.rdp_epsilon(event, delta=rules.delta, relation="add-or-remove-one")
     if epsilon is None:
         return None
-    held = "its assumptions hold" + (", against outsiders" if rules.placement == "distributed" else "")
+    held = "its assumptions hold" + (", against outsiders" if rules.noise.placement == "distributed" else "")
     faults = []
     if rules.evaluated is not None and rules.evaluated.num_charged:
         faults.append("it covers training alone, and metrics of private evaluations were released as well")
@@ -133,7 +133,7 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
     if not release.mechanism.noise_multiplier:
         lines.append("no noise is added to updates: training is not private")
-    elif rules.placement == "central":
+    elif rules.noise.placement == "central":
         lines.append("the server is trusted: it sees single updates and adds the noise")
     elif rules.noise.lossy_messages:
         lines.append(
@@ -141,7 +141,7 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
         )
     else:
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
-        if rules.trusted_server:
+        if rules.noise.trusted_server:
             lines.append("the server is trusted to add the shares of noise that are missing in a round")
         lines.append("clients do not combine their knowledge of their shares of the noise")
     if rules.noise.cohort_shows:
@@ -176,8 +176,8 @@ def _hides_cohort(evaluation: NoisedSum) -> bool:
 
 def _made(rules: "ClientLevelRules") -> str:
     """Return the function of its own noised update that a client sends, in words."""
-    levels = rules.quantization_levels
-    parts = ["top-k"] if rules.keep_ratio < 1 else []
+    levels = rules.training.quantization_levels
+    parts = ["top-k"] if rules.training.keep_ratio < 1 else []
     return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
 
 

@@ -1,0 +1,128 @@
+"""The release of methods with one noised sum of clipped client updates, as the arguments of a strategy describe it."""
+
+from dataclasses import dataclass
+
+from flower_dp.core import checks, compression
+from flower_dp.core.sampling import FixedSizeSampling, Sampler, check_sampler
+from flower_dp.privacy import accounting
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, MovingClip
+from flower_dp.strategies.releases.masks import Masks
+from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
+from flower_dp.strategies.releases.shared_noise import SharedNoise
+
+_SEEN_BY = {
+    "central": "everyone who sees global models, the clients among them; the server is trusted",
+    "distributed": (
+        "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not to look "
+        "at single ones"
+    ),
+}
+# Of the drawn clients, how many must answer where nobody tops up the noise of the others.
+_MIN_REPLY_RATIO = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedUpdates:
+    """The sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum; `DPFedSAM` describes its arguments.
+
+    Attributes:
+        masks: makes the mask that all clients of a round share; None for no mask.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+    """
+
+    clip_norm: float | AdaptiveClip
+    sampling: Sampler
+    num_clients: int
+    relation: Relation | None
+    placement: str
+    trusted_server: bool
+    min_reply_ratio: float | None
+    keep_ratio: float = 1.0
+    quantization_levels: int | None = None
+    masks: Masks | None = None
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampling)
+        checks.integer("num_clients", self.num_clients, at_least=1)
+        checks.one_of("placement", self.placement, tuple(_SEEN_BY))
+        checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
+        if self.quantization_levels is not None:
+            compression.check_levels(self.quantization_levels)
+        if self.quantization_levels is not None and self.placement == "central":
+            raise ValueError(
+                f"quantization_levels={self.quantization_levels}: is read with placement='distributed' only; under 'central' "
+                "clients send updates without noise, and what is made of them is not private"
+            )
+        checks.flag("trusted_server", self.trusted_server)
+        if self.min_reply_ratio is not None:
+            if self.trusted_server or self.placement == "central":
+                raise ValueError(
+                    f"min_reply_ratio={self.min_reply_ratio}: is read with placement='distributed' and trusted_server=False "
+                    "only; else the server adds the noise of clients that do not answer"
+                )
+            checks.number("min_reply_ratio", self.min_reply_ratio, above=0, at_most=1)
+        if not self.trusted_server and self.placement == "central":
+            raise ValueError(
+                "trusted_server=False: is read with placement='distributed' only; under 'central' the server is trusted"
+            )
+        if isinstance(self.clip_norm, AdaptiveClip) and self.lossy_messages:
+            raise ValueError(
+                f"clip_norm={self.clip_norm}: does not go with keep_ratio={self.keep_ratio:g} and "
+                f"quantization_levels={self.quantization_levels} under placement='distributed': clients would drop or coarsen "
+                "the coordinate by which the clip norm moves; use placement='central', or a fixed clip norm"
+            )
+
+    @property
+    def lossy_messages(self) -> bool:
+        """Whether clients send the largest coordinates or the levels of their own noised updates."""
+        return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
+
+    def shared(self, noise_multiplier: float, clip_norm: float = 1.0) -> SharedNoise:
+        """Return the release with this noise, and who draws which part of it.
+
+        Raises:
+            ValueError: for a sampler that is not accounted under the neighbouring relation.
+        """
+        default: Relation = "replace-one" if isinstance(self.sampling, FixedSizeSampling) else "add-or-remove-one"
+        relation = accounting.relation_of(self.relation) if self.relation else default
+        check_relation(relation, self.sampling, self.num_clients)
+        release = Release(
+            what="the noised sum of clipped client updates, and every model made from it",
+            seen_by=_SEEN_BY[self.placement],
+            unit="client",
+            relation=relation,
+            clip_norm=clip_norm,
+            mechanism=Gaussian(noise_multiplier=noise_multiplier),
+            sampler=self.sampling,
+            num_clients=self.num_clients,
+        )
+        return SharedNoise(
+            release=release,
+            placement=self.placement,
+            trusted_server=self.trusted_server,
+            min_reply_ratio=_MIN_REPLY_RATIO if self.min_reply_ratio is None else self.min_reply_ratio,
+            lossy_messages=self.lossy_messages,
+        )
+
+    def release(self, name: str, noise_multiplier: float) -> NoisedSum:
+        """Return the release of the method of this name on the wire, with this noise."""
+        shared, moving = self.shared(noise_multiplier), None
+        if isinstance(self.clip_norm, AdaptiveClip):
+            multiplier, cohort = shared.release.mechanism.noise_multiplier, shared.release.expected_cohort
+            moving = MovingClip(of=self.clip_norm, noise_multiplier=multiplier, expected_cohort=cohort)
+            norm = moving.indicator(self.clip_norm.smallest).joint_norm
+        else:
+            norm = self.clip_norm
+        return NoisedSum(
+            name=name,
+            shared=shared.at(norm),
+            keep_ratio=self.keep_ratio,
+            quantization_levels=self.quantization_levels or 0,
+            masks=self.masks,
+            clip=moving,
+        )
