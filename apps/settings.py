@@ -43,7 +43,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "update_keep_ratio": {"above": 0, "at_most": 1},
 }
 # Settings of some samplings alone.
-_SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
+SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ def sampled(settings: Settings, samplings: tuple[str, ...], findings: checks.Fin
         with findings.noted():
             checks.one_of("sampling", sampling, samplings)
         sampling = samplings[0]
-    for name, readers in _SAMPLED.items():
+    for name, readers in SAMPLED.items():
         if settings.is_set(name) and sampling not in readers:
             value, others = getattr(settings, name), " or ".join(readers)
             findings.lines.append(f"{key_of(name)}={value!r}: is not read with sampling={sampling!r}, but with {others}")

@@ -20,6 +20,7 @@ from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.exchange import PlainExchange
+from flower_dp.strategies.journal import Journal, observed
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import EvaluateFn, Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -83,16 +84,25 @@ class DPStrategy(Strategy):
         self.most_newcomers = _optional("most_newcomers", options.get("most_newcomers"), at_least=0)
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
+        self.on_round = options.get("on_round")
+        if self.on_round is not None and not callable(self.on_round):
+            raise ValueError(f"on_round={self.on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
+        self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
         self._begin()
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if not hasattr(cls.start, "__wrapped__"):
+            setattr(cls, "start", observed(cls.start))  # noqa: B010
+
     def _begin(self) -> None:
         """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
-        self._register: ClientManager | None = None
+        self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
 
     @property
@@ -198,6 +208,7 @@ class DPStrategy(Strategy):
 
     # Flower's Strategy
 
+    @observed
     def start(
         self,
         grid: Grid,
@@ -229,7 +240,7 @@ class DPStrategy(Strategy):
         if type(grid).__name__ == "InMemoryGrid":
             setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         self.rules.plan(num_rounds)
-        known_clients = self._call_roll(grid)
+        known_clients = self._known_clients(grid)
         self.summary()
         log.info("%s parameters, %s clients on %s nodes", layout.size, len(known_clients.names), len(set(known_clients.nodes)))
         diagnostics.log_noise_and_signal(self.rules, layout.size)
@@ -254,12 +265,18 @@ class DPStrategy(Strategy):
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
-        run, known_clients = self._run, self._call_roll(grid)
+        if self.journal is not None:
+            self.journal.flush(self)
+        run, is_first = self._run, self._manager is None
+        known_clients = self._known_clients(grid)
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        if is_first:  # a subclass has its own `start`; that of this class has logged it
+            diagnostics.log_noise_and_signal(self.rules, model.layout.size)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
             return run.stop(server_round, reason)
-        model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
+        release = self.rules.training
         asked = run.drawn(release, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
@@ -293,7 +310,10 @@ class DPStrategy(Strategy):
             means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
             run.note(client_metrics={**run.record.client_metrics, server_round: means})
             metrics.update(means)
-        return now.model.record(vector), metrics
+        model = now.model.record(vector)
+        if self.journal is not None:
+            self.journal.released(server_round, model)
+        return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
@@ -304,7 +324,7 @@ class DPStrategy(Strategy):
         run, evaluation = self._run, self.rules.evaluation
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
-        known_clients, release = self._call_roll(grid), evaluation.release
+        known_clients, release = self._known_clients(grid), evaluation.release
         messages = run.ask(
             release,
             server_round,
@@ -359,13 +379,13 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
-    def _call_roll(self, grid: Grid) -> KnownClients:
+    def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
-        first = self._register is None
-        if self._register is None:
+        first = self._manager is None
+        if self._manager is None:
             check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
             rules = self.rules
-            self._register = ClientManager(
+            self._manager = ClientManager(
                 rules.num_clients,
                 timeout=self.registration_timeout,
                 newcomers=all(release.open_population for release in self._run.releases),
@@ -373,10 +393,10 @@ class DPStrategy(Strategy):
                 most_clients_per_node=self.most_clients_per_node,
                 most_newcomers=self.most_newcomers,
             )
-        known_clients = self._register.known_clients(grid)
+        known_clients = self._manager.known_clients(grid)
         if first:
             if reason := why_none_fits(self.rules, known_clients):
-                self._register = None
+                self._manager = None
                 raise ValueError(reason)
             self.rules.open(known_clients.names)
         return known_clients

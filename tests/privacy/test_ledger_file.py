@@ -456,4 +456,4 @@ def test_many_small_differences_never_add_up(path):
 def test_terms_of_a_numpy_number_are_the_same_line():
     assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
     assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
-    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).answer == "its account was opened on other terms"
+    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).public == "its account was opened on other terms"
