@@ -18,7 +18,8 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
     method = run_config.get("method")
     if method not in METHODS:
         return set()
-    kinds = {"sampling": run_config.get("sampling"), "partition": run_config.get("partition")}
+    sampling = module_of(method).SAMPLINGS[0] if run_config.get("sampling") == "" else run_config.get("sampling")
+    kinds = {"sampling": sampling, "partition": run_config.get("partition")}
     readers = {key_of(name): ("sampling", samplings) for name, samplings in SAMPLED.items()}
     readers |= {"dirichlet-alpha": ("partition", ("dirichlet",)), "classes-per-client": ("partition", WITH_CLASSES)}
     found = {key_of(name) for name in TRAINING if name not in module_of(method).READS}

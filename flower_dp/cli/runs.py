@@ -28,7 +28,7 @@ class Engine(StrEnum):
 def run(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[PRESET | APP_DIR]"),
+        typer.Argument(metavar="[PRESET | TASK | APP_DIR]"),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
@@ -59,7 +59,7 @@ def run(
 ) -> None:
     """Run a Flower app on this machine, and leave no process running.
 
-    Give the name of one of flower-dp's presets, or the folder of a Flower app; without either flower-dp's own app runs.
+    Give the name of one of flower-dp's presets or tasks, or the folder of a Flower app; else flower-dp's own app runs.
 
     Exit status: 0 the app ran to its end, 1 it failed, 2 bad options, 130 interrupted.
     """

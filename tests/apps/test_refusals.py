@@ -12,6 +12,7 @@ from apps.refusals import check
 from apps.settings import SAMPLINGS, TRAINING, key_of
 from apps.tasks import TASKS
 from apps.tasks.models import _KINDS, MODELS
+from apps.unread import unread
 from flower_dp.core.checks import SettingsError
 from flower_dp.running.apps import flatten, own_app
 
@@ -152,3 +153,11 @@ def test_what_the_check_refuses_the_run_would_refuse():
     rules = Run.of({**DEFAULTS, "method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9}).strategy(dict).rules
     assert rules.why_stop(1, None) == "it would pass target_epsilon=0.9"
     refused({"method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9})
+
+
+def test_a_comparison_reads_the_default_sampling_as_the_methods_own():
+    of = {
+        method: unread({**DEFAULTS, "method": method}) & {"sampling-rate", "cohort-size"}
+        for method in ("dp-fedavg", "fedsgd-dpc")
+    }
+    assert of == {"dp-fedavg": {"cohort-size"}, "fedsgd-dpc": {"sampling-rate"}}
