@@ -1,5 +1,6 @@
 """An app around a user's own model and data, with every method and setting of flower-dp's app, and a run folder."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -17,12 +18,15 @@ from apps.device import FUNCTIONS, hosted, own_settings, sets_anything
 from apps.methods import Run
 from apps.parts import training_of
 from apps.records import Config, config_of
+from apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
 from flower_dp.running.apps import OwnFunction, read_app
 from flower_dp.running.recorded import record_run
+from flower_dp.strategies import DPStrategy
+from flower_dp.strategies.journal import OnRound
 
 # What this app's own model and data are made from.
 _NOT_READ = (
@@ -40,7 +44,7 @@ _NOT_READ = (
 
 ModelFn = Callable[[], nn.Module]
 DataFn = Callable[[int, int], Any]
-EvaluateFn = Callable[[nn.Module], Mapping[str, float]]
+EvaluateFn = Callable[..., Mapping[str, float] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ def app(
     data_fn: DataFn | None = None,
     evaluate_fn: EvaluateFn | None = None,
     loss: Loss = nn.functional.cross_entropy,
+    on_round: OnRound | None = None,
 ) -> Apps:
     """Return a ServerApp and a ClientApp around your own model and data.
 
@@ -114,8 +119,10 @@ def app(
             or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and nbafl) treat the number of
             records as public, and call it for all clients, on the server too.
         evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
-            says. None for no metrics.
+            says. A parameter `round` gets the round's number, and `epsilon` the epsilon spent so far, infinite without privacy.
+            None for no metrics.
         loss: model outputs, targets -> mean loss of a batch.
+        on_round: called on the server with the public numbers of every round, as the strategies' argument of this name.
 
     Raises:
         ValueError: when a run starts, for invalid settings, naming them.
@@ -148,7 +155,9 @@ def app(
             config=context.run_config,
             name=f"{settings.method}-seed{settings.seed}",
             path=settings.output_path(),
-            evaluate_fn=_evaluation(functions.evaluate, model, settings.evaluate_every, settings.num_rounds),
+            evaluate_fn=_evaluation(functions.evaluate, model, strategy, settings),
+            on_round=on_round,
+            model=model,
             timeout=settings.round_timeout,
         )
 
@@ -244,24 +253,37 @@ def _model(model_fn: ModelFn | None, seed: int) -> nn.Module:
 
 
 def _evaluation(
-    evaluate_fn: EvaluateFn | None, model: nn.Module, every: int, num_rounds: int
+    evaluate_fn: EvaluateFn | None, model: nn.Module, strategy: DPStrategy, settings: Settings
 ) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
     if evaluate_fn is None:
         return None
+    taken, every = _taken(evaluate_fn), settings.evaluate_every
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if server_round != num_rounds and not (every and server_round % every == 0):
+        if server_round != settings.num_rounds and not (every and server_round % every == 0):
             return None
+        numbers = {"round": server_round, "epsilon": strategy.line_of(server_round)["epsilon"]}
         # What is frozen or a buffer is not in the arrays.
         model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
         was = model.training
         model.eval()
         with torch.inference_mode():
-            metrics = {name: float(value) for name, value in evaluate_fn(model).items()}
+            metrics = evaluate_fn(model, **{name: numbers[name] for name in taken}) or {}
         model.train(was)
-        return MetricRecord({**metrics})
+        return MetricRecord({name: float(value) for name, value in metrics.items()})
 
     return evaluate
+
+
+def _taken(evaluate_fn: EvaluateFn) -> list[str]:
+    """Return which of `round` and `epsilon` a function takes by keyword, besides the model, its first argument."""
+    try:
+        _model, *others = inspect.signature(evaluate_fn).parameters.values()
+    except ValueError:  # no signature, as some functions in C, or no parameter, which the call will say
+        return []
+    named = {one.name for one in others if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    every = any(one.kind is one.VAR_KEYWORD for one in others)
+    return [name for name in ("round", "epsilon") if every or name in named]
 
 
 def _with_loss(client: Any, loss: Loss) -> NodeClient:

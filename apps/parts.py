@@ -37,6 +37,7 @@ UNSET = (
     "Options.most_clients_per_node",
     "Options.most_newcomers",
     "Options.noise_seed",
+    "Options.on_round",
     "Options.registration_timeout",
     "Options.server_optimizer",
 )

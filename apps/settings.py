@@ -32,7 +32,7 @@ TRAINING = (
     "engine",
 )
 # Settings of some samplings alone.
-_SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
+SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Settings:
         self.evaluation.check()
         if 0 < self.num_rounds < self.evaluation.every:
             raise ValueError(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
-        for name, samplings in _SAMPLED.items():
+        for name, samplings in SAMPLED.items():
             if self.is_set(name) and self.sampling not in samplings:
                 value, kinds = getattr(self, name), " or ".join(samplings)
                 raise ValueError(f"{key_of(name)}={value!r}: is not read with sampling={self.sampling!r}, but with {kinds}")

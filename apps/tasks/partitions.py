@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "het-mnist", "sample", "natural")
+# Those that read `classes_per_client`.
+WITH_CLASSES = ("pathological", "label-shards", "het-mnist")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,7 @@ def _check_heterogeneity(kind: str, labels: np.ndarray, *, dirichlet_alpha: floa
     if kind == "dirichlet" and not (math.isfinite(dirichlet_alpha) and dirichlet_alpha > 0):
         raise ValueError(f"dirichlet-alpha={dirichlet_alpha}: must be a finite number > 0")
     num_classes = len(np.unique(labels))
-    if kind in {"pathological", "label-shards", "het-mnist"} and not 1 <= classes_per_client <= num_classes:
+    if kind in WITH_CLASSES and not 1 <= classes_per_client <= num_classes:
         raise ValueError(f"classes-per-client={classes_per_client}: must be 1 to {num_classes}, the number of classes")
 
 

@@ -1,5 +1,6 @@
 """Comparison of runs: flower-dp compare."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -7,34 +8,78 @@ import typer
 from flower_dp.cli.errors import refuse
 
 
+class Against(StrEnum):
+    """What a metric is drawn against."""
+
+    ROUNDS = "rounds"
+    EPSILON = "epsilon"
+
+
+class Format(StrEnum):
+    """The format of the table."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    LATEX = "latex"
+
+
 def compare(
     folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
     output: Annotated[
-        str, typer.Option(metavar="FILE.png", help="The figure; an existing file is overwritten.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="The figure, of any type that matplotlib writes (.pdf, .svg ...); an existing file is overwritten.",
+        ),
     ] = "comparison.png",
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="The metric to compare: any number in the runs' metrics.jsonl.")
     ] = "accuracy",
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="A name of your own, in place of the settings; repeat it, once for each run or each curve."
+        ),
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="A setting: runs with one value of it have one colour, or one line; may be repeated."),
+    ] = None,
+    against: Annotated[
+        Against, typer.Option(help="rounds: over rounds and epsilon spent; epsilon: the last values over the runs' epsilon.")
+    ] = Against.ROUNDS,
+    table_format: Annotated[
+        Format, typer.Option("--format", help="Of the table; but for text, all else goes to standard error.")
+    ] = Format.TEXT,
     allow_unfinished: Annotated[
         bool, typer.Option("--allow-unfinished", help="Include unfinished runs, with the rounds that they have.")
     ] = False,
 ) -> None:
     """Draw the curves of runs in one figure, and print a table of their last values.
 
-    Runs whose settings differ in nothing but the seed are one curve: their mean, with their standard deviation as error bars.
+    Runs whose settings differ in nothing but the seed are one curve: their mean, with their standard deviation as error bars, and
+    the largest of their epsilons.
 
-    Exit status: 0, or 2 with a line that names the invalid folder.
+    Exit status: 0, or 2 with a line that names the invalid folder or option.
     """
+    from flower_dp.reporting import canvas, figures, tables
     from flower_dp.reporting import compare as comparing
-    from flower_dp.reporting.figures import draw
 
     try:
+        canvas.file(output)
         runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in folders]
-        curves = comparing.curves_of(runs, metric)
-        draw(curves, metric, output)
+        curves = comparing.curves_of(runs, metric, names=label or (), by=by or ())
+        if against is Against.EPSILON:
+            drawn = figures.against_epsilon(curves, metric)
+        else:
+            drawn = figures.figure(curves, metric, grouped=bool(by or label))
+        canvas.save(drawn, output)
     except (ValueError, OSError) as error:
         refuse(str(error))
-    typer.echo(comparing.table(curves, metric))
-    for note in comparing.notes(curves):
-        typer.echo(f"note: {note}")
-    typer.echo(f"figure: {output}")
+    notes = comparing.notes(curves)
+    typer.echo(tables.FORMATS[table_format](curves, metric, notes))
+    machine = table_format is not Format.TEXT
+    for note in notes:
+        typer.echo(f"note: {note}", err=machine)
+    typer.echo(f"figure: {output}", err=machine)

@@ -13,7 +13,7 @@ app = typer.Typer(help="Draw a figure of recorded runs.")
 def landscape(
     folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
     output: Annotated[
-        str, typer.Option(metavar="FILE.png", help="The figure; an existing file is overwritten.")
+        str, typer.Option(metavar="FILE", help="The figure, of any type that matplotlib writes; an existing file is overwritten.")
     ] = "landscape.png",
     resolution: Annotated[int, typer.Option(help="Points a direction, an odd number.")] = 15,
     distance: Annotated[float, typer.Option(help="How far to go; 1: until every filter has moved by its own norm.")] = 1.0,
@@ -31,7 +31,7 @@ def landscape(
     from flower_dp.reporting.past_run import read_past_run
 
     try:
-        canvas.png(output)
+        canvas.file(output)
         runs = [read_past_run(folder) for folder in folders]
         found = landscapes(runs, resolution=resolution, distance=distance, num_records=records, seed=seed)
         canvas.save(landscape_figure.figure(found), output)
@@ -46,7 +46,7 @@ def landscape(
 def update_norms(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     output: Annotated[
-        str, typer.Option(metavar="FILE.png", help="The figure; an existing file is overwritten.")
+        str, typer.Option(metavar="FILE", help="The figure, of any type that matplotlib writes; an existing file is overwritten.")
     ] = "update-norms.png",
 ) -> None:
     """Draw the norms of client updates before the clip, by round: NOT PRIVATE.
@@ -57,7 +57,7 @@ def update_norms(
     """
     from flower_dp.reporting import canvas
     from flower_dp.reporting import update_norms as norms
-    from flower_dp.reporting.compare import labels_of
+    from flower_dp.reporting.labels import labels_of
     from flower_dp.reporting.past_run import read_past_run
 
     try:

@@ -1,4 +1,4 @@
-"""The command line: flower-dp run | presets | compare | figure | epsilon | calibrate | plan | ledger."""
+"""The command line: flower-dp new | run | presets | compare | figure | epsilon | calibrate | plan | ledger."""
 
 import sys
 from typing import Annotated, NoReturn
@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 import click
 import typer
 
-from flower_dp.cli import accounting, comparison, figures, ledgers, plans, runs
+from flower_dp.cli import accounting, comparison, figures, ledgers, new_apps, plans, runs
 from flower_dp.cli.errors import refuse
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _command in (
+    new_apps.new,
     runs.run,
     runs.presets,
     comparison.compare,

@@ -176,15 +176,15 @@ class PrivacyStatement:
                 lines.append("  " + _paper_line(one.paper))
         if self.clients is not None:
             costs = self.clients
-            lines.append(
-                f"Over {costs.count} clients: epsilon at least {_shown(costs.minimum)}, median {_shown(costs.median)}, "
-                f"at most {_shown(costs.maximum)} ({costs.worst})"
-            )
-            if costs.each:
-                lines.append("Each client: " + ", ".join(f"{name} {_shown(value)}" for name, value in costs.each.items()))
-            if costs.evaluation:
-                listed = ", ".join(f"{name} {_shown(value)}" for name, value in costs.evaluation.items())
-                lines.append(f"Each client's evaluations alone: {listed}")
+            if _shown(costs.minimum) == _shown(costs.maximum):
+                lines.append(f"Over {costs.count} clients: epsilon {_shown(costs.maximum)} for each of them")
+            else:
+                lines.append(
+                    f"Over {costs.count} clients: epsilon at least {_shown(costs.minimum)}, median {_shown(costs.median)}, "
+                    f"at most {_shown(costs.maximum)} ({costs.worst})"
+                )
+                lines += _by_client("Each client", costs.each)
+            lines += _by_client("Each client's evaluations alone", costs.evaluation)
         for title, items in (
             ("Assumes", self.assumptions),
             ("Not covered", self.not_covered),
@@ -192,6 +192,14 @@ class PrivacyStatement:
         ):
             lines.extend(f"{title}: {item}" for item in items)
         return "\n".join(lines)
+
+
+def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
+    """Return a line of the clients' epsilons, with one number if all are shown alike; no line without clients."""
+    shown = {name: _shown(value) for name, value in epsilons.items()}
+    if len(shown) > 1 and len(set(shown.values())) == 1:
+        return [f"{title}: {next(iter(shown.values()))}"]
+    return [f"{title}: " + ", ".join(f"{name} {value}" for name, value in shown.items())] if shown else []
 
 
 def _finite(value: Any) -> Any:

@@ -1,10 +1,12 @@
-"""What all figures share: an empty figure, colours, and a PNG file that is written whole or not at all."""
+"""What all figures share: an empty figure, colours, and a file that is written whole or not at all."""
 
 import io
 import os
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -22,33 +24,39 @@ def empty(width: float, height: float) -> Figure:
     return figure
 
 
-def look(place: int) -> dict[str, Any]:
-    """Return colour and style of the line at a place among many."""
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
+def look(place: int, style: int | None = None) -> dict[str, Any]:
+    """Return colour and style of the line at a place among many; `style` is the place among those of one colour."""
+    style = place // len(COLOURS) if style is None else style
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[style % len(STYLES)]}
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a PNG file, completely or not at all.
+    """Write a figure to a file, completely or not at all; the name's suffix says of which type.
 
     Raises:
-        ValueError: if the file's name does not end in .png, or it can't be written.
+        ValueError: if matplotlib writes no such file, or it can't be written.
     """
-    target = png(path)
+    target = file(path)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
     try:
+        # Type 42: many journals refuse matplotlib's own choice, type 3.
+        with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}):
+            figure.savefig(buffer, format=target.suffix[1:].lower())
         write_whole(target, buffer.getvalue())
     except OSError as error:
         raise ValueError(f"--output={path}: can't be written: {error.strerror or error}") from None
+    except RuntimeError as error:  # a type that needs another program, such as LaTeX for pgf
+        raise ValueError(f"--output={path}: can't be written: {error}") from None
 
 
-def png(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a PNG file.
+def file(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file of any type that matplotlib writes.
 
     Raises:
-        ValueError: if its name does not end in .png.
+        ValueError: if its name ends in none of them.
     """
     target = Path(path).expanduser()
-    if target.suffix.lower() != ".png":
-        raise ValueError(f"--output={path}: must end in .png")
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if target.suffix[1:].lower() not in known:
+        raise ValueError(f"--output={path}: must end in one of {', '.join(f'.{suffix}' for suffix in known)}")
     return target

@@ -1,26 +1,23 @@
 """Comparison of finished runs. Runs that differ only in the seed form one curve."""
 
-import json
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_dp.privacy.statement import delta_in_words
+from flower_dp.core import columns
+from flower_dp.reporting import labels
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder as run_folders
 
-# Keys in which repetitions of the same run may differ.
-REPEATED = ("seed", "output-dir")
-# Settings whose values name the table of settings that is read.
-_CHOICES = ("method", "task")
-_WIDTH = 46  # of a label, in characters
+# Settings whose values say which records a run is tested with, but for the tables of tasks.
+_TESTS = ("task", "data-dir", "test-ratio", "data-fn", "evaluate-fn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +43,16 @@ class Run:
 class Curve:
     """Runs of the same settings: mean and standard deviation (n - 1) of the metric over runs, at the rounds that all have.
 
-    `std` is zero if there is only one run; `spent` is the mean epsilon at each round, infinite if a run is not private;
-    `clip_norms` is the mean clip norm at each round, NaN where none was recorded.
+    `std` is zero if there is only one run; `spent` is the largest epsilon of the runs at each round, infinite if a run is not
+    private; `clip_norms` is the mean clip norm at each round, NaN where none was recorded. `line` is the same for curves that
+    differ in how much noise there is, or for those of one group; `differ` holds the settings in which the curves of a comparison
+    differ, `left_out` those of them that no label has.
     """
 
     label: str
+    line: str
+    differ: Mapping[str, Any]
+    left_out: tuple[str, ...]
     runs: tuple[Run, ...]
     rounds: NDArray[np.int64]
     mean: NDArray[np.float64]
@@ -69,8 +71,10 @@ class Curve:
         return math.isfinite(self.epsilon)
 
     def epsilon_in_words(self) -> str:
-        """Return the epsilon as text for tables and figures."""
-        return f"{self.epsilon:.4g}" if self.private else "not private"
+        """Return the epsilon as text for tables and figures, rounded up to four digits."""
+        if not self.private:
+            return "not private"
+        return f"{float(Context(prec=4, rounding=ROUND_CEILING).plus(Decimal(repr(self.epsilon)))):.4g}"
 
 
 def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:
@@ -89,7 +93,15 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     values = past.series(metric)
     if not values:
         there = (
-            ", ".join(dict.fromkeys(key for row in rows for key, value in row.items() if _is_metric(key, value))) or "no metric"
+            ", ".join(
+                dict.fromkeys(
+                    key
+                    for row in rows
+                    for key, value in row.items()
+                    if key not in ("round", "num-rounds") and columns.number(value)
+                )
+            )
+            or "no metric"
         )
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
     if not past.finished and not allow_unfinished:
@@ -109,39 +121,72 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     )
 
 
-def curves_of(runs: Sequence[Run], metric: str) -> list[Curve]:
+def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by: Sequence[str] = ()) -> list[Curve]:
     """Group runs into curves, in the order in which their settings first occur.
 
+    Args:
+        runs: the runs; those whose settings differ in nothing but the seed, or in what their method does not read, are one curve.
+        metric: of the curves.
+        names: names of one's own, one for each run or one for each curve. Curves with one name are told apart by their settings.
+        by: settings by which curves are grouped.
+
     Raises:
-        ValueError: naming the folder, if it is given twice or shares no round with the others of its curve.
+        ValueError: naming the folder, if it is given twice or shares no round with the others of its curve; naming the option,
+            if there are too many or too few names, or no run has a setting.
     """
-    groups: dict[str, list[Run]] = {}
     seen: set[Path] = set()
     for run in runs:
         if (place := run.folder.resolve()) in seen:
             raise ValueError(f"{run.folder}: is given twice")
         seen.add(place)
-        settings = sorted(_setting(key, run.config) for key in run.config if key not in REPEATED)
-        groups.setdefault("\n".join(settings), []).append(run)
-    labels = labels_of([group[0].config for group in groups.values()])
-    return [_curve(label, group, metric) for label, group in zip(labels, groups.values(), strict=True)]
+    each = names if len(names) == len(runs) else [""] * len(runs)
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run, name in zip(runs, each, strict=True):
+        settings = sorted(labels.setting(key, {key: value}) for key, value in labels.what_is_read(run.config).items())
+        groups.setdefault((name, "\n".join(settings)), []).append(run)
+    own = [name for name, _ in groups] if names else []
+    if names and len(names) != len(runs):
+        if len(names) != len(groups):
+            raise ValueError(
+                f"--label: there are {len(names)}; must be one for each of {len(runs)} runs or of {len(groups)} curves"
+            )
+        own = list(names)
+    configs = [group[0].config for group in groups.values()]
+    for key in by:
+        if all(labels.find(key, config) is None for config in configs):
+            raise ValueError(f"--by {key}: no run has this setting")
+    legend = labels.legend_of(configs, by)
+    texts = _with_names(own, configs) if own else legend.labels
+    lines = own or _lines_of(configs)
+    if by:
+        lines = [", ".join(labels.setting(key, config) for key in by) for config in configs]
+    return [
+        _curve(group, metric, label=label, line=line, differ=differ, left_out=() if own else tuple(legend.left_out))
+        for label, line, differ, group in zip(texts, lines, legend.differ, groups.values(), strict=True)
+    ]
 
 
-def table(curves: Sequence[Curve], metric: str) -> str:
-    """Return a table of the curves' last points: label, seeds, last mean +- standard deviation, epsilon, rounds."""
-    scale, unit = (100, " (%)") if metric == "accuracy" else (1, "")
-    lines: list[tuple[str, ...]] = [("curve", "seeds", f"final {metric}{unit}", "tight epsilon", "delta", "protects", "rounds")]
-    for curve in curves:
-        seeds = len({run.config.get("seed") for run in curve.runs})
-        many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
-        final = _final(scale * curve.mean[-1], scale * curve.std[-1], len(curve.runs))
-        first, private = curve.runs[0], curve.private
-        delta = delta_in_words(first.delta) if private and isinstance(first.delta, int | float) else "-"
-        cells = (many, final, curve.epsilon_in_words(), delta, first.unit if private else "-", str(curve.rounds[-1]))
-        label, *rest = wrapped(curve.label)
-        lines += [(label, *cells), *((text, *[""] * len(cells)) for text in rest)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+def _with_names(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return names, with what tells apart the curves that share one."""
+    found = list(names)
+    for name in set(names):
+        places = [place for place, other in enumerate(names) if other == name]
+        if len(places) > 1:
+            for place, label in zip(places, labels.labels_of([configs[place] for place in places]), strict=True):
+                found[place] = f"{name}, {label}"
+    return found
+
+
+def _lines_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a label for each configuration that leaves out how much noise there is."""
+    rest = [
+        {key: value for key, value in labels.what_is_read(config).items() if key.rpartition(".")[2] not in labels.NOISE}
+        for config in configs
+    ]
+    kinds = [sorted(labels.setting(key, config) for key in config) for config in rest]
+    first = {str(kind): place for place, kind in reversed(list(enumerate(kinds)))}
+    named = dict(zip(first, labels.labels_of([rest[place] for place in first.values()]), strict=True))
+    return [named[str(kind)] for kind in kinds]
 
 
 def notes(curves: Sequence[Curve]) -> list[str]:
@@ -155,80 +200,57 @@ def notes(curves: Sequence[Curve]) -> list[str]:
     private = [curve.runs[0] for curve in curves if curve.private]
     if len({(run.delta, run.unit) for run in private}) > 1:
         lines.append("the epsilons hold for different deltas or protect different units: don't compare them with each other")
+    if other := _tested_otherwise([curve.runs[0].config for curve in curves]):
+        lines.append(
+            f"the runs are tested on different records ({'; '.join(other)}): don't compare their metrics with each other"
+        )
+    if keys := curves[0].left_out:
+        lines.append(f"the curves also differ in {'; '.join(_values(key, curves) for key in keys)}")
     return lines
 
 
-def wrapped(text: str) -> list[str]:
-    """Return the lines of a wrapped label."""
-    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
+def _tested_otherwise(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings in which runs differ, and that say which records they are tested with."""
+    tasks = {str(config["task"]) for config in configs if "task" in config}
+    # One folder or another may hold the same records; none means those that packages carry.
+    configs = [{**config, "data-dir": "a folder" if config.get("data-dir") else ""} for config in configs]
+    keys = dict.fromkeys(key for config in configs for key in config if key in _TESTS or key.rpartition(".")[0] in tasks)
+    found = {key: list(dict.fromkeys(labels.setting(key, config) for config in configs)) for key in keys}
+    differ = {key: texts for key, texts in found.items() if len(texts) > 1}
+    # Another task has other records anyway.
+    return [", ".join(texts) for key, texts in differ.items() if "task" not in differ or key == "task"]
 
 
-def _curve(label: str, runs: Sequence[Run], metric: str) -> Curve:
+def _values(key: str, curves: Sequence[Curve]) -> str:
+    """Return a setting with its values, each once."""
+    values = dict.fromkeys(labels.setting(key, curve.differ).removeprefix(f"{key}=") for curve in curves if key in curve.differ)
+    return f"{key} ({', '.join(values)})"
+
+
+def _curve(runs: Sequence[Run], metric: str, **named: Any) -> Curve:
     common = sorted(set.intersection(*(set(run.values) for run in runs)))
     if not common:
         raise ValueError(f"{runs[-1].folder}: has no {metric} of a round that the other runs of its curve have")
     values = np.asarray([[run.values[at] for at in common] for run in runs])
     spent = np.asarray([[_spent(run, at) for at in common] for run in runs])
     return Curve(
-        label=label,
+        **named,
         runs=tuple(runs),
         rounds=np.asarray(common),
         mean=values.mean(axis=0),
         std=values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common)),
-        spent=spent.mean(axis=0),
+        spent=spent.max(axis=0),
         clip_norms=np.asarray([[run.clip_norms.get(at, math.nan) for at in common] for run in runs]).mean(axis=0),
     )
 
 
 def _spent(run: Run, at: int) -> float:
-    """Return the last epsilon recorded up to a round; infinite for all rounds of a run that was not private."""
+    """Return the last epsilon recorded up to a round; infinite for all rounds of a run that was not private.
+
+    What is recorded by round is an upper bound. The statement's epsilon, of the whole run, holds for each part of it.
+    """
     if math.isinf(run.epsilon):
         return math.inf
-    return run.spent[max(before for before in run.spent if before <= at)] if min(run.spent, default=at + 1) <= at else 0.0
-
-
-def labels_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each configuration, made of the keys in which they differ."""
-    if len(configs) == 1:
-        return [str(configs[0].get("method", "all runs"))]
-    tables = {str(config[key]) for config in configs for key in _CHOICES if key in config}
-    configs = [_read_by(config, tables) for config in configs]
-    keys = list(dict.fromkeys(key for config in configs for key in config if key not in REPEATED))
-    differ = [key for key in keys if any(_setting(key, config) != _setting(key, configs[0]) for config in configs)]
-    # Keys that some runs do not have (those of an older version) are left out, if the other keys distinguish the curves.
-    known = [key for key in differ if all(key in config for config in configs)]
-    for chosen in (known, differ):
-        labels = [", ".join(_setting(key, one) for key in chosen if key in one or _table(key) not in tables) for one in configs]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
-
-
-def _read_by(config: Mapping[str, Any], tables: set[str]) -> dict[str, Any]:
-    """Return a configuration without the tables of methods and tasks that other runs have chosen, and this one has not."""
-    own = {config.get(key) for key in _CHOICES}
-    return {key: value for key, value in config.items() if _table(key) not in tables or _table(key) in own}
-
-
-def _table(key: str) -> str:
-    """Return the table of a setting, such as `dp-fedsam`; empty for a common one."""
-    return key.rpartition(".")[0]
-
-
-def _setting(key: str, config: Mapping[str, Any]) -> str:
-    if key not in config:
-        return f"{key} not set"
-    value = config[key]
-    if isinstance(value, bool) or value == "":
-        return f"{key}={json.dumps(value)}"
-    return f"{key}={value:.10g}" if isinstance(value, float) else f"{key}={value}"
-
-
-def _final(mean: float, std: float, count: int) -> str:
-    if not math.isfinite(mean):
-        return "not finite"
-    return f"{mean:.4g}" if count == 1 else f"{mean:.4g} +- {std:.2g}"
-
-
-def _is_metric(key: str, value: Any) -> bool:
-    return key not in ("round", "num-rounds") and isinstance(value, int | float) and not isinstance(value, bool)
+    if min(run.spent, default=at + 1) > at:
+        return 0.0
+    return min(run.spent[max(before for before in run.spent if before <= at)], run.epsilon)

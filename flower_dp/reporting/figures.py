@@ -1,7 +1,7 @@
 """Figures of the curves of runs. The only module of the comparison that needs matplotlib."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,26 +11,24 @@ from numpy.typing import NDArray
 
 from flower_dp.privacy.statement import delta_in_words
 from flower_dp.reporting import canvas
-from flower_dp.reporting.compare import Curve, wrapped
+from flower_dp.reporting.compare import Curve
+from flower_dp.reporting.labels import wrapped
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BARS = 12  # approximate number of error bars and markers on a curve
 
 
-def draw(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str]) -> None:
-    """Write the figure of the curves to a PNG file, completely or not at all.
-
-    Raises:
-        ValueError: if the file's name does not end in .png, or it can't be written.
-    """
-    canvas.save(figure(curves, metric), path)
-
-
-def figure(curves: Sequence[Curve], metric: str) -> Figure:
+def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Figure:
     """Return a figure of the metric over the rounds and, if a curve is private, over the epsilon spent.
 
     If a curve has an adaptive clip norm, a last panel has the clip norm over the rounds.
+
+    Args:
+        curves: the curves.
+        metric: what they have.
+        grouped: curves of one line (`Curve.line`) have one colour.
     """
+    looks = _looks(curves, grouped=grouped)
     panels = 2 if any(curve.private for curve in curves) else 1
     moving = [place for place, curve in enumerate(curves) if np.isfinite(curve.clip_norms).any()]
     lines = sum(len(_entry(curve)) for curve in curves)
@@ -41,34 +39,110 @@ def figure(curves: Sequence[Curve], metric: str) -> Figure:
         one.sharey(every[0])
         one.tick_params(labelleft=False)
     for place, curve in enumerate(curves):
-        _plot(every[0], curve.rounds.astype(float), curve, place, len(curves))
+        _plot(every[0], curve.rounds.astype(float), curve, place, looks)
         if curve.private:
-            _plot(every[-1], curve.spent, curve, place, len(curves))
+            _plot(every[-1], curve.spent, curve, place, looks)
     every[0].set_xlabel("round")
     every[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    shown = f"test {metric}" if metric in ("accuracy", "loss") else metric
-    every[0].set_ylabel("test accuracy (%)" if metric == "accuracy" else shown)
+    _metric_axis(every[0], metric)
     if panels > 1:
         _epsilon_axis(every[-1], curves)
-    if metric == "accuracy":
-        every[0].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
     if moving:
-        _clip_norms(axes[-1], [(place, curves[place]) for place in moving])
+        _clip_norms(axes[-1], [(looks[place], curves[place]) for place in moving])
     for one in axes:
         one.grid(alpha=0.3)
-    if any(len(curve.runs) > 1 for curve in curves):
-        result.suptitle(f"{shown[0].upper()}{shown[1:]}: mean of n runs with different seeds; bars: their standard deviation")
-    else:
-        result.suptitle(f"{shown[0].upper()}{shown[1:]}: one run a curve, so its spread over seeds is not known")
+    result.suptitle(_title(curves, metric, "curve"))
     handles, names = every[0].get_legend_handles_labels()
     result.legend(handles, names, loc="outside lower center", ncols=panels, frameon=False)
     return result
 
 
-def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: int) -> None:
+def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
+    """Return a figure of the last metric of every curve over its epsilon, the one of the table.
+
+    Curves of one line (`Curve.line`) are points of one line, by epsilon. A curve that is not private is a level, drawn across.
+
+    Raises:
+        ValueError: if no curve is private.
+    """
+    if not any(curve.private for curve in curves):
+        raise ValueError("--against=epsilon: no run is private")
+    lines: dict[str, list[Curve]] = {}
+    for curve in curves:
+        lines.setdefault(curve.line, []).append(curve)
+    result = canvas.empty(6.5, 4.6 + 0.2 * len(lines))
+    axes = result.subplots()
+    for place, (name, points) in enumerate(lines.items()):
+        look, label = canvas.look(place), "\n".join(wrapped(f"{name}, n = {_counts(points)}"))
+        private = sorted((curve for curve in points if curve.private), key=lambda curve: curve.epsilon)
+        if private:
+            axes.errorbar(
+                [curve.epsilon for curve in private],
+                [curve.mean[-1] for curve in private],
+                yerr=[curve.std[-1] if len(curve.runs) > 1 else np.nan for curve in private],
+                marker=_MARKERS[place % len(_MARKERS)],
+                markersize=4,
+                capsize=3,
+                elinewidth=1,
+                label=label,
+                **look,
+            )
+        for curve in points:
+            if not curve.private:
+                _level(axes, curve, label, look["color"])
+    _metric_axis(axes, metric)
+    _epsilon_axis(axes, [curve for curve in curves if curve.private], "epsilon of the whole run")
+    axes.grid(alpha=0.3)
+    result.suptitle(_title(curves, metric, "point"), fontsize="medium")
+    result.legend(loc="outside lower center", ncols=2, frameon=False)
+    return result
+
+
+def _level(axes: Axes, curve: Curve, label: str, colour: str) -> None:
+    """Draw what a curve reaches without privacy, across, with its spread."""
+    last, spread = float(curve.mean[-1]), float(curve.std[-1])
+    axes.axhline(last, color=colour, linestyle=":", label=f"{label}\nnot private")
+    if len(curve.runs) > 1:
+        axes.axhspan(last - spread, last + spread, color=colour, alpha=0.15, linewidth=0)
+
+
+def _counts(curves: Sequence[Curve]) -> str:
+    """Return how many runs the curves have."""
+    counts = sorted({len(curve.runs) for curve in curves})
+    return " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+
+
+def _looks(curves: Sequence[Curve], *, grouped: bool) -> list[Mapping[str, Any]]:
+    """Return colour and style of every curve."""
+    if not grouped:
+        return [canvas.look(place) for place in range(len(curves))]
+    lines = [curve.line for curve in curves]
+    colours = {line: place for place, line in enumerate(dict.fromkeys(lines))}
+    return [canvas.look(colours[line], lines[:place].count(line)) for place, line in enumerate(lines)]
+
+
+def _title(curves: Sequence[Curve], metric: str, what: str) -> str:
+    shown = _shown(metric)
+    if all(len(curve.runs) == 1 for curve in curves):
+        return f"{shown[0].upper()}{shown[1:]}: one run a {what}, so its spread over seeds is not known"
+    title = f"{shown[0].upper()}{shown[1:]}: mean of n runs with different seeds; bars: their standard deviation"
+    return title + ("\nepsilon: the largest of the n runs" if any(curve.private for curve in curves) else "")
+
+
+def _shown(metric: str) -> str:
+    return f"test {metric}" if metric in ("accuracy", "loss") else metric
+
+
+def _metric_axis(axes: Axes, metric: str) -> None:
+    axes.set_ylabel("test accuracy (%)" if metric == "accuracy" else _shown(metric))
+    if metric == "accuracy":
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
+
+
+def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, looks: Sequence[Mapping[str, Any]]) -> None:
     step = max(1, round(len(x) / _BARS))
     # The bars of different curves are at different rounds, so that they don't overlap; those of the first end at the last round.
-    first = (len(x) - 1 - place * step // count) % step
+    first = (len(x) - 1 - place * step // len(looks)) % step
     axes.errorbar(
         x,
         curve.mean,
@@ -80,20 +154,20 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, count: i
         capsize=3,
         elinewidth=1,
         label="\n".join(_entry(curve)),
-        **canvas.look(place),
+        **looks[place],
     )
 
 
-def _clip_norms(axes: Axes, curves: Sequence[tuple[int, Curve]]) -> None:
-    for place, curve in curves:
-        axes.plot(curve.rounds, curve.clip_norms, **canvas.look(place))
+def _clip_norms(axes: Axes, curves: Sequence[tuple[Mapping[str, Any], Curve]]) -> None:
+    for look, curve in curves:
+        axes.plot(curve.rounds, curve.clip_norms, **look)
     axes.set_yscale("log")
     axes.set_xlabel("round")
     axes.set_ylabel("clip norm")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _epsilon_axis(axes: Axes, curves: Sequence[Curve]) -> None:
+def _epsilon_axis(axes: Axes, curves: Sequence[Curve], what: str = "epsilon spent") -> None:
     private = [curve for curve in curves if curve.private]
     ends = [curve.epsilon for curve in private if curve.epsilon > 0]
     if ends and max(ends) > 20 * min(ends):
@@ -101,7 +175,7 @@ def _epsilon_axis(axes: Axes, curves: Sequence[Curve]) -> None:
     guarantees = {(curve.runs[0].delta, curve.runs[0].unit) for curve in private}
     delta, unit = next(iter(guarantees))
     one = f" (delta {delta_in_words(delta)}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
-    axes.set_xlabel("epsilon spent" + (one if len(guarantees) == 1 else " (for different deltas or units)"))
+    axes.set_xlabel(what + (one if len(guarantees) == 1 else " (for different deltas or units)"))
     if len(private) < len(curves):
         axes.set_title("without the curves that are not private", fontsize="medium")
 

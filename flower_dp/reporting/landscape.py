@@ -18,7 +18,7 @@ from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, outputs_of
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
-from flower_dp.reporting.compare import labels_of
+from flower_dp.reporting.labels import labels_of
 from flower_dp.reporting.past_run import PastRun
 from flower_dp.running import apps, plugins
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from flower_dp.reporting import canvas
-from flower_dp.reporting.compare import wrapped
+from flower_dp.reporting.labels import wrapped
 from flower_dp.reporting.landscape import Landscape
 
 _LEVELS = 15

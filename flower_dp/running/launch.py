@@ -23,6 +23,7 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from flower_dp.core import checks
+from flower_dp.running.apps import read_app
 from flower_dp.running.ray_process import run_on_ray
 from flower_dp.running.run_folder import LOG, METRICS, write_whole
 from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
@@ -154,10 +155,18 @@ class _Run:
     num_supernodes: int
     gpus_per_worker: float
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's settings."""
+        app = read_app(self.app)
+        return {**(app.defaults if app else {}), **self.overrides}
+
     def on_flower(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
         """Run it with `flwr run`."""
         log = self.output_dir / LOG
-        with SuperLink(self.private_folder, check, run_folder=self.output_dir, working_dir=self.working_dir) as superlink:
+        with SuperLink(
+            self.private_folder, check, run_folder=self.output_dir, config=self.config, working_dir=self.working_dir
+        ) as superlink:
             config = self.private_folder / "overrides.toml"
             config.write_text(tomli_w.dumps(dict(self.overrides)), encoding="utf-8")
             nodes = (
@@ -178,7 +187,9 @@ class _Run:
 
     def on_ray(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
         """Run it in a process of its own, without Flower's runtime."""
-        processes = programs(self.private_folder, check, run_folder=self.output_dir, working_dir=self.working_dir)
+        processes = programs(
+            self.private_folder, check, run_folder=self.output_dir, config=self.config, working_dir=self.working_dir
+        )
         try:
             with (self.output_dir / LOG).open("wb") as output:
                 status, details = run_on_ray(

@@ -10,6 +10,10 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from flower_dp.core import columns
+
+_ERROR = "-standard-error"
+
 
 class Display(Protocol):
     """Shows a run while it runs."""
@@ -53,7 +57,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar over the rounds, with the newest loss, accuracy and epsilon, and the time left."""
+    """A progress bar over the rounds, with the newest metrics and epsilon, and the time left."""
 
     def __init__(self, console: Console) -> None:
         self._pace = Pace()
@@ -76,7 +80,7 @@ class Bar:
         self._progress.stop()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Move the bar; a round that was not evaluated keeps the last loss and accuracy."""
+        """Move the bar; a round that was not evaluated keeps the last metrics."""
         self._newest.update(metrics)
         left = self._pace.seconds_left(metrics, time.monotonic())
         numbers = [*quantities(self._newest), "" if left is None else f"left {clock(left)}"]
@@ -113,19 +117,23 @@ def round_text(metrics: Mapping[str, Any]) -> str:
 
 
 def quantities(metrics: Mapping[str, Any]) -> list[str]:
-    """Return loss, accuracies and epsilon, if the line has them; a null epsilon is shown as not private."""
-    parts = []
-    if isinstance(loss := metrics.get("loss"), int | float):
-        parts.append(f"loss {loss:.4f}")
-    if isinstance(accuracy := metrics.get("accuracy"), int | float):
-        parts.append(f"accuracy {100 * accuracy:.1f} %")
-    if isinstance(private := metrics.get("private-accuracy"), int | float):
-        error = metrics.get("private-accuracy-standard-error", 0.0)
-        parts.append(f"private accuracy {100 * private:.1f} ± {100 * error:.1f} %")
+    """Return what `evaluate_fn` returned, private metrics and epsilon, as the line has them; a null epsilon is not private."""
+    parts = [_quantity(name, value) for name, value in columns.metrics(metrics).items()]
+    for name, value in metrics.items():
+        if name.startswith("private-") and not name.endswith(_ERROR) and columns.number(value):
+            scale, digits, unit = (100, ".1f", " %") if columns.percent(name) else (1, ".4f", "")
+            error = metrics.get(name + _ERROR, 0.0)
+            parts.append(f"{name.replace('-', ' ')} {scale * value:{digits}} ± {scale * error:{digits}}{unit}")
     if "epsilon" in metrics:
         epsilon = metrics["epsilon"]
         parts.append("not private" if epsilon is None else f"epsilon {epsilon:.3f}")
     return parts
+
+
+def _quantity(name: str, value: float) -> str:
+    if columns.percent(name):
+        return f"{name} {100 * value:.1f} %"
+    return f"{name} {value:.4f}" if columns.kind(name) == "loss" else f"{name} {value:.4g}"
 
 
 def clock(seconds: float) -> str:

@@ -1,33 +1,32 @@
-"""Recorded runs: one call starts a strategy and writes its metrics, statement and model to a run folder."""
+"""Recorded runs: metrics, statement and model of a run in its run folder."""
 
+import json
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flower_dp.core.environment import RUN_CONFIG
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import RunFolder
-from flower_dp.strategies.run_state import RoundReport
+from flower_dp.running.trained_model import rest_of
+from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger("flwr")
 
 _LARGEST_ARRAY = 2**40
-# The columns of `metrics.jsonl` that are the run's own, whether a line has them or not.
-_OWN = frozenset(
-    {"round", "num-rounds", "delta", "elapsed", "seconds"} | {one.name.replace("_", "-") for one in fields(RoundReport)}
-) | {"cost-per-device", "clip-norm"}  # the further numbers of methods (`Rules.numbers`)
-# Of private evaluations, and of training metrics that clients were asked for.
-_PREFIXES = ("private-", "client-")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +43,59 @@ class Watch:
 WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """An observer that writes a run folder.
+
+    Attributes:
+        folder: the folder.
+        watch: who waits for the run in this process.
+        not_covered: added to the statement.
+        others: what the whole model has besides the arrays of the run (`rest_of`).
+    """
+
+    folder: RunFolder
+    watch: Watch
+    not_covered: tuple[str, ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def begin(
+        cls,
+        path: str | os.PathLike[str] | None,
+        config: Mapping[str, Any],
+        name: str,
+        *,
+        over_links: bool = True,
+        **fields: Any,
+    ) -> "Recording":
+        """Create the folder, see `RunFolder.create`.
+
+        Raises:
+            ValueError: the folder already holds a run.
+        """
+        folder = RunFolder.create(path, config, name, over_links=over_links)
+        log.info("The run's folder is %s", folder.path)
+        watch = WATCH.get() or Watch(on_line=lambda line: None)
+        watch.folder = folder.path
+        return cls(folder=folder, watch=watch, **fields)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Write a line of `metrics.jsonl`."""
+        self.folder.append(line)
+        self.watch.rounds.append(dict(line))
+        self.watch.on_line(line)
+
+    def end(self, statement: PrivacyStatement, result: Result | None) -> None:
+        """Write the statement, and the model of a run that did not fail."""
+        whole = replace(statement, not_covered=(*statement.not_covered, *self.not_covered))
+        self.folder.state(whole.to_dict(), str(whole))
+        self.watch.statement = whole
+        if result is not None:
+            self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
+            self.watch.result = result
+
+
 def record_run(
     strategy: DPStrategy,
     grid: Grid,
@@ -55,6 +107,8 @@ def record_run(
     path: str | os.PathLike[str] | None = None,
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     not_covered: Sequence[str] = (),
+    on_round: OnRound | None = None,
+    model: "nn.Module | None" = None,
     **arguments: Any,
 ) -> Result:
     """Run a strategy and write its run folder: configuration, one line of metrics per round, statement, model and plot.
@@ -72,6 +126,9 @@ def record_run(
         evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round, but
             for names of the run's own columns (`epsilon`, `round`, `private-...`, `client-...`), which the log then warns of.
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
+        on_round: called with every line, as the strategies' argument of this name.
+        model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
+            rest, and `RunFolder.model_into` takes no other base.
         arguments: further arguments of `strategy.start`.
 
     Raises:
@@ -84,45 +141,36 @@ def record_run(
         ...     strategy, arrays = make_strategy(), make_arrays()
         ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
     """
-    folder = RunFolder.create(path, config, name)
-    log.info("The run's folder is %s", folder.path)
-    started = time.monotonic()
-    warned: set[str] = set()
-    watch = WATCH.get() or Watch(on_line=lambda line: None)
-    watch.folder = folder.path
-
-    def record(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
-        line: dict[str, Any] = {**_users(metrics or {}, warned), "round": server_round, "num-rounds": num_rounds}
-        line |= strategy.line_of(server_round)
-        # Rounds take the longer, the more clients are in them.
-        elapsed = {} if strategy.secret_cohort else {"elapsed": round(time.monotonic() - started, 3)}
-        line |= {"delta": strategy.delta} | elapsed
-        folder.append(line)
-        watch.rounds.append(line)
-        watch.on_line(line)
-        return metrics
-
+    trackers = () if on_round is None else (tracker(on_round),)
+    others = {} if model is None else rest_of(model)
+    recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others)
+    observers = (recording, *trackers)
+    token = OBSERVERS.set(lambda: observers)
     try:
-        result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=record, **arguments)
+        result: Result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **arguments)
     finally:
-        stated = strategy.statement
-        statement = replace(stated, not_covered=(*stated.not_covered, *not_covered))
-        folder.state(statement.to_dict(), str(statement))
-        watch.statement = statement
-    folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY))
-    watch.result = result
+        OBSERVERS.reset(token)
     return result
 
 
-def _users(metrics: Mapping[str, Any], warned: set[str]) -> dict[str, Any]:
-    """Return the metrics that are no column of the run's own; warn of each of the others once.
+def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:
+    """Return what records a run of an app that calls `strategy.start` itself.
 
-    In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised mean,
-    or for the size of a cohort that is secret.
+    Nothing, if the folder can't be used, as where another run of the app has it; the log then says why. No error of the folder
+    ends the run. A `config.toml` of the app's own stays where the app finds it.
+
+    Args:
+        config: the run's settings.
+        name: the name of the run, used in the name of a new folder.
     """
-    taken = {name for name in metrics if name in _OWN or name.startswith(_PREFIXES)}
-    for name in sorted(taken - warned):
-        log.warning("evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name)
-    warned |= taken
-    return {name: value for name, value in metrics.items() if name not in taken}
+    try:
+        recording = Recording.begin(None, config, name, over_links=False)
+    except Exception as error:
+        log.warning("this run has no run folder: %s", error)
+        return ()
+    return (Unfailing(observer=recording, name="the run folder"),)
+
+
+def launched() -> tuple[Observer, ...]:
+    """Return what records such a run under `flower-dp run`, which passes folder and settings in the environment."""
+    return unasked(json.loads(os.environ.get(RUN_CONFIG, "{}")), "run")

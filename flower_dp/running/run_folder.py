@@ -1,37 +1,44 @@
 """The run folder: configuration, metrics, statement, model and plot of one run."""
 
 import importlib.util
-import io
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import tomli_w
 from numpy.typing import NDArray
+
+from flower_dp.core.environment import RUN_FOLDER
+from flower_dp.running.trained_model import described, put_into, stored_model
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 STATEMENT_JSON = "statement.json"
 STATEMENT_TEXT = "statement.txt"
 MODEL = "model.safetensors"
+MODEL_JSON = "model.json"
 PLOT = "progress.png"
 LOG = "flower.log"
 # Files that only a run writes. A `config.toml` may also be an app's own file.
-RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, PLOT, LOG)
-# The environment variable in which `flower-dp run` passes the run folder to an app's ServerApp.
-VARIABLE = "FLOWER_DP_RUN_FOLDER"
+RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The folder of one run.
+
+    Attributes:
+        path: of the folder.
 
     Every file but `metrics.jsonl` and `flower.log` is written completely or not at all; `metrics.jsonl` grows by complete lines.
 
@@ -47,8 +54,13 @@ class RunFolder:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path).expanduser())
+
     @classmethod
-    def create(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str) -> Self:
+    def create(
+        cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, over_links: bool = True
+    ) -> Self:
         """Make the folder and write the resolved configuration to `config.toml`.
 
         Args:
@@ -56,13 +68,15 @@ class RunFolder:
                 a new one under `~/.flower-dp/runs` (see `new_folder`).
             config: The run's settings, with values that TOML can hold.
             name: The name of the run, used in the default folder's name.
+            over_links: Whether to write in place of a link to the app's own `config.toml`, which the app then can't read there.
 
         Raises:
             ValueError: The folder already holds a run, or `path` is a file.
         """
-        launched = os.environ.get(VARIABLE) if path is None else None
+        launched = os.environ.get(RUN_FOLDER) if path is None else None
         folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
-        write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
+        if over_links or not (folder.path / CONFIG).is_symlink():
+            write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
         return folder
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -82,27 +96,54 @@ class RunFolder:
         write_whole(self.path / STATEMENT_JSON, content.encode())
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
-    def finish(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Write the final model, which only a completed run has, and the plot of the metrics.
+    def finish(self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None) -> None:
+        """Write the final model, which only a completed run has, what it consists of, and the plot of the metrics.
 
         Without matplotlib there is no plot.
 
         Args:
             arrays: The model's named arrays, of any shape (0-d too) and memory layout.
+            others: The arrays of the whole model that the run did not have, such as a frozen base (`trained_model.rest_of`).
 
         Raises:
             ValueError: An array's dtype is one that safetensors cannot hold.
         """
-        write_whole(self.path / MODEL, _safetensors(arrays))
+        content = _safetensors(arrays)
+        write_whole(self.path / MODEL, content)
+        write_whole(self.path / MODEL_JSON, (json.dumps(described(arrays, content, others or {}), indent=2) + "\n").encode())
         if importlib.util.find_spec("matplotlib") is not None:
-            plot_progress(read_metrics(self.path), self.path / PLOT)
+            from flower_dp.running import plot  # noqa: PLC0415  (slow to load)
+
+            write_whole(self.path / PLOT, plot.png(read_metrics(self.path)))
+
+    def model_into(self, model: "nn.Module") -> tuple[str, ...]:
+        """Put the trained model into a torch module; return the names of the parameters and buffers that stay as they are.
+
+        Only what the run has trained, or sent, is replaced: buffers stay, and so does a frozen base, as of LoRA, which must be in
+        the module. Tied weights are one tensor, under any of their names. `model.json` says what the folder has, with hashes.
+
+        Args:
+            model: a module of the run's architecture, on any device.
+
+        Raises:
+            ValueError: naming the arrays that do not fit the module; or the folder has no model, or not that of the run.
+
+        Example:
+            >>> from flower_dp import RunFolder
+            >>> def trained(path):
+            ...     model = make_model()
+            ...     RunFolder(path).model_into(model)
+            ...     return model.eval()
+        """
+        arrays, others = stored_model(self.path / MODEL, self.path / MODEL_JSON)
+        return put_into(model, arrays, others, str(self.path / MODEL))
 
 
 def _launched_folder(folder: Path) -> Path:
     """Return the folder that `flower-dp run` has created, which may contain links, if it holds no run yet."""
     names = [name for name in (CONFIG, *RESULTS) if name != LOG and (folder / name).exists()]
     if held := [name for name in names if not (folder / name).is_symlink()]:
-        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app can write one run folder only")
+        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
     return folder
 
 
@@ -181,79 +222,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{file}, line {number}: must be a JSON object")
         rows.append(row)
     return rows
-
-
-def plot_progress(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Draw accuracy (left) and epsilon (right) over the rounds into a PNG file.
-
-    Rounds without an accuracy are bridged; rounds whose epsilon is null (not private) are left out. Blue circles and
-    orange squares differ for the colour-blind and in grey print.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (slow to load)
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: PLC0415
-
-    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    left = figure.add_subplot()
-    right = left.twinx()
-    sides = [
-        (left, "accuracy", "test accuracy (%)", "#0072B2", "o", "-"),
-        (right, "epsilon", "epsilon spent", "#D55E00", "s", "--"),
-    ]
-    lines = []
-    found = {}
-    for axes, key, label, colour, marker, style in sides:
-        rounds, values = _points(metrics, key)
-        found[key] = bool(rounds)
-        marks = marker if len(rounds) <= 60 else None
-        drawn = axes.plot(rounds, values, color=colour, marker=marks, markersize=4, linestyle=style, label=label)
-        lines += drawn if rounds else []
-        axes.set_ylabel(label, color=colour)
-        axes.tick_params(axis="y", labelcolor=colour)
-        if not rounds:
-            axes.set_yticks([])
-            # "None" could be read as no epsilon spent.
-            unbounded = key == "epsilon" and any("epsilon" in row for row in metrics)
-            axes.set_ylabel("epsilon: infinite, not private" if unbounded else f"{key}: not recorded", color=colour)
-    left.set_xlabel("round")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if found["accuracy"]:
-        left.set_ylim(0.0, 1.0)
-        left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0, symbol=""))
-    if found["epsilon"]:
-        right.set_ylim(bottom=0.0)
-    left.grid(alpha=0.3)
-    left.set_title(_title(metrics))
-    if lines:
-        left.legend(handles=lines, loc="lower right")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_whole(Path(path), buffer.getvalue())
-
-
-def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return the rounds and values for which `key` is present and finite."""
-    kept = [
-        (int(row["round"]), float(row[key]))
-        for row in metrics
-        if "round" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
-    ]
-    return [at for at, _ in kept], [value for _, value in kept]
-
-
-def _title(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last values of the run in one line."""
-    parts = [f"{max((int(row.get('round', 0)) for row in metrics), default=0)} rounds"]
-    _, accuracies = _points(metrics, "accuracy")
-    if accuracies:
-        parts.append(f"accuracy {100 * accuracies[-1]:.1f} %")
-    last = metrics[-1] if metrics else {}
-    if isinstance(last.get("epsilon"), int | float):
-        parts.append(f"epsilon {last['epsilon']:.2f}" + (f" at delta {last['delta']:.1e}" if last.get("delta") else ""))
-    elif "epsilon" in last:
-        parts.append("not private")
-    return ", ".join(parts)
 
 
 def _plain(value: Any) -> Any:

@@ -11,14 +11,14 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
 
+from flower_dp.core.environment import OBSERVERS, RUN_CONFIG, RUN_FOLDER
 from flower_dp.running.processes import POLL_SECONDS, Programs
-from flower_dp.running.run_folder import VARIABLE
 
 CONNECTION = "flower-dp"
 _START_SECONDS = 120.0
@@ -38,7 +38,13 @@ class SuperLink:
     """
 
     def __init__(
-        self, private_folder: Path, check: Callable[[], None], *, run_folder: Path, working_dir: Path | None = None
+        self,
+        private_folder: Path,
+        check: Callable[[], None],
+        *,
+        run_folder: Path,
+        config: Mapping[str, Any],
+        working_dir: Path | None = None,
     ) -> None:
         """Prepare the SuperLink without starting it.
 
@@ -46,12 +52,13 @@ class SuperLink:
             private_folder: an empty folder that nothing else uses.
             check: called while waiting; it raises an error to give up.
             run_folder: the folder that `RunFolder.create` uses in the app.
+            config: the run's settings, for the folder of an app that does not write them itself.
             working_dir: the working directory of all programs; None for an empty one, from which nothing can be imported.
         """
         self._check = check
         self._home = private_folder / "home"
         self._log = private_folder / "superlink.log"
-        self._programs = programs(private_folder, check, run_folder=run_folder, working_dir=working_dir)
+        self._programs = programs(private_folder, check, run_folder=run_folder, config=config, working_dir=working_dir)
 
     def __enter__(self) -> Self:
         try:
@@ -122,12 +129,18 @@ class SuperLink:
         return plain(self._log.read_text(encoding="utf-8", errors="replace"))
 
 
-def programs(private_folder: Path, check: Callable[[], None], *, run_folder: Path, working_dir: Path | None) -> Programs:
+def programs(
+    private_folder: Path, check: Callable[[], None], *, run_folder: Path, config: Mapping[str, Any], working_dir: Path | None
+) -> Programs:
     """Return the programs of one run, whose FLWR_HOME is `private_folder / "home"`; arguments as for `SuperLink`."""
     home, place = private_folder / "home", working_dir or private_folder / "empty"
     home.mkdir()
     place.mkdir(exist_ok=True)
-    environment = _environment(private_folder, home) | {VARIABLE: str(run_folder)}
+    environment = _environment(private_folder, home) | {
+        RUN_FOLDER: str(run_folder),
+        RUN_CONFIG: json.dumps(dict(config)),
+        OBSERVERS: "flower_dp.running.recorded:launched",
+    }
     return Programs(("FLWR_HOME", str(home)), environment=environment, working_dir=place, check=check)
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,15 +13,17 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core import checks
+from flower_dp.core.environment import RUN_FOLDER
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running import progress as screen
 from flower_dp.running.apps import own_module, resolve, with_values
-from flower_dp.running.recorded import WATCH, Watch
-from flower_dp.running.run_folder import STATEMENT_TEXT, VARIABLE, new_folder
+from flower_dp.running.recorded import WATCH, Watch, unasked
+from flower_dp.running.run_folder import STATEMENT_TEXT, new_folder
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.modules import components, forget, own_client_app
 from flower_dp.simulation.worker import Value
 from flower_dp.simulation.workers import Workers, stop_ray
+from flower_dp.strategies.journal import OBSERVERS
 
 
 class BothApps(Protocol):
@@ -40,7 +43,7 @@ class Run:
     """A run that has ended.
 
     Attributes:
-        folder: the run folder; None if the app records none (`flower_dp.record_run`), and then the next three are empty.
+        folder: the run folder; None if the app starts no strategy of this package, and then the next three are empty.
         rounds: a table: one row a round, with metrics, epsilon and time; `pandas.DataFrame(run.rounds)` shows it.
         statement: the privacy statement.
         result: Flower's result, with the final model.
@@ -145,6 +148,7 @@ def simulate(
 def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
     watch = Watch(on_line=display.show if display else lambda line: None)
     token = WATCH.set(watch)
+    observers = OBSERVERS.set(partial(unasked, loaded.run_config, loaded.name))
     try:
         loaded.server(grid, grid.server_context())
     except Exception as error:
@@ -152,6 +156,7 @@ def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
             error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
         raise
     finally:
+        OBSERVERS.reset(observers)
         WATCH.reset(token)
     return Run(folder=watch.folder, rounds=tuple(watch.rounds), statement=watch.statement, result=watch.result)
 
@@ -197,15 +202,15 @@ def _run_folder(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(folder)
+    before = os.environ.get(RUN_FOLDER)
+    os.environ[RUN_FOLDER] = str(folder)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[RUN_FOLDER]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[RUN_FOLDER] = before
         with suppress(OSError):
             folder.rmdir()  # a run that did not begin leaves nothing
 

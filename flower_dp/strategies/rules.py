@@ -10,6 +10,7 @@ from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation
+from flower_dp.strategies.journal import OnRound
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
@@ -33,6 +34,10 @@ class Options(TypedDict, total=False):
         most_newcomers: how many clients more than `num_clients` may take part in the whole run, where a method takes newcomers.
             None: `num_clients`. With Poisson or full sampling the mean can so be moved at most
             (num_clients + most_newcomers) / num_clients times as far as by `num_clients` clients.
+        on_round: called with the public numbers of every round, those of the line in a run folder's `metrics.jsonl`, and of round
+            0, the initial model: a function, or a writer of `flower_dp.running.trackers`. An error in it is logged, and the run
+            goes on. If it has methods `open` and `close`, these are called before the run and after it; an error in `open` ends
+            the run before any client is asked.
     """
 
     report_client_metrics: bool
@@ -43,6 +48,7 @@ class Options(TypedDict, total=False):
     evaluation: PrivateEvaluation | LocalEvaluation | None
     most_clients_per_node: int | None
     most_newcomers: int | None
+    on_round: OnRound | None
 
 
 def check_options(owner: str, options: Options) -> None:
@@ -61,6 +67,8 @@ def check_options(owner: str, options: Options) -> None:
         checks.integer("most_clients_per_node", most, at_least=1)
     if (most := options.get("most_newcomers")) is not None:
         checks.integer("most_newcomers", most, at_least=0)
+    if (on_round := options.get("on_round")) is not None and not callable(on_round):
+        raise ValueError(f"on_round={on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
 
 
 class Rules(Protocol):

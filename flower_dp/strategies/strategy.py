@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -20,10 +19,11 @@ from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.exchange import PlainExchange
+from flower_dp.strategies.journal import Journal, observed
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import EvaluateFn, Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import check_overrides, why_none_fits, why_unfit
+from flower_dp.strategies.population.fit import check_overrides, first_query
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
@@ -32,8 +32,6 @@ from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
-# A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
-_PULL_SECONDS = 0.002
 # What a subclass overrides together, if its clients evaluate in its own way.
 _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
@@ -74,15 +72,22 @@ class DPStrategy(Strategy):
         self.most_newcomers = options.get("most_newcomers")
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
+        self.on_round = options.get("on_round")
+        self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
         self._begin()
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if not hasattr(cls.start, "__wrapped__"):
+            setattr(cls, "start", observed(cls.start))  # noqa: B010
+
     def _begin(self) -> None:
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
-        self._register: ClientManager | None = None
+        self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
 
     @property
@@ -180,6 +185,7 @@ class DPStrategy(Strategy):
 
     # Flower's Strategy
 
+    @observed
     def start(
         self,
         grid: Grid,
@@ -209,13 +215,10 @@ class DPStrategy(Strategy):
             )
         self._begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
-        if type(grid).__name__ == "InMemoryGrid":
-            setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         self.rules.plan(num_rounds)
-        known_clients = self._call_roll(grid)
+        known_clients = self._known_clients(grid)
         self.summary()
-        log.info("%s parameters, %s clients on %s nodes", layout.size, len(known_clients.names), len(set(known_clients.nodes)))
-        diagnostics.log_noise_and_signal(self.rules, layout.size)
+        diagnostics.log_start(self.rules, known_clients, layout.size)
         rounds = Rounds(
             num_rounds=num_rounds,
             timeout=timeout,
@@ -237,12 +240,18 @@ class DPStrategy(Strategy):
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
-        run, known_clients = self._run, self._call_roll(grid)
+        if self.journal is not None:
+            self.journal.flush(self)
+        run, is_first = self._run, self._manager is None
+        known_clients = self._known_clients(grid)
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        if is_first:  # a subclass has its own `start`; that of this class has logged it
+            diagnostics.log_start(self.rules, known_clients, model.layout.size)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
             return run.stop(server_round, reason)
-        model, release = wire.Model.of(arrays, frozen=self.frozen_arrays), self.rules.training
+        release = self.rules.training
         asked = run.drawn(release, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
@@ -276,7 +285,10 @@ class DPStrategy(Strategy):
             means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
             run.note(client_metrics={**run.record.client_metrics, server_round: means})
             metrics.update(means)
-        return now.model.record(vector), metrics
+        model = now.model.record(vector)
+        if self.journal is not None:
+            self.journal.released(server_round, model)
+        return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
@@ -287,7 +299,7 @@ class DPStrategy(Strategy):
         run, evaluation = self._run, self.rules.evaluation
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
-        known_clients, release = self._call_roll(grid), evaluation.release
+        known_clients, release = self._known_clients(grid), evaluation.release
         messages = run.ask(
             release,
             server_round,
@@ -308,14 +320,8 @@ class DPStrategy(Strategy):
         return None if noised is None else MetricRecord({**noised})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's numbers for people to see.
-
-        They are those of its report, the metrics of its private evaluation as `private-...`, and, where clients were asked for
-        training metrics, which are not private, their means as `client-...`.
-        """
-        line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
-        line |= self.client_metrics.get(server_round, {})
-        return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})
+        """Return a round's numbers for people to see: `RunState.line_of`."""
+        return self._run.record.line_of(server_round)
 
     def summary(self) -> None:
         """Log what the run will do."""
@@ -327,23 +333,17 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
-    def _call_roll(self, grid: Grid) -> KnownClients:
+    def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
-        first = self._register is None
-        if self._register is None:
-            check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
-            self._register = ClientManager(
-                self.num_clients,
-                timeout=self.registration_timeout,
-                newcomers=all(release.open_population for release in self._run.releases),
-                unfit=partial(why_unfit, self.rules),
-                most_clients_per_node=self.most_clients_per_node,
-                most_newcomers=self.most_newcomers,
-            )
-        known_clients = self._register.known_clients(grid)
-        if first:
-            if reason := why_none_fits(self.rules, known_clients):
-                self._register = None
-                raise ValueError(reason)
-            self.rules.open(known_clients.names)
+        if self._manager is not None:
+            return self._manager.known_clients(grid)
+        check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
+        self._manager, known_clients = first_query(
+            grid,
+            self.rules,
+            self._run.releases,
+            timeout=self.registration_timeout,
+            most_clients_per_node=self.most_clients_per_node,
+            most_newcomers=self.most_newcomers,
+        )
         return known_clients

@@ -1,5 +1,6 @@
 """flower_dp.app: somebody's own model and data with every method, on a grid in this process."""
 
+import functools
 import json
 import re
 import sys
@@ -12,7 +13,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import flower_dp
-from apps import app_functions
+from apps import app_functions, own_model
 from apps.methods import METHODS
 from apps.own_model import client_of, run_of
 from flower_dp.clients.registry import LOCAL
@@ -86,6 +87,48 @@ def test_every_method_evaluates_on_its_clients(method, tmp_path):
     assert statement["parts"]["training"] < statement["epsilon"]
     if method in LOCAL:
         assert statement["parts"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_evaluate_fn_is_told_round_and_epsilon_where_it_takes_them(tmp_path, private):
+    told = []
+
+    def evaluates(model, *, epsilon, round):  # noqa: A002
+        told.append((round, epsilon))
+        return {"rmse": 0.5} if round else None
+
+    changes = PRIVATE if private else {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 0.0, "dp-fedavg.target-epsilon": 0.0}
+    play(flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluates), tmp_path / "run", **changes)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert told == [(line["round"], float("inf") if line["epsilon"] is None else line["epsilon"]) for line in lines]
+    assert [at for at, _ in told] == [0, 1, 2]
+    assert told[0][1] == 0.0
+    assert (told[1][1] < told[2][1] < float("inf")) if private else told[2][1] == float("inf")
+    assert [line.get("rmse") for line in lines] == [None, 0.5, 0.5]
+
+
+class Evaluates:
+    def __call__(self, model, round):  # noqa: A002
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("evaluate_fn", "taken"),
+    [
+        (lambda model: {}, []),
+        (lambda round: {}, []),  # noqa: A006  (the model, by whatever name)
+        (lambda model, round: {}, ["round"]),  # noqa: A006
+        (lambda model, epsilon=0.0: {}, ["epsilon"]),
+        (lambda model, round, /: {}, []),  # noqa: A006
+        (lambda model, *rest: {}, []),
+        (lambda model, seed=0, **more: {}, ["round", "epsilon"]),
+        (functools.partial(lambda batch, model, epsilon: {}, 8), ["epsilon"]),
+        (Evaluates(), ["round"]),
+        (dict, []),  # has no signature
+    ],
+)
+def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
+    assert own_model._taken(evaluate_fn) == taken
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}

@@ -616,6 +616,26 @@ def test_a_line_a_round(capsys, monkeypatch):
     ]
 
 
+def test_a_line_has_whatever_evaluate_fn_returned():
+    row = {"rmse": 0.123456, "f1": 1, "validation-accuracy": 0.5, "loss": 2.0, "note": "text", "round": 3, "epsilon": 1.5}
+    row |= {"elapsed": 4.0, "bytes-per-client": 128.0, "delta": 1e-5, "client-update-norm": 3.0, "mape": None}
+    row |= {
+        "private-loss": 0.5,
+        "private-loss-standard-error": 0.01,
+        "private-accuracy": 0.25,
+        "private-accuracy-standard-error": 0.02,
+    }
+    assert progress.quantities(row) == [
+        "loss 2.0000",
+        "rmse 0.1235",
+        "f1 1",
+        "validation-accuracy 50.0 %",
+        "private loss 0.5000 ± 0.0100",
+        "private accuracy 25.0 ± 2.0 %",
+        "epsilon 1.500",
+    ]
+
+
 def test_the_bar_shows_the_newest_of_each(monkeypatch):
     import io
 

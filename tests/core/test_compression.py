@@ -346,6 +346,6 @@ def test_a_codec_is_one_line_in_the_registry_and_may_have_floats_in_its_header(m
     def read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
         return (payload.arrays[0] * np.float32(payload.header["scale"])).astype(np.float32)
 
-    monkeypatch.setitem(CODECS, "scaled", Codec(name="scaled", num_arrays=1, arguments=("scale",), read=read))
+    monkeypatch.setitem(CODECS, "scaled", Codec(name="scaled", num_arrays=1, keys=("scale",), read=read))
     header = {"encoding": "scaled", "length": 3, "scale": 0.5}
     assert decode(Payload(arrays=(np.array([1, 2, 3], np.int8),), header=header), 3).tolist() == [0.5, 1.0, 1.5]

@@ -56,7 +56,7 @@ def replies(path, name="a"):
 def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
     assert [LedgerFile(path).charge({"a": terms()}) for _ in range(3)] == [({}, {"a": count}) for count in (1, 2, 3)]
     refused, counts = LedgerFile(path).charge({"a": terms(), "b": terms()})
-    assert {name: reason.answer for name, reason in refused.items()} == {
+    assert {name: reason.public for name, reason in refused.items()} == {
         "a": "its budget is spent: num_replies=3, all of them sent"
     }
     assert counts == {"b": 1}
@@ -67,7 +67,7 @@ def test_an_account_keeps_its_terms(path):
     LedgerFile(path).charge({"a": terms(3)})
     for other in (terms(100), terms(3, Laplace(noise_multiplier=0.1)), terms(3, Gaussian(noise_multiplier=4.0))):
         refused, _ = LedgerFile(path).charge({"a": other})
-        assert refused["a"].answer == "its account was opened on other terms"
+        assert refused["a"].public == "its account was opened on other terms"
         assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
 
@@ -456,4 +456,4 @@ def test_many_small_differences_never_add_up(path):
 def test_terms_of_a_numpy_number_are_the_same_line():
     assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
     assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
-    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).answer == "its account was opened on other terms"
+    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).public == "its account was opened on other terms"

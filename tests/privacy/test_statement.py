@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.statement import ClientCosts, PaperEpsilon, PrivacyStatement
 
 STATEMENT = PrivacyStatement(
     method="DP-FedSAM",
@@ -116,3 +116,28 @@ def test_the_papers_epsilon_is_rounded_up_too() -> None:
 def test_printed_delta_is_not_smaller_than_the_proved_one(delta: float) -> None:
     _, shown = _shown(str(dataclasses.replace(STATEMENT, delta=delta)))
     assert shown >= Decimal(delta)
+
+
+def _of_clients(*epsilons: float) -> list[str]:
+    each = {f"c{number}": epsilon for number, epsilon in enumerate(epsilons)}
+    low, high = min(epsilons), max(epsilons)
+    costs = ClientCosts(
+        count=len(each), minimum=low, median=low, maximum=high, worst=f"c{epsilons.index(high)}", each=each, evaluation=each
+    )
+    return [line for line in str(dataclasses.replace(STATEMENT, clients=costs)).splitlines() if line.startswith(("Over", "Each"))]
+
+
+def test_fifty_clients_with_one_epsilon_are_one_line() -> None:
+    # What differs beyond the digits that are shown is rounded up to the same number.
+    assert _of_clients(*[2.0] * 49, 1.99999) == [
+        "Over 50 clients: epsilon 2.0000 for each of them",
+        "Each client's evaluations alone: 2.0000",
+    ]
+
+
+def test_clients_with_other_epsilons_are_named_one_by_one() -> None:
+    assert _of_clients(2.0, 2.0, 2.5) == [
+        "Over 3 clients: epsilon at least 2.0000, median 2.0000, at most 2.5000 (c2)",
+        "Each client: c0 2.0000, c1 2.0000, c2 2.5000",
+        "Each client's evaluations alone: c0 2.0000, c1 2.0000, c2 2.5000",
+    ]

@@ -6,8 +6,8 @@ import pytest
 import tomli_w
 
 from flower_dp.cli import main as cli
-from flower_dp.reporting import compare
-from flower_dp.reporting.figures import figure
+from flower_dp.reporting import compare, labels, tables
+from flower_dp.reporting.figures import against_epsilon, figure
 
 CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "output-dir": "x"}
 STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
@@ -135,7 +135,7 @@ def test_rounds_without_a_test_are_bridged_and_a_loss_that_is_not_finite_is_no_g
     assert curves(folder)[0].rounds.tolist() == [0, 2]
     (curve,) = curves(folder, metric="loss")
     assert np.isnan(curve.mean).tolist() == [False, True]
-    assert "not finite" in compare.table([curve], "loss")
+    assert "not finite" in tables.text([curve], "loss")
 
 
 def test_not_private_is_infinite_whatever_the_rounds_say(write):
@@ -158,7 +158,191 @@ def test_epsilons_of_different_guarantees_are_not_to_be_compared(write):
     assert "different units" in compare.notes([*same, *curves(record)])[0]
 
 
+def test_runs_of_different_tasks_are_not_to_be_compared(write):
+    found = curves(write("a", [0.1], task="mnist"), write("b", [0.1], task="adult", data_dir="here"))
+    assert compare.notes(found) == [
+        "the runs are tested on different records (task=mnist, task=adult): don't compare their metrics with each other"
+    ]
+    found = curves(write("c", [0.1], data_dir=""), write("d", [0.1], data_dir="here"), write("e", [0.1], data_dir="there"))
+    assert 'different records (data-dir="", data-dir=a folder)' in compare.notes(found)[0]
+    assert compare.notes(found[1:]) == []
+    adult = {"task": "adult", "adult.features": "all"}
+    found = curves(write("f", [0.1], **adult), write("g", [0.1], **adult | {"adult.features": "categorical"}))
+    assert "(adult.features=all, adult.features=categorical)" in compare.notes(found)[0]
+
+
+def test_the_epsilon_of_every_round_is_the_largest_over_seeds_and_ends_at_the_tables(write):
+    lines = [line(0, 0.1, 0.0), line(1, 0.4, 1.2), line(2, 0.5, 1.51)]  # an upper bound, a little above the statement's 1.5
+    (curve,) = curves(write("a", [], lines=lines), write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 0.9}))
+    assert curve.spent.tolist() == [0.0, 1.2, 1.5]
+    assert curve.spent[-1] == curve.epsilon
+
+
+def test_an_epsilon_is_never_shown_smaller_than_it_is(write):
+    (curve,) = curves(write("a", [0.1], statement=STATEMENT | {"epsilon": 1.23401}))
+    assert curve.epsilon_in_words() == "1.235"
+    (curve,) = curves(write("b", [0.1], statement=STATEMENT | {"epsilon": 4.0}))
+    assert curve.epsilon_in_words() == "4"
+
+
+# labels
+
+
+def test_a_label_has_no_setting_that_nothing_reads(write):
+    first = {"method": "dp-fedavg", "momentum": 0.5, "sampling": "poisson", "sampling_rate": 0.1, "cohort_size": 0}
+    second = {"method": "nbafl", "momentum": 0.0, "sampling": "full", "sampling_rate": 0.5, "nbafl.epsilon": 8.0}
+    third = {"method": "fedsgd-dpc", "momentum": 0.9, "sampling": "round-robin", "cohort_size": 5, "nbafl.epsilon": 2.0}
+    assert [curve.label for curve in curves(write("a", [0.1], **first), write("b", [0.1], **second))] == [
+        "method=dp-fedavg, momentum=0.5, sampling=poisson",
+        "method=nbafl, momentum=0, sampling=full",
+    ]
+    found = curves(write("c", [0.1], **third), write("d", [0.1], **third | {"momentum": 0.1, "nbafl.epsilon": 3.0, "seed": 1}))
+    assert [len(curve.runs) for curve in found] == [2]
+
+
+def test_without_torch_everything_counts_as_read(write, monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError(name)
+
+    folders = [write(name, [0.1], method="nbafl", engine=name) for name in ("batched", "one-by-one")]
+    labels._unread.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(labels, "own_module", absent)
+        found = curves(*folders)
+    labels._unread.cache_clear()
+    assert [curve.label for curve in found] == ["engine=batched", "engine=one-by-one"]
+    assert len(curves(*folders)) == 1  # nbafl has one engine
+
+
+def test_where_much_differs_a_label_has_what_tells_the_curves_apart_and_a_note_the_rest(write):
+    own = {"dp-fedavg.clip-norm": 0.5, "dp-fedavg.noise-multiplier": 1.0, "dp-fedavg.delta": 0.1, "dp-fedavg.relation": ""}
+    first = {"method": "dp-fedavg", "model": "cnn", "rate": 0.1, "size": 4, "decay": 0.5} | own
+    second = {"method": "nbafl", "model": "mlp", "rate": 0.2, "size": 8, "decay": 0.0, "nbafl.epsilon": 1.0}
+    folders = [
+        write("a", [0.1], **first),
+        write("b", [0.1], **first | {"dp-fedavg.noise-multiplier": 2.0}),
+        write("c", [0.1], **second),
+    ]
+    found = curves(*folders)
+    assert [curve.label for curve in found] == [
+        "method=dp-fedavg, dp-fedavg.noise-multiplier=1",
+        "method=dp-fedavg, dp-fedavg.noise-multiplier=2",
+        "method=nbafl",
+    ]
+    assert compare.notes(found) == ["the curves also differ in model (cnn, mlp); rate (0.1, 0.2); size (4, 8); decay (0.5, 0)"]
+    assert found[0].differ["rate"] == 0.1
+    assert [curve.line for curve in found] == ["method=dp-fedavg"] * 2 + ["method=nbafl"]
+
+
+def test_names_of_ones_own(write, call):
+    noise = "dp-fedavg.noise-multiplier"
+    runs = [write(f"{z}-{seed}", [0.1, 0.5], seed=seed, **{noise: z}) for z in (1.0, 2.0) for seed in (0, 1)]
+    found = [compare.read_run(folder, "accuracy") for folder in runs]
+    each = compare.curves_of(found, "accuracy", names=["ours"] * 2 + ["theirs"] * 2)
+    assert [(curve.label, curve.line, len(curve.runs)) for curve in each] == [("ours", "ours", 2), ("theirs", "theirs", 2)]
+    assert [curve.label for curve in compare.curves_of(found, "accuracy", names=["a", "b"])] == ["a", "b"]
+    shared = compare.curves_of(found, "accuracy", names=["ours"] * 4)  # no mean over different settings
+    assert [(curve.label, curve.line) for curve in shared] == [(f"ours, {noise}=1", "ours"), (f"ours, {noise}=2", "ours")]
+    split = compare.curves_of(found, "accuracy", names=["a", "b", "c", "c"])
+    assert [(curve.label, len(curve.runs)) for curve in split] == [("a", 1), ("b", 1), ("c", 2)]
+    status, _, err = call(*runs, "--label", "a", "--label", "b", "--label", "c")
+    assert (status, err) == (2, "error: --label: there are 3; must be one for each of 4 runs or of 2 curves\n")
+
+
+def test_curves_by_a_setting(write, call):
+    runs = [
+        write(f"{method}-{z}", [0.1, 0.5], method=method, **{f"{method}.noise-multiplier": z, "size": size})
+        for size, (method, z) in enumerate((("dp-fedavg", 1.0), ("dp-fedavg", 2.0), ("dp-fedsam", 2.0)))
+    ]
+    found = [compare.read_run(folder, "accuracy") for folder in runs]
+    grouped = compare.curves_of(found, "accuracy", by=["noise-multiplier"])
+    assert [curve.line for curve in grouped] == ["noise-multiplier=1", "noise-multiplier=2", "noise-multiplier=2"]
+    assert grouped[0].label.startswith("noise-multiplier=1, ")
+    drawn = figure(grouped, "accuracy", grouped=True).axes[0].containers
+    colours, styles = zip(*((one.lines[0].get_color(), one.lines[0].get_linestyle()) for one in drawn), strict=True)
+    assert colours[0] != colours[1] == colours[2]
+    assert styles[1] != styles[2]
+    status, _, err = call(*runs, "--by", "speed")
+    assert (status, err) == (2, "error: --by speed: no run has this setting\n")
+
+
 # the table and the picture
+
+
+@pytest.fixture
+def three(write):
+    own = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 1.0}
+    return [
+        write("a", [0.1, 0.5, 0.7], **own),
+        write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 1.75}, **own),
+        write("c", [0.1, 0.6, 0.9], statement=STATEMENT | {"epsilon": 4.0}, **own | {"dp-fedavg.noise-multiplier": 0.5}),
+        write("d_%", [0.1, 0.9], statement={"private": False, "epsilon": None}, **own | {"dp-fedavg.noise-multiplier": 0.0}),
+    ]
+
+
+def test_json(three, call):
+    status, out, err = call(*three, "--format", "json", "--output", "x.svg")
+    assert (status, err) == (0, "figure: x.svg\n")
+    read = json.loads(out)
+    first, second, third = read["curves"]
+    assert (first["mean"], first["std"]) == (pytest.approx(0.75), pytest.approx(0.0707, abs=1e-4))
+    assert [curve["largest_epsilon"] for curve in read["curves"]] == [1.75, 4.0, None]
+    assert [curve["private"] for curve in read["curves"]] == [True, True, False]
+    assert first["settings"] == {"dp-fedavg.noise-multiplier": 1.0}
+    assert (first["runs"], second["std"], third["delta"]) == (three[:2], None, None)
+
+
+def test_csv(three, call):
+    import csv
+
+    _, out, _ = call(*three, "--format", "csv", "--output", "x.pdf")
+    first, second, third = csv.DictReader(out.splitlines())
+    assert (first["largest_epsilon"], second["largest_epsilon"], third["largest_epsilon"]) == ("1.75", "4.0", "")
+    assert (first["dp-fedavg.noise-multiplier"], first["runs"], second["std"]) == ("1.0", "2", "")
+    assert float(first["mean"]) == pytest.approx(0.75)
+
+
+def test_latex(three, call):
+    _, out, _ = call(*three, "--format", "latex", "--label", "50 % & more_", "--label", "b", "--label", "c")
+    assert out.splitlines() == [
+        "% needs \\usepackage{booktabs}",
+        "\\begin{tabular}{lrrrrr}",
+        "\\toprule",
+        " & runs & final accuracy (\\%) & tight epsilon (largest) & delta & rounds \\\\",
+        "\\midrule",
+        "50 \\% \\& more\\_ & 2 & 75 $\\pm$ 7.1 & 1.75 & 0.001 & 2 \\\\",
+        "b & 1 & 90 & 4 & 0.001 & 2 \\\\",
+        "c & 1 & 90 & not private & - & 1 \\\\",
+        "\\bottomrule",
+        "\\end{tabular}",
+    ]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("PNG", PNG)])
+def test_a_picture_of_any_type(three, call, tmp_path, suffix, start):
+    assert call(*three, "--output", f"x.{suffix}")[0] == 0
+    content = (tmp_path / f"x.{suffix}").read_bytes()
+    assert content.startswith(start)
+    assert b"/Type3" not in content  # which many journals refuse
+
+
+def test_the_last_metric_against_epsilon(three, call):
+    drawn = against_epsilon(curves(*three), "accuracy")
+    (axes,) = drawn.axes
+    (line,) = axes.containers
+    assert line.lines[0].get_xdata().tolist() == [1.75, 4.0]  # the table's: the largest over seeds
+    assert line.lines[0].get_ydata().tolist() == pytest.approx([0.75, 0.9])
+    low, high = line.lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx((0.75 - 0.0707, 0.75 + 0.0707), abs=1e-4)
+    assert axes.get_xlabel() == "epsilon of the whole run (delta 0.001; client, add-or-remove-one)"
+    assert drawn.get_suptitle().endswith("epsilon: the largest of the n runs")
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == [
+        "dp-fedavg, n = 1 to 2\nnot private",
+        "dp-fedavg, n = 1 to 2",
+    ]
+    assert call(*three, "--against", "epsilon")[0] == 0
+    status, _, err = call(three[3], "--against", "epsilon")
+    assert (status, err) == (2, "error: --against=epsilon: no run is private\n")
 
 
 def test_table_and_picture(write, call, tmp_path):
@@ -170,9 +354,9 @@ def test_table_and_picture(write, call, tmp_path):
     status, out, err = call(*folders)
     assert (status, err) == (0, "")
     assert out.splitlines() == [
-        "curve          seeds  final accuracy (%)  tight epsilon  delta  protects                   rounds",
-        "clip-norm=0.5  2      75 +- 7.1           1.5            0.001  client, add-or-remove-one  2",
-        "clip-norm=1    1      90                  not private    -      -                          2",
+        "curve          seeds  final accuracy (%)  tight epsilon (largest)  delta  protects                   rounds",
+        "clip-norm=0.5  2      75 +- 7.1           1.5                      0.001  client, add-or-remove-one  2",
+        "clip-norm=1    1      90                  not private              -      -                          2",
         "figure: comparison.png",
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
@@ -248,7 +432,7 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
         ([good, write("unfinished", [0.1], statement=None)], "unfinished: the run was not finished (no model.safetensors)"),
         ([good, f"{good}/../good"], "good: is given twice"),
         ([good, write("later", [], lines=[line(7, 0.5, 1.0)], seed=1)], "later: has no accuracy of a round that"),
-        ([good, "--output", "x.pdf"], "--output=x.pdf: must end in .png"),
+        ([good, "--output", "x.doc"], "--output=x.doc: must end in one of "),
         ([good, "--output", "no/where.png"], "--output=no/where.png: can't be written"),
         ([good, "--metric", "speed"], "--metric"),
         ([], "RUN"),

@@ -240,7 +240,7 @@ def test_the_command_refuses_in_one_line(played, tmp_path, capsys):
     config.write_text(tomli_w.dumps({"num-rounds": 3}))
     (tmp_path / "statement.json").write_text(json.dumps(PRIVATE))
     for arguments, match in [
-        ([played[0], "--output", "x.pdf"], "--output=x.pdf: must end in .png"),
+        ([played[0], "--output", "x.doc"], "--output=x.doc: must end in one of "),
         ([played[0], "--resolution", 8], "--resolution=8: must be odd"),
         (["nowhere"], "nowhere: is not a run folder"),
         ([tmp_path], "the run was not finished"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_dp.running import run_folder
+from flower_dp.core import columns
+from flower_dp.running import plot, run_folder
 from flower_dp.running.run_folder import RunFolder
 
 
@@ -133,15 +134,44 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     ],
     ids=["nothing", "not private", "no accuracy", "sparse accuracy"],
 )
-def test_the_plot_stands_gaps(tmp_path, metrics):
-    run_folder.plot_progress(metrics, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+def test_the_plot_stands_gaps(metrics):
+    assert plot.png(metrics).startswith(b"\x89PNG")
 
 
 def test_the_plot_shows_the_values_of_the_rounds_that_have_them():
     metrics = [{"round": 0, "accuracy": 0.1}, {"round": 1, "epsilon": 0.5}, {"round": 2, "accuracy": 0.3, "epsilon": None}]
-    assert run_folder._points(metrics, "accuracy") == ([0, 2], [0.1, 0.3])
-    assert run_folder._points(metrics, "epsilon") == ([1], [0.5])
+    assert plot._points(metrics, "accuracy") == ([0, 2], [0.1, 0.3])
+    assert plot._points(metrics, "epsilon") == ([1], [0.5])
+
+
+def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned():
+    own = {"epsilon": 0.5, "delta": 1e-5, "elapsed": 3.0, "clip-norm": 0.2, "private-accuracy": 0.3, "client-loss": 2.0}
+    metrics = [{"rmse": 9.0, "loss": 4.0, "round": 0}, {"rmse": 7.0, "validation-loss": 3.0, "round": 1} | own]
+    drawn = plot.figure(metrics)
+    panels = {axes.get_ylabel(): axes.get_lines() for axes in drawn.axes if axes.get_lines()}
+    assert [line.get_ydata().tolist() for line in panels["rmse"]] == [[9.0, 7.0]]
+    assert {line.get_label(): line.get_ydata().tolist() for line in panels["loss"]} == {
+        "test loss": [4.0],
+        "validation-loss": [3.0],
+    }
+    assert panels.keys() == {"rmse", "loss", "epsilon spent"}
+    assert "not recorded" not in str([axes.get_ylabel() for axes in drawn.axes])
+
+
+def test_a_plot_of_very_many_metrics_says_that_it_leaves_some_out():
+    drawn = plot.figure([{"round": 1, "epsilon": 0.1} | {f"class{index}": float(index) for index in range(30)}])
+    assert sum(bool(axes.get_lines()) for axes in drawn.axes) == 2 * 12
+    assert drawn.get_suptitle() == "1 rounds, epsilon 0.10 (18 more in metrics.jsonl)"
+
+
+def test_the_runs_own_columns_are_those_of_every_report():
+    from dataclasses import fields
+
+    from flower_dp.strategies.run_state import RoundReport
+
+    assert {one.name.replace("_", "-") for one in fields(RoundReport)} <= columns.OWN
+    row = dict.fromkeys(columns.OWN, 1.0) | {"private-loss": 1.0, "client-loss": 1.0, "note": "text", "best": True, "auc": 1}
+    assert columns.metrics(row) == {"auc": 1.0}
 
 
 def test_runs_loads_no_heavy_library():

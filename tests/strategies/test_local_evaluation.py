@@ -133,7 +133,7 @@ def opened(method, grid, budget=BUDGET, *, metrics=None, **plan):
     metrics = metrics or {"loss": 4.0, "accuracy": 1.0}
     strategy = METHODS[method][0](evaluation=LocalEvaluation(budget=budget, metrics=metrics, **plan))
     strategy.plan(3)
-    strategy._call_roll(grid)
+    strategy._known_clients(grid)
     return strategy
 
 
@@ -172,7 +172,7 @@ def test_clients_weigh_by_their_public_data_sizes_as_in_training():
     plan = LocalEvaluation(budget=PLENTY)
     strategy = FedSGDDPC(**SGD, **TURN | {"num_records": sizes}, evaluation=plan)
     strategy.plan(3)
-    strategy._call_roll(grid)
+    strategy._known_clients(grid)
     # The first records of every client are those that the model gets right: all of them here.
     right = sum(min(RIGHT[name], size) for name, size in sizes.items())
     assert dict(evaluate(strategy, grid))["accuracy"] == pytest.approx(right / 100, abs=1e-4)
@@ -545,7 +545,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     papers = [statement.paper, *(one.paper for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert strategy.rounds[-1].epsilon >= total - 1e-6
-    assert "Each client's evaluations alone: c0 0.5" in str(statement)
+    assert "\nEach client's evaluations alone: 0.5000\n" in str(statement)
 
 
 def test_pure_epsilons_add_up():
@@ -604,7 +604,7 @@ def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stay
     strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
     grid = grid_of(recipe, noise_seed=1)
     strategy.plan(3)
-    strategy._call_roll(grid)
+    strategy._known_clients(grid)
     assert evaluate(strategy, grid) is None
     assert strategy.statement.private
     assert any("fixed seed" in line for line in strategy.statement.incidents)
@@ -749,6 +749,6 @@ def test_noise_of_training_is_what_it_was():
     grid = grid_of(METHODS["fedsgd-dpc gaussian"][1])
     strategy = opened("fedsgd-dpc gaussian", grid)
     plain.plan(3)
-    plain._call_roll(grid_of(METHODS["fedsgd-dpc gaussian"][1]))
+    plain._known_clients(grid_of(METHODS["fedsgd-dpc gaussian"][1]))
     assert strategy.rules.books.terms["c0"] == plain.rules.books.terms["c0"]
     assert isinstance(strategy.rules.books.terms["c0"].event, GaussianDpEvent)

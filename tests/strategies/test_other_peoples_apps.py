@@ -278,3 +278,16 @@ def test_the_log_compares_noise_with_the_signal_before_round_1(noise_multiplier,
     assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5" in said
     assert (f"the noise on the mean is {norm / 0.5:.1f} times as long" in said) == warns
     assert said.index("norm of the noise") < said.index("[ROUND 1/1]")
+
+
+@pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
+def test_the_log_compares_them_once_where_an_app_has_its_own_start(noise_multiplier, warns, caplog):
+    strategy = DPFedAvg(**WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier})
+    grid, model = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(w=np.zeros(100, np.float32))
+    with caplog.at_level(logging.INFO, "flwr"):
+        for server_round in (1, 2):
+            messages = strategy.configure_train(server_round, model, ConfigRecord(), grid)
+            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+    norm = noise_multiplier * 0.5 / 2 * 10
+    assert caplog.text.count(f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5") == 1
+    assert caplog.text.count(f"the noise on the mean is {norm / 0.5:.1f} times as long") == warns

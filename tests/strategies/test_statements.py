@@ -200,6 +200,7 @@ CENTRAL = "the server is trusted: it sees single updates and adds the noise"
 SHARES = "clients add their shares of the noise; single messages are not private and are seen by the aggregator only"
 TOPPED = "the server is trusted to add the shares of noise that are missing in a round"
 APART = "clients do not combine their knowledge of their shares of the noise"
+NONE = "no noise is added to updates: training is not private"
 
 
 @pytest.mark.parametrize(
@@ -208,13 +209,15 @@ APART = "clients do not combine their knowledge of their shares of the noise"
         ({"placement": "central"}, (CENTRAL,)),
         ({}, (SHARES, TOPPED, APART)),
         ({"trusted_server": False}, (SHARES, APART)),
+        ({"placement": "central", "noise_multiplier": 0.0}, (NONE,)),
+        ({"noise_multiplier": 0.0}, (NONE,)),
     ],
-    ids=["central", "distributed", "nobody adds missing shares"],
+    ids=["central", "distributed", "nobody adds missing shares", "central, no noise", "distributed, no noise"],
 )
 def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
-    statement = stated(DPFedSAM(**LEVEL, sampling=FullSampling(), **arguments))
+    statement = stated(DPFedSAM(**LEVEL | arguments, sampling=FullSampling()))
     assert statement.assumptions[0] == "clients clip as asked, and whether a client answers does not depend on its data"
-    assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART)) == assumed
+    assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART, NONE)) == assumed
 
 
 def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():

@@ -129,7 +129,9 @@ def _paper(rules: "ClientLevelRules", run: RunFacts) -> PaperEpsilon | None:
 def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool) -> list[str]:
     release, evaluation = rules.release, rules.evaluated
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
-    if rules.noise.placement == "central":
+    if not release.mechanism.noise_multiplier:
+        lines.append("no noise is added to updates: training is not private")
+    elif rules.noise.placement == "central":
         lines.append("the server is trusted: it sees single updates and adds the noise")
     elif rules.noise.lossy_messages:
         lines.append(

@@ -1,0 +1,35 @@
+"""Which settings of a run-config nothing reads: `flower-dp compare` names none of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apps.evaluation import Evaluation
+from apps.methods import METHODS, module_of
+from apps.settings import SAMPLED, TRAINING, key_of
+from apps.tasks import TASKS
+from apps.tasks.partitions import WITH_CLASSES
+
+
+def unread(run_config: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a run-config that its method, task, sampling and partition do not read.
+
+    A key that flower-dp's app does not have is an app's own, and counts as read; so do all keys of a method that is not known.
+    """
+    method = run_config.get("method")
+    if method not in METHODS:
+        return set()
+    kinds = {"sampling": run_config.get("sampling"), "partition": run_config.get("partition")}
+    readers = {key_of(name): ("sampling", samplings) for name, samplings in SAMPLED.items()}
+    readers |= {"dirichlet-alpha": ("partition", ("dirichlet",)), "classes-per-client": ("partition", WITH_CLASSES)}
+    found = {key_of(name) for name in TRAINING if name not in module_of(method).READS}
+    found |= {key for key, (kind, values) in readers.items() if kinds[kind] is not None and kinds[kind] not in values}
+    others = {*METHODS, *TASKS} - {method, run_config.get("task")}
+    found |= {key for key in run_config if key.partition(".")[0] in others and "." in key}
+    if not run_config.get("evaluation.every"):
+        found |= {f"evaluation.{key_of(name)}" for name in Evaluation.__dataclass_fields__ if name != "every"}
+    if not run_config.get("blur-strength"):
+        found.add("blur-bound")
+    if not run_config.get(f"{method}.clip-quantile"):
+        adaptive = ("clip-learning-rate", "clip-count-noise-std", "smallest-clip-norm", "largest-clip-norm")
+        found |= {f"{method}.{name}" for name in adaptive}
+    return found

@@ -1,0 +1,39 @@
+"""The columns of `metrics.jsonl`: those that are a run's own, and the metrics of its `evaluate_fn`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# A run's own, whether a line has them or not: where the run is, the numbers of a round, and further ones of methods.
+OWN = frozenset(
+    {"round", "num-rounds", "delta", "elapsed", "seconds", "epsilon", "server-round", "secret-cohort", "numbers"}
+    | {"cohort-size", "replies", "bytes-down", "bytes-up", "bytes-per-client"}
+    | {"cost-per-device", "clip-norm"}
+)
+# Of private evaluations, and of training metrics that clients were asked for.
+PREFIXES = ("private-", "client-")
+
+
+def own(name: str) -> bool:
+    """Return whether a column of this name can only be the run's own."""
+    return name in OWN or name.startswith(PREFIXES)
+
+
+def metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of `evaluate_fn` in one line: loss and accuracy, then the others as they stand there."""
+    found = {name: float(value) for name, value in row.items() if not own(name) and number(value)}
+    return {name: found[name] for name in sorted(found, key=lambda name: name not in ("loss", "accuracy"))}
+
+
+def number(value: Any) -> bool:
+    """Return whether a value is a number; null stands for one that was not finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def percent(name: str) -> bool:
+    """Return whether a metric is an accuracy, which is shown in percent: `accuracy`, `validation-accuracy`."""
+    return kind(name) == "accuracy"
+
+
+def kind(name: str) -> str:
+    """Return the last word of a metric's name: `loss` of `validation-loss` and of `loss`."""
+    return name.replace("_", "-").rpartition("-")[2]

@@ -1,0 +1,8 @@
+"""The environment variables in which `flower-dp run` passes an app what belongs to its run."""
+
+# The run folder.
+RUN_FOLDER = "FLOWER_DP_RUN_FOLDER"
+# The run's settings, as JSON.
+RUN_CONFIG = "FLOWER_DP_RUN_CONFIG"
+# The function that makes the observers of a run, as "module:function" (`flower_dp.strategies.journal`).
+OBSERVERS = "FLOWER_DP_OBSERVERS"

@@ -1,0 +1,212 @@
+"""The journal of a run: one line of public numbers a round, for a run folder, a screen, or a tracker."""
+
+import functools
+import inspect
+import logging
+import os
+import pkgutil
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import Result
+
+from flower_dp.core import columns, environment
+from flower_dp.privacy.statement import PrivacyStatement
+
+if TYPE_CHECKING:
+    from flower_dp.strategies.strategy import DPStrategy
+
+log = logging.getLogger("flwr")
+
+Start = TypeVar("Start", bound=Callable[..., Any])
+OnRound = Callable[[Mapping[str, Any]], None]
+
+
+class Observer(Protocol):
+    """Follows one run."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Take the public numbers of a round; 0 is the initial model."""
+
+    def end(self, statement: PrivacyStatement, result: Result | None) -> None:
+        """Take the statement, and the result of a run that did not fail."""
+
+
+# Makes the observers of a run that begins. Without one it is the function that the environment names, as "module:function".
+OBSERVERS: ContextVar[Callable[[], tuple[Observer, ...]] | None] = ContextVar("observers", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfailing:
+    """An observer whose errors are logged: they end no run, and change nothing in it.
+
+    Attributes:
+        observer: the observer.
+        name: of it, for the log.
+    """
+
+    observer: Observer
+    name: str
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Pass a line on."""
+        self._try(f"round {line['round']}", self.observer.line, line)
+
+    def end(self, statement: PrivacyStatement, result: Result | None) -> None:
+        """Pass the end on."""
+        self._try("the end", self.observer.end, statement, result)
+
+    def _try(self, when: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            log.warning("%s failed at %s, and the run goes on: %s: %s", self.name, when, type(error).__name__, error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracker:
+    """An observer that calls a function with a copy of every line, and its `close` at the end, if it has that.
+
+    Attributes:
+        on_round: the function.
+    """
+
+    on_round: OnRound
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Call the function."""
+        self.on_round(dict(line))
+
+    def end(self, statement: PrivacyStatement, result: Result | None) -> None:
+        """Close what the function writes to."""
+        if callable(close := getattr(self.on_round, "close", None)):
+            close()
+
+
+def tracker(on_round: OnRound) -> Observer:
+    """Return the observer that calls `on_round`, whose errors do no harm to the run from here on.
+
+    Raises:
+        Exception: what the `open` of `on_round` raises, if it has that: nothing was released yet.
+    """
+    if callable(begin := getattr(on_round, "open", None)):
+        begin()
+    return Unfailing(observer=Tracker(on_round=on_round), name="on_round")
+
+
+class Journal:
+    """The lines of one run, as they are passed to its observers.
+
+    Args:
+        observers: who follows the run.
+        num_rounds: of the run, at most; None if unknown.
+    """
+
+    def __init__(self, observers: tuple[Observer, ...], num_rounds: int | None) -> None:
+        self._observers = observers
+        self._num_rounds = {} if num_rounds is None else {"num-rounds": num_rounds}
+        self._started = time.monotonic()
+        self._due: int | None = 0
+        self._arrays: ArrayRecord | None = None
+        self._metrics: dict[int, Mapping[str, Any]] = {}
+        self._warned: set[str] = set()
+
+    def evaluated(self, evaluate_fn: Callable[..., MetricRecord | None]) -> Callable[..., MetricRecord | None]:
+        """Return an `evaluate_fn` whose metrics are in the lines."""
+
+        def evaluate(server_round: int, *arguments: Any, **named: Any) -> MetricRecord | None:
+            metrics = evaluate_fn(server_round, *arguments, **named)
+            self._metrics[server_round] = metrics if isinstance(metrics, Mapping) else {}
+            return metrics
+
+        return evaluate
+
+    def released(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Note that a round has ended with this model; its line is passed on when all of it is known."""
+        self._due, self._arrays = server_round, arrays
+
+    def flush(self, strategy: "DPStrategy") -> None:
+        """Pass on the line of the last round, if it was not yet."""
+        if self._due is None or not self._observers:
+            return
+        server_round, self._due = self._due, None
+        line: dict[str, Any] = {**self._users(self._metrics.pop(server_round, {})), "round": server_round, **self._num_rounds}
+        line |= strategy.line_of(server_round)
+        # Rounds take the longer, the more clients are in them.
+        elapsed = {} if strategy.secret_cohort else {"elapsed": round(time.monotonic() - self._started, 3)}
+        line |= {"delta": strategy.delta} | elapsed
+        for observer in self._observers:
+            observer.line(line)
+
+    def end(self, strategy: "DPStrategy", result: Any, *, failed: bool) -> None:
+        """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round."""
+        if not self._observers:
+            return
+        if failed or (isinstance(result, Result) and result.arrays):
+            found: Result | None = result
+        else:
+            found = None if self._arrays is None else Result(arrays=self._arrays)
+        try:
+            if not failed or self._due:  # an initial model is told of only if the run began
+                self.flush(strategy)
+        finally:
+            statement = strategy.statement
+            for observer in self._observers:
+                observer.end(statement, found)
+
+    def _users(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the metrics that are no column of the run's own; warn of each of the others once.
+
+        In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised
+        mean, or for the size of a cohort that is secret.
+        """
+        taken = {name for name in metrics if columns.own(name)}
+        for name in sorted(taken - self._warned):
+            log.warning(
+                "evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name
+            )
+        self._warned |= taken
+        return {name: value for name, value in metrics.items() if name not in taken}
+
+
+def observed(start: Start) -> Start:
+    """Return a strategy's `start` that keeps a journal of its run.
+
+    The outermost `start` of a class keeps it, since a subclass may choose another final model, or have a loop of its own.
+    """
+    signature = inspect.signature(start)
+
+    @functools.wraps(start)
+    def run(self: "DPStrategy", *arguments: Any, **named: Any) -> Any:
+        if self.journal is not None:
+            return start(self, *arguments, **named)
+        bound = signature.bind(self, *arguments, **named)
+        bound.apply_defaults()
+        rest: dict[str, Any] = next(
+            (bound.arguments[one.name] for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), {}
+        )
+        self.journal = journal = Journal(_observers(self), bound.arguments.get("num_rounds", rest.get("num_rounds")))
+        for place in (bound.arguments, rest):
+            if place.get("evaluate_fn") is not None:
+                place["evaluate_fn"] = journal.evaluated(place["evaluate_fn"])
+        result, failed = None, True
+        try:
+            result = start(*bound.args, **bound.kwargs)
+            failed = False
+        finally:  # what was released before a failure stays released
+            self.journal = None
+            journal.end(self, result, failed=failed)
+        return result
+
+    return cast(Start, run)
+
+
+def _observers(strategy: "DPStrategy") -> tuple[Observer, ...]:
+    make = OBSERVERS.get()
+    if make is None and (name := os.environ.get(environment.OBSERVERS)):
+        make = pkgutil.resolve_name(name)
+    return (*(make() if make else ()), *(() if strategy.on_round is None else (tracker(strategy.on_round),)))

@@ -1,0 +1,137 @@
+"""Writers for on_round, by their own libraries: what they store, and that it holds no time of a round with a secret cohort."""
+
+import json
+import math
+import struct
+import time
+
+import pytest
+
+from flower_dp.running import trackers
+
+SECRET = [{"round": number, "num-rounds": 2, "epsilon": 0.5 * number, "delta": 1e-5, "rmse": 3.0} for number in range(3)]
+PUBLIC = [line | {"elapsed": 10.0 * line["round"], "cohort-size": 7} for line in SECRET]
+
+
+def play(tracker, lines):
+    """Write some lines; return when the last round had ended."""
+    tracker.open()
+    for line in lines:
+        time.sleep(0.02)
+        tracker(line)
+    ended = time.time()
+    tracker.close()
+    return ended
+
+
+def test_the_numbers_of_a_line_are_those_that_can_be_drawn():
+    line = {
+        "round": 1,
+        "num-rounds": 2,
+        "epsilon": math.inf,
+        "loss": math.nan,
+        "accuracy": 0.5,
+        "note": "x",
+        "flag": True,
+        "n": 3,
+    }
+    assert trackers.numbers(line) == {"accuracy": 0.5, "n": 3.0}
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"wandb is not installed: pip install 'flower-dp\[wandb\]'"):
+        trackers.WandB("p").open()
+
+
+# TensorBoard
+
+
+def events_of(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {
+        tag: [(one.step, one.value, one.wall_time) for one in map(_scalar, found.Tensors(tag))] for tag in found.Tags()["tensors"]
+    }
+
+
+def _scalar(event):
+    from tensorboard.util.tensor_util import make_ndarray
+
+    return type(
+        "Scalar", (), {"step": event.step, "value": float(make_ndarray(event.tensor_proto)), "wall_time": event.wall_time}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [SECRET, PUBLIC], ids=["secret", "public"])
+def test_tensorboard(lines, tmp_path):
+    pytest.importorskip("tensorboard")
+    play(trackers.TensorBoard(tmp_path), lines)
+    found = events_of(tmp_path)
+    assert set(found) == {"epsilon", "delta", "rmse"} | ({"elapsed", "cohort-size"} if lines is PUBLIC else set())
+    assert [(step, value) for step, value, _ in found["epsilon"]] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    times = [when - found["epsilon"][0][2] for _, _, when in found["epsilon"]]
+    assert times == (pytest.approx([0, 10, 20], abs=1e-3) if lines is PUBLIC else [0, 0, 0])
+
+
+# MLflow
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lines", [SECRET, PUBLIC], ids=["secret", "public"])
+def test_mlflow(lines, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    play(trackers.MLflow("mine", tracking_uri=uri, run_name="first"), lines)
+    play(trackers.MLflow("mine", tracking_uri=uri), lines[:1])
+    client = mlflow.MlflowClient(uri)
+    (experiment,) = [one for one in client.search_experiments() if one.name == "mine"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert len(runs) == 2
+    (run,) = [one for one in runs if one.info.run_name == "first"]
+    history = client.get_metric_history(run.info.run_id, "epsilon")
+    assert [(one.step, one.value) for one in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    times = [one.timestamp - run.info.start_time for one in history]
+    assert times == ([0, 10_000, 20_000] if lines is PUBLIC else [0, 0, 0])
+    assert (run.info.status, run.info.end_time - run.info.start_time) == ("FINISHED", times[-1])
+
+
+# Weights & Biases
+
+
+def rows_of(folder):
+    """The history in the file of an offline run: LevelDB's log format, a protocol buffer a record."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, part, rows = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            part = b""
+            assert record.WhichOneof("record_type") not in ("stats", "output", "output_raw")
+            if record.WhichOneof("record_type") == "history":
+                rows.append({one.nested_key[0]: json.loads(one.value_json) for one in record.history.item})
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [SECRET, PUBLIC], ids=["secret", "public"])
+def test_wandb(lines, tmp_path):
+    pytest.importorskip("wandb")
+    ended = play(trackers.WandB("mine", mode="offline", dir=str(tmp_path)), lines)
+    for _ in range(200):  # another process writes the file
+        if len(rows := rows_of(tmp_path)) == 3:
+            break
+        time.sleep(0.1)
+    assert [(row["_step"], row["epsilon"], row["rmse"]) for row in rows] == [(0, 0.0, 3.0), (1, 0.5, 3.0), (2, 1.0, 3.0)]
+    # W&B writes when a row was logged: at the end, where that would tell the length of each round.
+    assert [row["_timestamp"] < ended for row in rows] == [lines is PUBLIC] * 3

@@ -1,0 +1,140 @@
+"""RunFolder.model_into: what is replaced, what stays, and what does not fit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flower_dp import RunFolder
+from flower_dp.clients import model_arrays
+from flower_dp.running.trained_model import rest_of
+
+
+class Tied(nn.Module):
+    """Tied weights and a buffer, as a small GPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+
+
+class LoRA(nn.Module):
+    def __init__(self, seed=1):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            self.base = nn.Linear(4, 4).requires_grad_(False)
+            self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+
+def shifted(model):
+    """What a run has made of a model's trainable arrays."""
+    return {name: array.numpy() + np.float32(1) for name, array in model_arrays(model).items()}
+
+
+def folder_of(tmp_path, arrays, others=None):
+    folder = RunFolder.create(tmp_path / "run", {}, "run")
+    folder.finish(arrays, others)
+    return RunFolder(str(tmp_path / "run"))
+
+
+def test_buffers_stay_and_tied_weights_are_one(tmp_path):
+    trained = shifted(Tied())
+    assert set(trained) == {"embed.weight", "norm.weight", "norm.bias"}
+    model = Tied()
+    assert folder_of(tmp_path, trained, rest_of(model)).model_into(model) == ("mask",)
+    np.testing.assert_array_equal(model.head.weight.detach().numpy(), trained["embed.weight"])
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.mask, torch.tril(torch.ones(4, 4)))
+
+
+def test_a_whole_state_dict_with_both_names_of_a_tied_tensor(tmp_path, caplog):
+    state = {name: value.numpy() + np.float32(1) for name, value in Tied().state_dict().items()}
+    model = Tied()
+    folder = folder_of(tmp_path, state | {"embed.weight": state["embed.weight"] + np.float32(2)})
+    assert folder.model_into(model) == ()
+    np.testing.assert_array_equal(model.embed.weight.detach().numpy(), state["head.weight"])  # as load_state_dict does it
+    assert "'embed.weight' has another value than the array that is tied to it in the model" in caplog.text
+
+
+def test_a_frozen_base_stays_and_must_be_that_of_the_run(tmp_path):
+    trained = shifted(LoRA())
+    folder = folder_of(tmp_path, trained, rest_of(LoRA()))
+    model = LoRA()
+    assert folder.model_into(model) == ("base.weight", "base.bias")
+    np.testing.assert_array_equal(model.up.weight.detach().numpy(), trained["up.weight"])
+    assert torch.equal(model.base.weight, LoRA().base.weight)
+    other = LoRA(seed=2)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'base\.weight' is not that of the run.*; 'base\.bias' is not that of the run"):
+        folder.model_into(other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    with pytest.raises(ValueError, match=r"'base\.weight' is trained by the model, and not in the run"):
+        folder.model_into(LoRA().requires_grad_(True))
+
+
+def test_what_a_folder_says_of_its_model(tmp_path):
+    folder = folder_of(tmp_path, {"w": np.zeros((2, 3), np.float32), "n": np.array(3)}, rest_of(LoRA()))
+    said = json.loads((folder.path / "model.json").read_text())
+    assert said["arrays"]["w"] == {
+        "shape": [2, 3],
+        "dtype": "float32",
+        "sha256": "9d908ecfb6b256def8b49a7c504e6c889c4b0e41fe6ce3e01863dd7b61a20aa0",  # sha256sum of 24 zero bytes
+    }
+    assert said["arrays"]["n"]["shape"] == []
+    assert set(said["not here"]) == {"base.weight", "base.bias"}
+
+
+def test_arrays_without_names_are_taken_in_turn(tmp_path):
+    model, state = Tied(), list(Tied().state_dict().values())
+    folder = folder_of(tmp_path, {str(index): value.numpy() + np.float32(1) for index, value in enumerate(state)})
+    assert folder.model_into(model) == ()
+    with pytest.raises(ValueError, match="has 5 arrays without names; the model's state_dict has 2"):
+        folder.model_into(nn.Linear(2, 2))
+
+
+def test_more_than_ten_arrays_without_names(tmp_path):
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(6)))
+    folder_of(tmp_path, {str(index): np.full((1, 1)[: 2 - index % 2], index, np.float32) for index in range(12)}).model_into(
+        model
+    )
+    assert [float(value.detach().reshape(())) for value in model.parameters()] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (
+            {"weight": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)},
+            r"'bias' has shape \(3,\), in the model \(2,\)",
+        ),
+        ({"weight": np.zeros((2, 3), np.float32)}, "'bias' is trained by the model, and not in the run"),
+        ({"weight": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)}, "the model has no 'b'; 'bias' is trained"),
+        (
+            {"weight": np.zeros((2, 3), np.int64), "bias": np.zeros(2, np.float32)},
+            "'weight' has dtype int64, in the model torch.float32",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(arrays, message, tmp_path):
+    model = nn.Linear(3, 2)
+    before = [value.detach().clone() for value in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        folder_of(tmp_path, arrays).model_into(model)
+    assert all(torch.equal(value, old) for value, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_folder_without_a_model_or_with_another_one(tmp_path):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors with its model\.json: only a run that has ended"):
+        RunFolder(tmp_path).model_into(nn.Linear(3, 2))
+    folder = folder_of(tmp_path, shifted(nn.Linear(3, 2)))
+    model = folder.path / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="is not the run's model: its SHA-256"):
+        folder.model_into(nn.Linear(3, 2))

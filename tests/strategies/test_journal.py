@@ -1,0 +1,217 @@
+"""The journal of a run: who follows it, what they learn, and what their errors do."""
+
+import logging
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import Result
+
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.journal import OBSERVERS
+from tests.contracts import METHODS, Words
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+from tests.test_contract import SEED, SMALL, grid_of, run_of, start
+
+SECRET = {"cohort-size", "replies", "bytes-down", "bytes-up", "seconds", "elapsed", "missing", "incidents"}
+WORDS = {"clip_norm": 1.0, "noise_multiplier": 2.0, "num_clients": 4, "delta": 1e-3}
+
+
+def grid():
+    return LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
+
+
+def weights():
+    return arrays(w=np.zeros(3, np.float32))
+
+
+class Keep:
+    """Keeps what it is called with; may fail."""
+
+    def __init__(self, fails=()):
+        self.calls, self.lines, self.fails = [], [], fails
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name in self.fails:
+            raise OSError(f"{name}: no connection")
+
+    def open(self):
+        self._call("open")
+
+    def __call__(self, line):
+        self.lines.append(dict(line))
+        line.clear()
+        line["epsilon"] = 0.001
+        self._call("line")
+
+    def close(self):
+        self._call("close")
+
+
+class Observer:
+    """What a run folder sees."""
+
+    def __init__(self):
+        self.lines, self.ends = [], []
+
+    def line(self, line):
+        self.lines.append(dict(line))
+
+    def end(self, statement, result):
+        self.ends.append((statement, result))
+
+
+@pytest.fixture
+def seen():
+    observer = Observer()
+    token = OBSERVERS.set(lambda: (observer,))
+    yield observer
+    OBSERVERS.reset(token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+def test_a_tracker_learns_of_every_round_and_its_errors_change_nothing(method, caplog):
+    words = Words(noise_seed=SEED)
+    alone = run_of(method, words, noise_seed=SEED)
+    strategy, keep = method.strategy(words), Keep(fails=("line", "close"))
+    strategy.on_round = keep
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        run = start(strategy, grid_of(method, words, noise_seed=SEED), words, SMALL)
+    assert [line["round"] for line in keep.lines] == [0, 1, 2, 3]
+    assert [line["num-rounds"] for line in keep.lines] == [3] * 4
+    assert keep.calls == ["open", *["line"] * 4, "close"]
+    assert run.bits == alone.bits
+    assert strategy.rules.state == alone.strategy.rules.state
+    assert str(strategy.statement) == str(alone.strategy.statement)
+    failures = [entry.getMessage() for entry in caplog.records if "on_round failed" in entry.getMessage()]
+    assert failures[1] == "on_round failed at round 1, and the run goes on: OSError: line: no connection"
+    assert len(failures) == 5
+
+
+def test_a_tracker_that_cannot_begin_ends_the_run_before_any_client_is_asked():
+    keep, asked = Keep(fails=("open",)), grid()
+    strategy = DPFedAvg(**WORDS, sampling=FullSampling(), on_round=keep)
+    with pytest.raises(OSError, match="open: no connection"):
+        strategy.start(asked, weights(), num_rounds=2)
+    assert (keep.calls, asked.sent, strategy.epsilon) == (["open"], [], 0.0)
+    keep.fails = ()
+    strategy.start(asked, weights(), num_rounds=2)
+    assert keep.calls[1:] == ["open", "line", "line", "line", "close"]
+
+
+@pytest.mark.parametrize("sampling", [PoissonSampling(sampling_rate=0.9), FullSampling()], ids=str)
+def test_a_tracker_learns_nothing_of_a_secret_cohort(sampling):
+    keep = Keep()
+    strategy = DPFedAvg(**WORDS, sampling=sampling, on_round=keep)
+    strategy.start(grid(), weights(), num_rounds=3, evaluate_fn=lambda number, model: MetricRecord({"rmse": number / 2}))
+    public = {"round", "num-rounds", "epsilon", "delta", "rmse"}
+    secret = isinstance(sampling, PoissonSampling)
+    for line in keep.lines[1:]:
+        assert line.keys() - SECRET == public | {"bytes-per-client"}
+        assert (SECRET & line.keys() == set()) is secret
+    assert [line["rmse"] for line in keep.lines] == [0, 0.5, 1, 1.5]
+    assert [line["epsilon"] for line in keep.lines] == [0.0, *(report.epsilon for report in strategy.rounds)]
+
+
+def test_what_a_tracker_does_to_a_line_reaches_nobody_else(seen):
+    strategy = DPFedAvg(**WORDS, sampling=FullSampling(), on_round=Keep())
+    strategy.start(grid(), weights(), num_rounds=2)
+    assert [line["epsilon"] for line in seen.lines] == [0.0, *(report.epsilon for report in strategy.rounds)]
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ValueError, match=r"on_round='runs': must be a function"):
+        DPFedAvg(**WORDS, sampling=FullSampling(), on_round="runs")
+
+
+# Loops of one's own
+
+
+class OwnLoop(DPFedAvg):
+    """As in Flower's advanced example."""
+
+    def start(self, grid, initial_arrays, num_rounds=3, timeout=3600, evaluate_fn=None, **_):
+        current = initial_arrays
+        for number in range(1, num_rounds + 1):
+            messages = self.configure_train(number, current, ConfigRecord(), grid)
+            current, _ = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
+            if evaluate_fn:
+                evaluate_fn(number, current)
+        return current
+
+
+class InKeywords(OwnLoop):
+    def start(self, grid, initial_arrays, **named):
+        return super().start(grid, initial_arrays, **named)
+
+
+class Mixin:
+    start = OwnLoop.start.__wrapped__
+
+
+class Mixed(Mixin, DPFedAvg):
+    """A loop that comes from a class that is no strategy."""
+
+
+@pytest.mark.parametrize("kind", [OwnLoop, InKeywords, Mixed])
+def test_a_loop_of_ones_own_is_followed(kind, seen):
+    strategy = kind(**WORDS, sampling=FullSampling())
+    model = strategy.start(grid(), weights(), num_rounds=2, evaluate_fn=lambda number, model: MetricRecord({"rmse": number}))
+    assert isinstance(model, ArrayRecord)
+    assert [(line["round"], line.get("rmse"), line["num-rounds"]) for line in seen.lines] == [(0, None, 2), (1, 1, 2), (2, 2, 2)]
+    ((statement, result),) = seen.ends
+    assert str(statement) == str(strategy.statement)
+    np.testing.assert_array_equal(result.arrays["w"].numpy(), model["w"].numpy())
+
+
+class Chooses(DPFedAvg):
+    """Another final model than the last."""
+
+    def start(self, grid, initial_arrays, num_rounds=3, **named):
+        result = super().start(grid, initial_arrays, num_rounds, **named)
+        result.arrays = arrays(w=np.full(3, 7.0, np.float32))
+        return result
+
+
+def test_the_final_model_is_that_of_the_outermost_start(seen):
+    result = Chooses(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=2)
+    ((_, found),) = seen.ends
+    assert found is result
+    assert found.arrays["w"].numpy()[0] == 7.0
+    assert [line["round"] for line in seen.lines] == [0, 1, 2]
+
+
+# Runs that fail
+
+
+def test_a_round_that_was_released_before_a_failure_is_in_the_journal(seen):
+    def broken(number, model):
+        if number == 2:
+            raise RuntimeError("the disk is full")
+        return MetricRecord({"rmse": number})
+
+    strategy = DPFedAvg(**WORDS, sampling=FullSampling())
+    with pytest.raises(RuntimeError, match="disk is full"):
+        strategy.start(grid(), weights(), num_rounds=3, evaluate_fn=broken)
+    assert [(line["round"], line.get("rmse")) for line in seen.lines] == [(0, 0), (1, 1), (2, None)]
+    assert seen.lines[-1]["epsilon"] == strategy.epsilon
+    ((statement, result),) = seen.ends
+    assert (statement.num_rounds, result) == (2, None)
+
+
+def test_a_run_that_did_not_begin_has_no_line(seen):
+    with pytest.raises(ValueError, match="num_rounds"):
+        DPFedAvg(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=-1)
+    assert seen.lines == []
+
+
+def test_a_strategy_that_starts_again_has_a_new_journal(seen):
+    strategy = DPFedAvg(**WORDS, sampling=FullSampling())
+    for _ in range(2):
+        assert isinstance(strategy.start(grid(), weights(), num_rounds=1), Result)
+    assert [line["round"] for line in seen.lines] == [0, 1, 0, 1]
+    assert strategy.journal is None
