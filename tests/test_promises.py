@@ -121,7 +121,7 @@ def test_clients_answer_for_the_method_that_they_run_alone(method, kind):
 def test_a_client_refuses_an_instruction_of_another_method(method, kind, monkeypatch):
     """Also where the server does not ask who runs what."""
     for name in ("why_unfit", "why_none_fits"):
-        monkeypatch.setattr(f"flower_dp.strategies.strategy.{name}", lambda rules, reported: None)
+        monkeypatch.setattr(f"flower_dp.strategies.population.fit.{name}", lambda rules, reported: None)
     strategy, grid = STRATEGIES[method](), LocalGrid(clients(kind), 4)
     if kind in RUNS[method]:
         strategy.start(grid, model_arrays(linear()), num_rounds=1)

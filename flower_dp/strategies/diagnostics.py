@@ -2,6 +2,7 @@
 
 import logging
 
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.rules import Rules
@@ -22,8 +23,9 @@ def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
         log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
-def log_noise_and_signal(rules: Rules, dimension: int) -> None:
-    """Log before the first round how the noise compares with the updates."""
+def log_start(rules: Rules, known_clients: KnownClients, dimension: int) -> None:
+    """Log before the first round who takes part, and how the noise compares with the updates."""
+    log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
     noise, signal = rules.noise_and_signal(dimension)
     log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
     if noise > signal:

@@ -67,6 +67,8 @@ def check_options(owner: str, options: Options) -> None:
         checks.integer("most_clients_per_node", most, at_least=1)
     if (most := options.get("most_newcomers")) is not None:
         checks.integer("most_newcomers", most, at_least=0)
+    if (on_round := options.get("on_round")) is not None and not callable(on_round):
+        raise ValueError(f"on_round={on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
 
 
 class Rules(Protocol):

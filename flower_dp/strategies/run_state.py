@@ -100,3 +100,13 @@ class RunState:
     model: np.ndarray | None = None
     method: Any = None
     optimizer: Mapping[str, Any] | None = None
+
+    def line_of(self, server_round: int) -> dict[str, int | float]:
+        """Return the numbers of a round for people to see.
+
+        They are those of its report, the metrics of its private evaluation as `private-...`, and, where clients were asked for
+        training metrics, which are not private, their means as `client-...`.
+        """
+        line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
+        line |= self.client_metrics.get(server_round, {})
+        return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})

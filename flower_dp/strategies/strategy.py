@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -25,7 +24,7 @@ from flower_dp.strategies.journal import Journal, observed
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import check_overrides, why_none_fits, why_unfit
+from flower_dp.strategies.population.fit import check_overrides, first_query
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
@@ -34,8 +33,6 @@ from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
-# A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
-_PULL_SECONDS = 0.002
 # What a subclass overrides together, if its clients evaluate in its own way.
 _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
@@ -77,8 +74,6 @@ class DPStrategy(Strategy):
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
-        if self.on_round is not None and not callable(self.on_round):
-            raise ValueError(f"on_round={self.on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
         self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
@@ -222,13 +217,10 @@ class DPStrategy(Strategy):
             )
         self._begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
-        if type(grid).__name__ == "InMemoryGrid":
-            setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
         self.rules.plan(num_rounds)
         known_clients = self._known_clients(grid)
         self.summary()
-        log.info("%s parameters, %s clients on %s nodes", layout.size, len(known_clients.names), len(set(known_clients.nodes)))
-        diagnostics.log_noise_and_signal(self.rules, layout.size)
+        diagnostics.log_start(self.rules, known_clients, layout.size)
         rounds = Rounds(
             num_rounds=num_rounds,
             timeout=timeout,
@@ -256,7 +248,7 @@ class DPStrategy(Strategy):
         known_clients = self._known_clients(grid)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it
-            diagnostics.log_noise_and_signal(self.rules, model.layout.size)
+            diagnostics.log_start(self.rules, known_clients, model.layout.size)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
@@ -330,14 +322,8 @@ class DPStrategy(Strategy):
         return None if noised is None else MetricRecord({**noised})
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's numbers for people to see.
-
-        They are those of its report, the metrics of its private evaluation as `private-...`, and, where clients were asked for
-        training metrics, which are not private, their means as `client-...`.
-        """
-        line = {f"private-{name}": value for name, value in self.evaluations.get(server_round, {}).items()}
-        line |= self.client_metrics.get(server_round, {})
-        return line | (self.rounds[-1].public() if server_round else {"epsilon": 0.0})
+        """Return a round's numbers for people to see: `RunState.line_of`."""
+        return self._run.record.line_of(server_round)
 
     def summary(self) -> None:
         """Log what the run will do."""
@@ -351,21 +337,15 @@ class DPStrategy(Strategy):
 
     def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
-        first = self._manager is None
-        if self._manager is None:
-            check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
-            self._manager = ClientManager(
-                self.num_clients,
-                timeout=self.registration_timeout,
-                newcomers=all(release.open_population for release in self._run.releases),
-                unfit=partial(why_unfit, self.rules),
-                most_clients_per_node=self.most_clients_per_node,
-                most_newcomers=self.most_newcomers,
-            )
-        known_clients = self._manager.known_clients(grid)
-        if first:
-            if reason := why_none_fits(self.rules, known_clients):
-                self._manager = None
-                raise ValueError(reason)
-            self.rules.open(known_clients.names)
+        if self._manager is not None:
+            return self._manager.known_clients(grid)
+        check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
+        self._manager, known_clients = first_query(
+            grid,
+            self.rules,
+            self._run.releases,
+            timeout=self.registration_timeout,
+            most_clients_per_node=self.most_clients_per_node,
+            most_newcomers=self.most_newcomers,
+        )
         return known_clients

@@ -1,10 +1,45 @@
 """Whether clients can take part in a method."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from flower_dp.strategies.population.client_manager import KnownClients
+from flwr.serverapp import Grid
+
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.releases.round import RoundRelease
 from flower_dp.strategies.rules import Rules
 from flower_dp.wire import EVALUATION
+
+# A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
+_PULL_SECONDS = 0.002
+
+
+def first_query(
+    grid: Grid, rules: Rules, releases: Sequence[RoundRelease], *, timeout: float, **most: Any
+) -> tuple[ClientManager, KnownClients]:
+    """Ask nodes for their clients before the first round, and open the method's ledgers for them.
+
+    Args:
+        grid: the nodes.
+        rules: the method.
+        releases: those of its rounds: newcomers take part where all of them allow it.
+        timeout: in seconds.
+        most: limits of the `ClientManager`.
+
+    Raises:
+        ValueError: if the clients can't take part.
+        TimeoutError: if they don't register in time.
+    """
+    if type(grid).__name__ == "InMemoryGrid":
+        setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
+    newcomers = all(release.open_population for release in releases)
+    manager = ClientManager(rules.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(why_unfit, rules), **most)
+    known_clients = manager.known_clients(grid)
+    if reason := why_none_fits(rules, known_clients):
+        raise ValueError(reason)
+    rules.open(known_clients.names)
+    return manager, known_clients
 
 
 def why_none_fits(rules: Rules, known_clients: KnownClients) -> str | None:
