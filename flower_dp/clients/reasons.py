@@ -70,9 +70,8 @@ class BatchStatisticsError(ValueError):
 
 def why_no_client(error: Exception) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    if type(error) is Declined:
-        return error.reason
-    return f"client_fn failed: {BATCH_STATISTICS}" if type(error) is BatchStatisticsError else f"client_fn failed; {SEE_LOG}"
+    why = f": {BATCH_STATISTICS}" if type(error) is BatchStatisticsError else f"; {SEE_LOG}"
+    return error.reason if type(error) is Declined else f"client_fn failed{why}"
 
 
 @contextmanager
