@@ -375,6 +375,12 @@ def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(tru
     assert asked["noise_std"] == pytest.approx(2.0 / math.sqrt(shares))
 
 
+def test_an_evaluation_has_the_shares_of_whole_messages_whatever_training_sends():
+    few = PoissonSampling(sampling_rate=0.1)  # with coarse messages the shares would be those of the 4 expected clients
+    strategy, _, _ = constant(DPFedSAM, placement="distributed", keep_ratio=0.5, noise_multiplier=2.0, sampling=few)
+    assert strategy.rules.evaluation.release.shared.share(4) == pytest.approx(2.0 / math.sqrt(few.largest_cohort(40)))
+
+
 def asked(names=("c01",), **arguments):
     """An instruction to evaluate the accuracy."""
     bounds = MetricBounds(bounds={"accuracy": 1.0})
