@@ -94,8 +94,8 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
             raise ValueError(f"--set {setting}: must be key=value")
         given[key.strip()] = _from_text(app, key.strip(), text.strip())
     for key, value in given.items():
-        table, _, name = key.rpartition(".")
-        if name == "epsilon" and value:  # it determines the noise, in place of what the preset says
+        table, _, field = key.rpartition(".")
+        if field == "epsilon" and value:  # it determines the noise, in place of what the preset says
             for one in _OF_NOISE:
                 overrides.pop(f"{table}.{one}", None)
     overrides |= given
