@@ -80,10 +80,11 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     config |= {key: value for key, value in node_config.items() if _is_setting(key) and key not in others}
     _check_records(config, node_config, DEALT if dealt else ())
     names = {field.name for field in fields(module_of(method).Own)} if mine else set()
-    if "noise_multiplier" in names and config[f"{method}.epsilon"]:
+    epsilon = config.get(f"{method}.epsilon")
+    if "noise_multiplier" in names and isinstance(epsilon, int | float) and epsilon:
         raise ValueError(
-            f"{method}.epsilon={config[f'{method}.epsilon']:g}: noise for an epsilon depends on the number of rounds, which is "
-            "not this device's to decide; set noise-multiplier in its node-config (flower-dp calibrate tells it)"
+            f"{method}.epsilon={epsilon:g}: the noise would follow from the number of rounds, which the server decides; set "
+            f"{method}.noise-multiplier in its node-config (flower-dp calibrate computes it)"
         )
     if "placement" in names:
         _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")

@@ -113,6 +113,18 @@ def test_the_server_does_not_decide_how_much_of_the_noise_is_a_devices_share(met
     assert own_settings(run, {**node, key: lie})[key] == lie
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_server_does_not_decide_for_how_many_rounds_an_epsilon_is(method):
+    """With a run-config of one round it would take little noise for a device's epsilon."""
+    run = {"method": method, "num-clients": 4, "num-rounds": 1}
+    node = {"num-partitions": 4, f"{method}.epsilon": 2.0}
+    if not any(field.name == "noise_multiplier" for field in fields(module_of(method).Own)):
+        assert own_settings(run, node)[f"{method}.epsilon"] == 2.0
+        return
+    with pytest.raises(ValueError, match=rf"{method}\.epsilon=2: the noise would follow from the number of rounds"):
+        own_settings(run, node)
+
+
 def test_shared_noise_is_that_of_the_devices_own_cohort():
     own = {"fed-smp.noise-multiplier": 1.0, "fed-smp.delta": 1e-3, "fed-smp.clip-norm": 1.0, "sampling": "full"}
     run = {"method": "fed-smp", "sampling": "poisson"}

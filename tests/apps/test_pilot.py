@@ -28,7 +28,7 @@ NBAFL = SMALL | {
     "method": "nbafl",
     "sampling": "full",
     "num-rounds": 20,
-    "epsilon": 50.0,
+    "paper-epsilon": 50.0,
     "delta": 0.01,
     "clip-norm": 20.0,
     "uplink-exposures": 2,

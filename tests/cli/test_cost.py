@@ -1,0 +1,92 @@
+"""flower-dp epsilon | calibrate of a run: what they say is what the run's statement will say."""
+
+import json
+
+import pytest
+
+from flower_dp.cli import main as cli
+from flower_dp.running import apps
+
+QUICK = ("--set", "num-rounds=4", "--set", "sampling=full", "--set", "num-clients=200")
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("target", ["dp-fedsam", "mnist-dp-fedsam"])
+def test_calibrate_gives_the_noise_with_which_the_run_costs_epsilon_against_participants(call, target):
+    status, out, err = call("calibrate", target, "--epsilon", "3", *QUICK, "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert 0.99 * 3 <= found["epsilon"] == found["against participants"] <= 3
+    assert found["against outsiders"] < found["epsilon"]
+    assert found["num_rounds"] == 4
+    # The other way round, to the digits that are printed.
+    noise = ("--set", f"dp-fedsam.noise-multiplier={found['noise_multiplier']:.6g}", "--set", "dp-fedsam.target-epsilon=0")
+    status, out, err = call("epsilon", target, *QUICK, *noise, "--json")
+    assert (status, json.loads(out)["epsilon"]) == (0, found["epsilon"])
+
+
+def test_a_run_that_a_target_ends_is_told_with_its_rounds_in_words(call):
+    more = ("--set", "dp-fedavg.noise-multiplier=2", "--set", "dp-fedavg.target-epsilon=3")
+    status, out, err = call("epsilon", "mnist-dp-fedavg", *QUICK, *more)
+    assert (status, err) == (0, "")
+    lines = dict(line.rsplit(maxsplit=1) for line in out.splitlines() if not line.endswith("private"))
+    assert 0 < int(lines["rounds"]) < 4
+    assert float(lines["epsilon"]) <= 3
+    assert "against the server    infinite: not private" in out
+
+
+def test_methods_with_a_budget_of_every_client_are_told_as_well(call):
+    status, out, _ = call("calibrate", "mnist-nbafl", "--epsilon", "5", "--json")
+    assert status == 0
+    assert 0.99 * 5 <= json.loads(out)["epsilon"] <= 5
+    status, out, _ = call("epsilon", "mnist-nbafl", "--json")
+    assert (status, json.loads(out)["epsilon"] > 1e6) == (0, True)
+
+
+def test_epsilon_stands_in_the_place_of_a_presets_noise():
+    assert apps.resolve("mnist-full-dp-fedsam", []).overrides["dp-fedsam.noise-multiplier"] == 0.95
+    found = apps.resolve("mnist-full-dp-fedsam", ["dp-fedsam.epsilon=8"]).overrides
+    assert (found["dp-fedsam.epsilon"], "dp-fedsam.noise-multiplier" in found) == (8.0, False)
+    kept = apps.resolve("mnist-full-dp-fedsam", ["dp-fedsam.epsilon=0"]).overrides
+    assert kept["dp-fedsam.noise-multiplier"] == 0.95
+    both = apps.resolve("mnist-full-dp-fedsam", ["dp-fedsam.epsilon=8", "dp-fedsam.noise-multiplier=2"])
+    assert (both.overrides["dp-fedsam.noise-multiplier"], both.name) == (2.0, "mnist-full-dp-fedsam")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("epsilon", "nowhere"), "nowhere: is neither a folder"),
+        (("epsilon", "--set", "seed=1"), "--set belongs to a preset or a method"),
+        (("calibrate", "dp-fedavg"), "--epsilon is missing"),
+        (("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"), "--num-rounds: dp-fedavg has settings of its own"),
+        (
+            ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.noise-multiplier=2"),
+            "noise-multiplier=2: epsilon=8 determines it",
+        ),
+        (
+            ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.target-epsilon=9"),
+            "target-epsilon=9: epsilon=8 determines it",
+        ),
+        (("calibrate", "nbafl", "--epsilon", "8", "--set", "nbafl.paper-epsilon=9", "--set", "sampling=full"), "paper-epsilon=9"),
+        (
+            ("epsilon", "dp-fedavg", *QUICK, "--set", "dp-fedavg.target-epsilon=0.01"),
+            "no round can be run: the first one alone would pass the target",
+        ),
+    ],
+)
+def test_bad_options_end_with_one_line_that_names_them(call, arguments, message):
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

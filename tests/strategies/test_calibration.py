@@ -1,0 +1,288 @@
+"""Epsilon in, noise out: the statement after all rounds is within 1 % below the epsilon that was given, and never above."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flower_dp.clients import DPClient, NbAFLTerms, TensorRecords, Training, client_app, model_arrays
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.strategies import (
+    DPPASGD,
+    AdaptiveClip,
+    DPFedAvg,
+    DPFedPAQ,
+    DPFedSAM,
+    FedSGDDPC,
+    FedSMP,
+    NbAFL,
+    PrivateEvaluation,
+    Scaffold,
+)
+from flower_dp.strategies.forecast import forecast
+from tests.grids import LocalGrid
+from tests.local_grids import linear
+from tests.stock import arrays, shifted, stock_app
+
+CLIENTS, ROUNDS = 40, 6
+NAMES = tuple(f"c{number:02}" for number in range(CLIENTS))
+COMMON = {"clip_norm": 0.5, "num_clients": CLIENTS, "delta": 1e-3}
+SAMPLINGS = {
+    "full": FullSampling(),
+    "poisson": PoissonSampling(sampling_rate=0.5),
+    "fixed size": FixedSizeSampling(cohort_size=10),
+    "round robin": RoundRobinSampling(cohort_size=16),
+}
+METHODS = {
+    "central": lambda **arguments: DPFedAvg(**COMMON, **arguments),
+    "distributed": lambda **arguments: DPFedSAM(**COMMON, **arguments),
+    "untrusted server": lambda **arguments: DPFedSAM(**COMMON, trusted_server=False, **arguments),
+    "own shares alone": lambda **arguments: DPFedSAM(**COMMON, keep_ratio=0.5, **arguments),
+    "masked": lambda **arguments: FedSMP(**COMMON, **arguments),
+    "adaptive": lambda **arguments: DPFedAvg(
+        **COMMON | {"clip_norm": AdaptiveClip(initial=0.1, smallest=0.01, largest=1.0)}, **arguments
+    ),
+}
+
+
+def evaluation(sampling):
+    return PrivateEvaluation(noise_multiplier=30.0, sampling=sampling, every=2)
+
+
+def spent(strategy, num_rounds=ROUNDS):
+    """The statement after rounds that are drawn and charged as in a run; none of them is refused."""
+    strategy.plan(num_rounds)
+    rules, rng = strategy.rules, np.random.default_rng(3)
+    rules.open(NAMES)
+    for number in range(1, num_rounds + 1):
+        assert rules.why_stop(number, None) is None
+        cohort = [NAMES[place] for place in rules.training.cohort(NAMES, rng)]
+        assert rules.why_stop(number, len(cohort)) is None
+        rules.training.charge(cohort)
+        if rules.evaluation is not None and rules.evaluation.due(number):
+            rules.evaluation.release.charge([NAMES[place] for place in rules.evaluation.release.cohort(NAMES, rng)])
+    assert strategy.statement.num_rounds == num_rounds
+    return strategy.statement
+
+
+def cases():
+    for method, sampling, evaluated in itertools.product(METHODS, SAMPLINGS, (False, True)):
+        for relation in ("replace-one",) if sampling == "fixed size" else ("add-or-remove-one", "replace-one"):
+            quick = sampling in ("full", "round robin")
+            marks = () if quick else (pytest.mark.slow,)
+            name = f"{method}, {sampling}, {relation}{', evaluated' * evaluated}"
+            yield pytest.param(method, sampling, relation, evaluated, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("method", "sampling", "relation", "evaluated"), list(cases()))
+def test_the_statement_ends_within_a_hundredth_below_epsilon(method, sampling, relation, evaluated):
+    sampler = SAMPLINGS[sampling]
+    plan = evaluation(sampler) if evaluated else None
+    target = 300.0 if method == "own shares alone" else 1.5
+    strategy = METHODS[method](epsilon=target, num_rounds=ROUNDS, sampling=sampler, relation=relation, evaluation=plan)
+    statement = spent(strategy)
+    least = 0.99
+    if method == "untrusted server" and sampling == "poisson":
+        least = 0.9  # the cost follows from the cohorts that are drawn, of some 20 clients here
+    assert least * target <= statement.epsilon <= target
+    assert statement.noise["noise_multiplier"] == strategy.rules.release.mechanism.noise_multiplier
+    assert (statement.noise["calibrated_for_epsilon"], statement.noise["calibrated_for_rounds"]) == (target, ROUNDS)
+    # Against participants: the larger of the two where they know their own shares.
+    assert statement.epsilon == max(one.epsilon for one in statement.adversaries if not one.trusted)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 30.0, 2000.0])
+def test_any_epsilon_can_be_asked_for(epsilon):
+    strategy = DPFedAvg(**COMMON, epsilon=epsilon, num_rounds=ROUNDS, sampling=FullSampling())
+    assert 0.99 * epsilon <= spent(strategy).epsilon <= epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epsilon", [0.3, 8.0])
+def test_long_runs_at_small_rates_end_as_close(epsilon):
+    arguments = {"sampling": PoissonSampling(sampling_rate=0.05), "num_clients": CLIENTS, "clip_norm": 1.0, "delta": 1e-4}
+    strategy = DPFedAvg(**arguments, epsilon=epsilon, num_rounds=1000)
+    assert 0.99 * epsilon <= forecast(strategy, num_rounds=1000, names=NAMES).epsilon <= epsilon
+
+
+def test_a_real_run_goes_to_its_last_round_and_the_multiplier_can_be_given_again():
+    arguments = {**COMMON, "num_clients": 4, "sampling": FullSampling(), "registration_timeout": 5}
+    strategy = DPFedAvg(**arguments, epsilon=3.0, num_rounds=5, evaluation=None)
+    model = arrays(w=np.zeros(4, np.float32))
+    strategy.start(LocalGrid(stock_app(shifted(float)), 4), model, num_rounds=5)
+    assert (len(strategy.rounds), strategy.incidents) == (5, ())
+    assert 0.99 * 3 <= strategy.statement.epsilon <= 3
+    assert strategy.rounds[-1].epsilon <= 3.001
+    again = DPFedAvg(**arguments, noise_multiplier=float(f"{strategy.statement.noise['noise_multiplier']:.6g}"))
+    again.start(LocalGrid(stock_app(shifted(float)), 4), model, num_rounds=5)
+    assert again.statement.epsilon == strategy.statement.epsilon
+
+
+def test_shares_of_the_clients_are_those_of_the_calibrated_noise():
+    def client_fn(context):
+        records = TensorRecords(inputs=np.ones((4, 3), np.float32), targets=np.zeros(4, np.int64))
+        training = Training(learning_rate=0.1)
+        return DPClient(model=linear(), clients={f"c{context.node_id}": records}, training=training, device="cpu")
+
+    arguments = {**COMMON, "num_clients": 4, "sampling": FullSampling(), "registration_timeout": 5}
+    strategy = DPFedSAM(**arguments, epsilon=5.0, num_rounds=2)
+    grid = LocalGrid(client_app(client_fn), 4)
+    strategy.plan(2)
+    strategy.configure_train(1, model_arrays(linear()), {}, grid)
+    std = strategy.rules.release.mechanism.noise_multiplier * 0.5
+    assert strategy._run.asked["dp-fedsam"].now.ask.noise_std == pytest.approx(std / 2)
+
+
+def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
+    strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
+    for number in (3, 6):
+        with pytest.raises(
+            ValueError, match=rf"num_rounds={number}: the strategy was constructed with num_rounds=5, .*epsilon=2"
+        ):
+            strategy.start(LocalGrid(stock_app(shifted(float)), CLIENTS), arrays(w=np.zeros(4, np.float32)), num_rounds=number)
+    assert strategy.statement.epsilon == 0
+
+
+def test_a_loop_of_ones_own_never_passes_epsilon():
+    strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
+    for number in range(1, 6):
+        assert strategy.rules.why_stop(number, None) is strategy.rules.why_stop(number, CLIENTS) is None
+        strategy.rules.training.charge(NAMES)
+    assert strategy.rules.why_stop(6, None) == "it would pass target_epsilon=2"
+
+
+REFUSED = [
+    ({}, "noise_multiplier=None, epsilon=None: neither is given; must be exactly one"),
+    ({"epsilon": 8.0, "noise_multiplier": 0.9, "num_rounds": 5}, r"noise_multiplier=0\.9, epsilon=8\.0: both are given"),
+    ({"epsilon": 8.0}, r"num_rounds: is missing; epsilon=8\.0 needs"),
+    ({"epsilon": 8.0, "num_rounds": 0}, "num_rounds=0"),
+    ({"epsilon": 8.0, "num_rounds": 5, "target_epsilon": 7.0}, r"target_epsilon=7\.0: epsilon=8\.0 is the run's target"),
+    ({"noise_multiplier": 0.9, "num_rounds": 5}, "num_rounds=5: is read with epsilon only"),
+    ({"epsilon": 0.0, "num_rounds": 5}, "epsilon=0"),
+    ({"epsilon": math.inf, "num_rounds": 5}, "epsilon=inf: must be a finite number"),
+    (
+        {"epsilon": 1e-9, "num_rounds": 5, "delta": 1e-9},
+        "epsilon=1e-09: no noise multiplier up to 1e6 reaches it at delta=1e-09, for num_rounds=5",
+    ),
+    (
+        {"epsilon": 1.0, "num_rounds": 4, "evaluation": PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())},
+        r"epsilon=1: the 4 private evaluations alone cost \d",
+    ),
+    (
+        {"epsilon": 1.0, "num_rounds": 4, "evaluation": PrivateEvaluation(noise_multiplier=0.0, sampling=FullSampling())},
+        "epsilon=1: the 4 private evaluations alone cost inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "match"), REFUSED)
+@pytest.mark.parametrize("method", [DPFedAvg, DPFedSAM, FedSMP])
+def test_nonsense_is_refused_naming_fields_and_values(method, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        method(**{**COMMON, "sampling": FullSampling(), **arguments})
+
+
+def test_noise_without_a_trusted_server_counts_a_share_that_a_participant_knows():
+    """With so many shares or more almost surely, and one of them known, (m - 1) / m of the noise is left."""
+    arguments = {**COMMON, "sampling": PoissonSampling(sampling_rate=0.5), "epsilon": 1.5, "num_rounds": ROUNDS}
+    full = DPFedAvg(**{**arguments, "sampling": FullSampling()}).rules.release.mechanism.noise_multiplier
+    shared = DPFedSAM(**arguments, trusted_server=False).rules.release.mechanism.noise_multiplier
+    shares = math.ceil(0.75 * stats.binom.ppf(1e-3 / ROUNDS, CLIENTS, 0.5))
+    assert shared == pytest.approx(full * math.sqrt(shares / (shares - 1)), rel=1e-3)
+
+
+# Methods whose epsilon is every client's budget
+
+LOCAL = {
+    "nbafl": lambda epsilon: NbAFL(
+        num_clients=CLIENTS, num_records=20, clip_norm=2.0, epsilon=epsilon, delta=1e-3, num_replies=ROUNDS
+    ),
+    "fedsgd-dpc": lambda epsilon: FedSGDDPC(
+        mechanism="gaussian",
+        num_clients=CLIENTS,
+        cohort_size=CLIENTS,
+        num_records=20,
+        clip_norm=1.0,
+        epsilon=epsilon,
+        delta=1e-3,
+        learning_rate=0.1,
+        num_replies=ROUNDS,
+    ),
+    "dp-fedpaq": lambda epsilon: DPFedPAQ(**steps(), epsilon=epsilon, delta=1e-3),
+    "scaffold": lambda epsilon: Scaffold(**steps(), epsilon=epsilon, delta=1e-3),
+    "dp-pasgd": lambda epsilon: DPPASGD(
+        num_clients=CLIENTS,
+        num_records=20,
+        batch_size=5,
+        clip_norm=1.0,
+        epsilon=epsilon,
+        delta=1e-3,
+        num_steps=2 * ROUNDS,
+        num_local_steps=2,
+        learning_rate=0.1,
+    ),
+}
+
+
+def steps():
+    recipe = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=5, clip_norm=1.0, sensitivity="per-step")
+    return {"steps": recipe, "sampling": FullSampling(), "num_clients": CLIENTS, "num_records": 20}
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 6.0])
+@pytest.mark.parametrize("method", LOCAL)
+def test_a_budget_is_the_epsilon_of_the_statement(method, epsilon):
+    strategy = LOCAL[method](epsilon)
+    assert 0.99 * epsilon <= spent(strategy).epsilon <= epsilon
+
+
+def test_nbafl_adds_no_noise_on_the_server_for_a_proved_epsilon_and_broadcasts_cost_no_more():
+    rules = LOCAL["nbafl"](3.0).rules
+    rules.plan(100)
+    assert rules.downlink_noise_std == 0
+    terms = NbAFLTerms(clip_norm=2.0, epsilon=3.0, delta=1e-3, min_records=20, num_records=31, num_replies=ROUNDS).terms()
+    assert rules.uplink_noise_std == terms.release.noise_scale
+    assert rules.statement(LOCAL["nbafl"](3.0).facts).paper is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({}, "epsilon=None, paper_epsilon=None: neither is given"),
+        ({"epsilon": 1.0, "paper_epsilon": 2.0, "num_replies": 2}, r"epsilon=1\.0, paper_epsilon=2\.0: both are given"),
+        ({"epsilon": 1.0}, "num_replies: is missing"),
+        ({"paper_epsilon": 1.0, "num_replies": 2}, "uplink_exposures: is missing"),
+        ({"epsilon": 1.0, "num_replies": 2, "uplink_exposures": 2}, "uplink_exposures=2: is read with paper_epsilon only"),
+        ({"epsilon": -1.0, "num_replies": 2}, "epsilon=-1"),
+        ({"epsilon": 1.0, "num_replies": [1, 2, 3, 4]}, "all clients add the same noise; must be one number"),
+    ],
+)
+def test_nbafl_takes_one_epsilon_and_what_belongs_to_it(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        NbAFL(num_clients=4, num_records=20, clip_norm=2.0, delta=1e-3, **arguments)
+
+
+# The statement before the run
+
+
+@pytest.mark.parametrize("method", ["central", "distributed", "masked"])
+@pytest.mark.parametrize("sampling", ["full", "round robin"])
+def test_the_forecast_is_the_statement_of_the_run(method, sampling):
+    def make():
+        sampler = SAMPLINGS[sampling]
+        return METHODS[method](noise_multiplier=4.0, sampling=sampler, evaluation=evaluation(sampler))
+
+    assert str(forecast(make(), num_rounds=ROUNDS, names=NAMES)) == str(spent(make()))
+
+
+def test_the_forecast_ends_where_the_run_will_and_counts_the_most_replies_of_a_client():
+    strategy = DPFedAvg(**COMMON, noise_multiplier=4.0, sampling=FullSampling(), target_epsilon=2.0)
+    found = forecast(strategy, num_rounds=50, names=NAMES)
+    assert 0 < found.num_rounds < 50
+    assert found.epsilon <= 2
+    drawn = NbAFL(num_clients=CLIENTS, num_records=20, clip_norm=2.0, epsilon=3.0, delta=1e-3, num_replies=6, cohort_size=8)
+    found = forecast(drawn, num_rounds=ROUNDS, names=NAMES)
+    assert (found.num_rounds, found.clients.maximum > 0.99 * 3) == (ROUNDS, True)
