@@ -86,7 +86,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
             f"{method}.epsilon={epsilon:g}: the noise would follow from the number of rounds, which the server decides; set "
             f"{method}.noise-multiplier in its node-config (flower-dp calibrate computes it)"
         )
-    if "placement" in names:
+    if "placement" in names and config[f"{method}.placement"] == "distributed":
         _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")
     return config
 

@@ -56,6 +56,7 @@ TESTS = "def test_one():\n    from part import ONE\n    assert ONE == 1\n\ndef t
 )
 def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, changes, word):
     monkeypatch.syspath_prepend(str(PLANT.parent))  # where its processes look for what they run
+    monkeypatch.setitem(sys.modules, "plant", plant)  # tests of changed modules import modules again
     (tmp_path / "part.py").write_text("ONE = 1\n")
     (tmp_path / "test_part.py").write_text(TESTS)
     arguments = {"name": "One is two.", "file": "part.py", "old": "1", "new": "2", "tests": ("test_part.py",)}

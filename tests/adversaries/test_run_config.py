@@ -104,10 +104,12 @@ def test_the_server_does_not_decide_how_much_of_the_noise_is_a_devices_share(met
     lie = {"sampling": "full", "sampling-rate": 0.9, "cohort-size": 4}[key]
     run = {"method": method, "num-clients": 4, key: lie}
     node = {"num-partitions": 4, f"{method}.clip-norm": 1.0}
-    shared = any(field.name == "placement" for field in fields(module_of(method).Own))
-    if not shared:
+    if not any(field.name == "placement" for field in fields(module_of(method).Own)):
         assert own_settings(run, node)[key] == lie
         return
+    # Under central placement no noise is the device's.
+    assert own_settings(run, {**node, f"{method}.placement": "central"})[key] == lie
+    node[f"{method}.placement"] = "distributed"
     with pytest.raises(ValueError, match=rf"{key}={lie!r}: how much noise this device adds is not the server's to decide"):
         own_settings(run, node)
     assert own_settings(run, {**node, key: lie})[key] == lie

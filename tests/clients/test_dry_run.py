@@ -205,7 +205,7 @@ def local_client(build: Any, records: Any, recipe: Any) -> LocalDPClient:
 
 
 def nbafl(training: Training) -> NbAFLRecipe:
-    return NbAFLRecipe(training=training, clip_norm=2.0, epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=8)
+    return NbAFLRecipe(training=training, clip_norm=2.0, paper_epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=8)
 
 
 def grid_of(clients: list[Any]) -> LocalGrid:
@@ -421,7 +421,7 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
             num_clients=NUM,
             cohort_size=NUM,
             clip_norm=2.0,
-            epsilon=8.0,
+            paper_epsilon=8.0,
             delta=1e-3,
             uplink_exposures=5,
             num_records=8,

@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp.simulation import modules
-from flower_dp.simulation.identity import numbered
+from flower_dp.simulation.identity import SERVER_NODE, identify, numbered
 from flower_dp.simulation.worker import Worker
 from tests.grids import LocalGrid  # noqa: F401  (it makes messages possible)
 
@@ -35,6 +35,13 @@ def to(node, **what):
     message = Message(RecordDict({"ask": ConfigRecord(what)}), node, "train")
     numbered(message)
     return message
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Messages of later tests in this process are the server's again."""
+    yield
+    identify(1, SERVER_NODE)
 
 
 @pytest.fixture
