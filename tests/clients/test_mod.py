@@ -805,7 +805,7 @@ def test_a_client_whose_terms_the_server_misstates_does_not_reply_and_pays_nothi
 
 
 def test_noise_of_a_client_with_more_than_the_server_states_is_its_own() -> None:
-    app = added(0.0)(privacy_mod(name="a", terms=replace(NBAFL, epsilon=0.4), noise_seed=2))
+    app = added(0.0)(privacy_mod(name="a", terms=replace(NBAFL, paper_epsilon=0.4), noise_seed=2))
     row, answer = ask(app, local_instruction(), zeros())
     assert answer.refused == {}
     assert_noise(row, 2 * NBAFL.terms().release.noise_scale)
