@@ -133,20 +133,13 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(cost, allow_nan=False))
         return
-    for key, label in (
-        ("method", "method"),
-        ("num_rounds", "rounds"),
-        ("noise_multiplier", "noise multiplier"),
-        ("epsilon", "epsilon"),
-        ("epsilon_rdp", "epsilon by RDP"),
-        ("delta", "delta"),
-        ("relation", "relation"),
-        ("accountant", "accountant"),
-        *((f"against {name}", f"against {name}") for name in _ADVERSARIES),
-    ):
-        if key in cost:
-            value = "infinite: not private" if cost[key] is None else cost[key]
-            typer.echo(f"{label:<20}  {value:.6g}" if isinstance(value, float) else f"{label:<20}  {value}")
+    labels = {"num_rounds": "rounds", "noise_multiplier": "noise multiplier", "epsilon_rdp": "epsilon by RDP"}
+    shown = ["method", "num_rounds", "noise_multiplier", "epsilon", "epsilon_rdp", "delta", "relation", "accountant"]
+    lines = {labels.get(key, key): cost[key] for key in [*shown, *map(_against, _ADVERSARIES)] if key in cost}
+    width = max(16, *map(len, lines))
+    for label, number in lines.items():
+        value = "infinite: not private" if number is None else number
+        typer.echo(f"{label:<{width}}  {value:.6g}" if isinstance(value, float) else f"{label:<{width}}  {value}")
 
 
 # Of a run
@@ -192,7 +185,7 @@ def _answer_of_run(target: str | None, settings: list[str], epsilon: float | Non
             "delta": statement.delta,
             "relation": statement.relation,
             "accountant": statement.accountant,
-            **{f"against {one.name}": _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
+            **{_against(one.name): _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
         },
         as_json=as_json,
     )
@@ -210,3 +203,7 @@ def _statement_of(run: "Target") -> "PrivacyStatement":
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _against(adversary: str) -> str:
+    return f"against {adversary}"

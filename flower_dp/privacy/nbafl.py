@@ -90,7 +90,7 @@ def weights_terms(
     proved for any training: clipped weights lie in a ball of radius C, so all of a client's records together move them by at most
     2 C. With `paper_epsilon` the noise has the paper's std for (paper_epsilon, delta) over `uplink_exposures` replies of clients
     with at least `min_records` records, which rests on the paper's assumption of a sensitivity 2 C / m. For the same number it is
-    about m times smaller, and what it proves is in the statement.
+    many times smaller; the statement says what it proves.
 
     Raises:
         ValueError: for a value out of range, or one that is missing or out of place, naming it.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_dp.clients import DPClient, NbAFLTerms, TensorRecords, Training, client_app, model_arrays
+from flower_dp.clients import NbAFLTerms
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import (
@@ -24,7 +24,6 @@ from flower_dp.strategies import (
 )
 from flower_dp.strategies.forecast import forecast
 from tests.grids import LocalGrid
-from tests.local_grids import linear
 from tests.stock import arrays, shifted, stock_app
 
 CLIENTS, ROUNDS = 40, 6
@@ -122,18 +121,9 @@ def test_a_real_run_goes_to_its_last_round_and_the_multiplier_can_be_given_again
 
 
 def test_shares_of_the_clients_are_those_of_the_calibrated_noise():
-    def client_fn(context):
-        records = TensorRecords(inputs=np.ones((4, 3), np.float32), targets=np.zeros(4, np.int64))
-        training = Training(learning_rate=0.1)
-        return DPClient(model=linear(), clients={f"c{context.node_id}": records}, training=training, device="cpu")
-
-    arguments = {**COMMON, "num_clients": 4, "sampling": FullSampling(), "registration_timeout": 5}
-    strategy = DPFedSAM(**arguments, epsilon=5.0, num_rounds=2)
-    grid = LocalGrid(client_app(client_fn), 4)
-    strategy.plan(2)
-    strategy.configure_train(1, model_arrays(linear()), {}, grid)
-    std = strategy.rules.release.mechanism.noise_multiplier * 0.5
-    assert strategy._run.asked["dp-fedsam"].now.ask.noise_std == pytest.approx(std / 2)
+    strategy = DPFedSAM(**COMMON, epsilon=5.0, num_rounds=2, sampling=FullSampling())
+    multiplier = strategy.statement.noise["noise_multiplier"]
+    assert strategy.rules.training.ask(9, NAMES).noise_std == pytest.approx(multiplier * 0.5 / math.sqrt(CLIENTS))
 
 
 def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
@@ -233,7 +223,9 @@ def steps():
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 6.0])
-@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow if name in ("dp-fedpaq", "scaffold") else ()) for name in LOCAL]
+)
 def test_a_budget_is_the_epsilon_of_the_statement(method, epsilon):
     strategy = LOCAL[method](epsilon)
     assert 0.99 * epsilon <= spent(strategy).epsilon <= epsilon
