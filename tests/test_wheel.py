@@ -16,7 +16,16 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 RESULTS = {
-    *("config.toml", "flower.log", "metrics.jsonl", "model.safetensors", "progress.png", "statement.json", "statement.txt")
+    *(
+        "config.toml",
+        "flower.log",
+        "metrics.jsonl",
+        "model.json",
+        "model.safetensors",
+        "progress.png",
+        "statement.json",
+        "statement.txt",
+    )
 }
 
 pytestmark = [pytest.mark.wheel, pytest.mark.flwr_run]

@@ -724,6 +724,7 @@ def test_a_run(tmp_path, engine):
         "config.toml",
         "flower.log",
         "metrics.jsonl",
+        "model.json",
         "model.safetensors",
         "progress.png",
         "statement.json",
