@@ -123,7 +123,7 @@ def weights_terms(
         replies = checks.integer("num_replies", num_replies, at_least=1)
         most = budget(math.inf if epsilon is None else epsilon)
         std = clip_norm * least_gaussian_multiplier(
-            epsilon=most, delta=delta, num_releases=replies, sampler=FullSampling(), relation="replace-one"
+            FullSampling(), epsilon=most, delta=delta, num_releases=replies, relation="replace-one"
         )
     release = Release(
         what="the client's clipped weights with noise, in every reply",
