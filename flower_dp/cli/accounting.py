@@ -192,12 +192,15 @@ def _answer_of_run(target: str | None, settings: list[str], epsilon: float | Non
 
 
 def _statement_of(run: "Target") -> "PrivacyStatement":
-    from flower_dp.running import plugins
+    from flower_dp.running import apps, plugins
 
-    if not run.app.cost:
-        raise ValueError(f"{run.app.name}: its pyproject.toml names no function `cost` under [tool.flower-dp]")
-    with plugins.loaded(run.app, run.app.cost) as cost:
-        statement: PrivacyStatement = cost({**run.app.defaults, **run.overrides})
+    # An app that `flower_dp.app` makes has the settings of flower-dp's own.
+    app = apps.own_app() if run.app.built else run.app
+    if not app.cost:
+        raise ValueError(f"{app.name}: its pyproject.toml names no function `cost` under [tool.flower-dp]")
+    with plugins.loaded(app, app.cost) as cost:
+        config = {**run.app.defaults, **run.overrides}
+        statement: PrivacyStatement = cost(config, own_model=True) if run.app.built else cost(config)
         return statement
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flower_dp.running.progress import Display
 
 
-# In the log, of a node whose clients can't train.
-_CANT_TRAIN = "can't train: "
+# Lines of the log that are always shown: of a node whose clients can't train, and of noise that is longer than any mean of updates.
+_SHOWN = ("can't train: ", "one round teaches little")
 
 
 class Engine(StrEnum):
@@ -121,7 +121,7 @@ def run(
 
 
 class _Screen:
-    """Shows the metrics of a run, the app's log until the first metrics appear, and who can't train."""
+    """Shows the metrics of a run, the app's log until the first metrics appear, and warnings that explain a useless result."""
 
     def __init__(self, display: "Display", *, quiet: bool) -> None:
         self._display = display
@@ -132,7 +132,7 @@ class _Screen:
         self._display.show(metrics)
 
     def tell(self, line: str) -> None:
-        if not self._quiet or _CANT_TRAIN in line:
+        if not self._quiet or any(text in line for text in _SHOWN):
             typer.echo(line)
 
 

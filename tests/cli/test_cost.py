@@ -5,8 +5,9 @@ import json
 import pytest
 
 from flower_dp.cli import main as cli
-from flower_dp.running import apps
+from flower_dp.running import apps, new_app
 
+LOCAL = ("--set", "method=nbafl", "--set", "sampling=full", "--set", "sampling-rate=0", "--set", "nbafl.epsilon=1")
 QUICK = ("--set", "num-rounds=4", "--set", "sampling=full", "--set", "num-clients=200")
 
 
@@ -51,6 +52,19 @@ def test_methods_with_a_budget_of_every_client_are_told_as_well(call):
     assert 0.99 * 5 <= json.loads(out)["epsilon"] <= 5
     status, out, _ = call("epsilon", "mnist-nbafl", "--json")
     assert (status, json.loads(out)["epsilon"] > 1e6) == (0, True)
+
+
+def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
+    new_app.write_app(tmp_path / "mine")
+    status, out, err = call("epsilon", str(tmp_path / "mine"), "--json")
+    assert (status, err) == (0, "")
+    assert 0.99 * 5 <= json.loads(out)["epsilon"] <= 5  # what the template asks for
+    assert json.loads(out)["num_rounds"] == 30
+    status, out, _ = call("calibrate", str(tmp_path / "mine"), "--epsilon", "1.5", "--json")
+    assert (status, 0.99 * 1.5 <= json.loads(out)["epsilon"] <= 1.5) == (0, True)
+    status, _, err = call("epsilon", str(tmp_path / "mine"), *LOCAL)
+    assert status == 2
+    assert "epsilon follows from every client's number of records" in err
 
 
 def test_epsilon_stands_in_the_place_of_a_presets_noise():
