@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flower_dp.running.progress import Display
 
 
-# Lines of the log that are always shown: of a node whose clients can't train, and of noise that is longer than any mean of updates.
+# Lines of the log that are always shown: of a node whose clients can't train, and of noise that is longer than any mean.
 _SHOWN = ("can't train: ", "one round teaches little")
 
 
