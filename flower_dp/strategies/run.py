@@ -83,6 +83,11 @@ class Run:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
         return any(release.secret_cohort for release in self.releases)
 
+    @property
+    def seeded_noise(self) -> bool:
+        """Whether noise or sampling comes from a fixed seed; the run is not private then."""
+        return self.noise_seed is not None
+
     def generator(self, *purpose: object) -> Generator:
         """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
         return noise_generator(self.noise_seed, "server", *purpose)
@@ -90,7 +95,7 @@ class Run:
     def facts(self, *, report_client_metrics: bool, own_evaluation: bool) -> RunFacts:
         """Return the facts for the statement, besides the ledgers."""
         return RunFacts(
-            seeded_noise=self.noise_seed is not None,
+            seeded_noise=self.seeded_noise,
             missing=self._own.missing,
             incidents=self._own.incidents,
             report_client_metrics=report_client_metrics,
@@ -159,7 +164,7 @@ class Run:
     def total(self, release: RoundRelease, replies: Any) -> tuple[Round, Collected]:
         """Check the replies to what was asked and add them up, once."""
         asked = self.asked.pop(release.name)
-        collected = self.exchange.total(asked, replies, seeded=self.noise_seed is not None)
+        collected = self.exchange.total(asked, replies, seeded=self.seeded_noise)
         # Told once, and not where it tells who was in a cohort.
         if collected.seeded_clients and _SEEDED not in self._own.incidents and not self.secret_cohort:
             self.note(incidents=(*self._own.incidents, _SEEDED))

@@ -108,7 +108,7 @@ class DPStrategy(Strategy):
     @property
     def seeded_noise(self) -> bool:
         """Whether noise or sampling comes from a fixed seed; the run is not private then."""
-        return self.noise_seed is not None
+        return self._run.seeded_noise
 
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.

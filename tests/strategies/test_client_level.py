@@ -436,7 +436,7 @@ def test_without_noise_the_statement_says_not_private():
 def test_fixed_noise_on_the_server_makes_a_run_not_private_and_on_a_client_its_reply_refused():
     server = DPFedAvg(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3, noise_seed=1)
     server.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(**ZEROS), num_rounds=1)
-    assert server.statement.epsilon == math.inf
+    assert server.statement.epsilon == server.epsilon == math.inf
 
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(2, 1), targets=torch.zeros(2, dtype=torch.int64))
