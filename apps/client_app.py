@@ -8,7 +8,7 @@ from apps.device import hosted, own_settings
 from apps.methods import Run
 from apps.records import Config, config_of, deal
 from flower_dp.clients import client_app
-from flower_dp.clients.client import NodeClient
+from flower_dp.clients.node_client import NodeClient
 
 
 def client_fn(context: Context) -> NodeClient:

@@ -19,7 +19,7 @@ from apps.own_config import run_of, whole
 from apps.records import Config, config_of
 from apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
-from flower_dp.clients.client import NodeClient
+from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
 from flower_dp.running.apps import OwnFunction

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from apps.tasks import Task
     from flower_dp.clients import Records
-    from flower_dp.clients.client import NodeClient
+    from flower_dp.clients.node_client import NodeClient
 
 METHODS = tuple(sorted(key_of(module.name) for module in pkgutil.iter_modules(__path__)))
 

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
-from flower_dp.clients.client import NodeClient
+from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.reasons import in_own_words, reading, why_no_client
 
 log = logging.getLogger("flwr")

@@ -101,11 +101,6 @@ class DPStrategy(Strategy):
         self._run.state = state
 
     @property
-    def noise_seed(self) -> int | None:
-        """For tests only: of fixed noise and sampling, which make the run not private."""
-        return self._run.noise_seed
-
-    @property
     def seeded_noise(self) -> bool:
         """Whether noise or sampling comes from a fixed seed; the run is not private then."""
         return self._run.seeded_noise

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
-from flower_dp.clients.client import NodeClient
 from flower_dp.clients.kept import kept_of
 from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
+from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import UNFIT, Declined
 from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure

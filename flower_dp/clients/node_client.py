@@ -1,0 +1,259 @@
+"""What the clients of a node have in common: they read the instruction, make the dry run, and answer."""
+
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from flower_dp import wire
+from flower_dp.clients.account import refuse_ledger
+from flower_dp.clients.kept import keep
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import DATA, Declined, in_own_words, reading
+from flower_dp.clients.reply.pipeline import failure
+from flower_dp.clients.reply.work import Work, add_up
+from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.records import Records
+from flower_dp.core import checks, noise
+from flower_dp.core.noise import Generator
+from flower_dp.wire import Instruction
+
+log = logging.getLogger("flwr")
+
+# Clients of a node that make a dry run, if none of them can train.
+_MOST_TRIED = 16
+
+
+class NodeClient(NumPyClient):
+    """The common base of this package's clients: hosted clients, model, instruction and reply.
+
+    It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
+    it, no metric. Subclasses list in `methods` the methods that they run, and return their pipelines from `_work`.
+
+    Args:
+        model: the architecture; its weights are overwritten. Without BatchNorm.
+        clients: the records of every client that lives here, by its stable name; on a device one.
+        policy: this client's own limits.
+        device: where to train; by default the GPU if this process has one, else the CPU.
+        seed: governs the order of records, never the noise.
+        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+        context: of the node, as `client_fn` receives it; `client_app` attaches it itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        clients: Mapping[str, Records],
+        policy: ClientPolicy | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        noise_seed: int | None = None,
+        context: Context | None = None,
+    ) -> None:
+        if not clients:
+            raise ValueError("clients: a node must host at least one client")
+        for name in clients:
+            checks.line("clients: name", name)
+        chosen = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = FlatModel(model, chosen)
+        self.clients = clients
+        self.policy = ClientPolicy() if policy is None else policy
+        self.seed = seed
+        self.context: Context | None = None
+        self.noise_seed = noise_seed
+        if context is not None:
+            self.attach(context)
+
+    @property
+    @abstractmethod
+    def methods(self) -> tuple[str, ...]:
+        """Names of the methods that this client runs; it refuses the instructions of all others."""
+
+    def generator(self, instruction: Instruction, name: str, *, on: Tensor | None = None) -> Generator:
+        """Return a fresh generator for the noise of one client's reply.
+
+        Every call takes new entropy from the operating system: the client holds no state that a copy of it, or another process,
+        could repeat. With a `noise_seed`, for tests, it follows from seed, round and client.
+        """
+        purpose = name if instruction.ask.metrics is None else f"evaluation of {name}"
+        return noise.noise_generator(self.noise_seed, instruction.server_round, purpose, on=on)
+
+    def attach(self, context: Context) -> None:
+        """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
+
+        Raises:
+            Declined: if its config names a ledger and this client keeps no account: its replies would not be counted there.
+        """
+        refuse_ledger(context)
+        self.context = context
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to the client query: see `hosts`."""
+        with in_own_words("naming the clients"):
+            return {wire.KEY: self.hosts(self.why_unable())}
+
+    def hosts(self, why_unable: str | None) -> str:
+        """Return the names of the hosted clients, of the methods that they run, and why none of them can train, if so."""
+        answer = {"clients": sorted(self.clients), "methods": list(self.methods)}
+        return json.dumps(answer if why_unable is None else answer | {"unable": why_unable})
+
+    def why_unable(self) -> str | None:
+        """Return why none of the hosted clients can train, in fixed words; None if one can, or nobody knows.
+
+        Clients are tried one after another until one can train, and no more than a few.
+        """
+        found = []
+        for name in islice(self.clients, _MOST_TRIED):
+            try:
+                records = self.clients[name]
+            except Exception as error:
+                found.append(failure(name, error, DATA).reason)
+                continue
+            if (why := self._dry_run(name, records)) is None:
+                return None
+            log.error("client %s: dry run: %s", name, why)
+            found.append(why)
+        return found[0] if found else None
+
+    def _dry_run(self, name: str, records: Records) -> str | None:
+        """Return why a client can't train, in fixed words; None if it can, or in doubt."""
+        try:
+            return self._why_unfit(records)
+        except Exception as error:
+            log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)
+            return None
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.
+
+        Args:
+            parameters: the server's model, frozen arrays among them, in the order of this client's own, and behind it the vectors
+                of the ask.
+            config: holds the instruction.
+
+        Raises:
+            Declined: if the server's instruction is missing, malformed or against this client's policy, or the model does not
+                fit.
+            RuntimeError: if anything else fails; only that leaves the device.
+        """
+        arrays, answer = self.answer(_in_order(parameters), config)
+        return arrays, 1, answer
+
+    def answer(self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Return the payload arrays, and the answer that describes them.
+
+        Args:
+            arrays: of the message, in order: the server's model, frozen arrays among them, by name or by position, and behind it
+                the vectors of the ask.
+            config: holds the instruction.
+
+        Raises:
+            Declined, RuntimeError: as `fit`.
+        """
+        with in_own_words("training"):
+            return self._answer(arrays, config, evaluates=False)
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
+
+        Raises:
+            Declined, RuntimeError: as `fit`.
+        """
+        return 0.0, 1, self.evaluation(_in_order(parameters), config)
+
+    def evaluation(self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a private evaluation, which has its payload inside.
+
+        Args:
+            arrays: of the message, as for `answer`.
+            config: holds the instruction.
+
+        Raises:
+            Declined, RuntimeError: as `fit`.
+        """
+        with in_own_words("evaluation"):
+            return self._answer(arrays, config, evaluates=True)[1]
+
+    def _answer(
+        self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any], *, evaluates: bool
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
+        with reading():
+            instruction = wire.instruction_of(config, list(arrays.values()))
+        ask = instruction.ask
+        if evaluates and instruction.method != wire.EVALUATION:
+            raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
+        if not evaluates and (instruction.method not in self.methods or instruction.method == wire.EVALUATION):
+            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        self._check(instruction)
+        vector = self._vector(arrays, instruction)
+        if not evaluates:
+            with reading():
+                ask.check_vectors(self.vectors, vector.numel())
+        made = add_up(vector, self._work(vector, instruction), inline=evaluates)
+        metrics = {}
+        if not evaluates and instruction.report_metrics and self.policy.allow_metrics and made.losses:
+            metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
+            metrics |= _moments(made.norms)
+        text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
+        if self.context is not None:  # accounts were charged, and nothing is left that could fail
+            keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
+        return list(made.payload.arrays), {wire.KEY: text}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the vectors that this client's training works with besides the model; it refuses all others."""
+        return ()
+
+    def _vector(self, arrays: Mapping[str, np.ndarray], instruction: Instruction) -> Tensor:
+        """Return what is trained of the server's model as a vector [d].
+
+        Raises:
+            Declined: if it is not this client's model.
+        """
+        layout, names = self.model.layout, list(arrays)[: len(arrays) - len(instruction.ask.vectors)]
+        trained = {name: arrays[name] for position, name in enumerate(names) if position not in instruction.frozen}
+        if len(trained) != len(layout.names):
+            raise Declined(f"the server's model has {len(trained)} arrays, this client's {len(layout.names)}")
+        if set(trained) != set(layout.names) and all(name.isdigit() for name in trained):
+            trained = dict(zip(layout.names, trained.values(), strict=True))
+        if set(trained) != set(layout.names):
+            raise Declined(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
+        with reading():
+            return torch.from_numpy(layout.flatten(trained)).to(self.model.device)
+
+    @abstractmethod
+    def _why_unfit(self, records: Records) -> str | None:
+        """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
+
+    @abstractmethod
+    def _check(self, instruction: Instruction) -> None:
+        """Refuse an instruction that the policy does not allow."""
+
+    @abstractmethod
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        """Return the work of this node's clients; charge accounts before any record is read."""
+
+
+def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays without names by their positions."""
+    return {str(position): array for position, array in enumerate(parameters)}
+
+
+def _moments(norms: list[Tensor]) -> dict[str, float]:
+    """Return the sums of the norms of updates before the clip and of their squares; nothing where none were measured.
+
+    The number of clipped updates is not told: a share of clipped clients would tell how many there are.
+    """
+    if not norms:
+        return {}
+    rows = torch.stack(norms)
+    return {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}
