@@ -4,24 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from apps.device import FUNCTIONS
+from apps.device import DEALT, FUNCTIONS
 from apps.methods import Run
 from flower_dp.core import checks
 from flower_dp.running.apps import read_app
 
-# What flower-dp's own model and data are made from.
-NOT_READ = (
-    "task",
-    "model",
-    "model-bias",
-    "data-dir",
-    "partition",
-    "dirichlet-alpha",
-    "classes-per-client",
-    "records-per-client",
-    "validation-ratio",
-    "test-ratio",
-)
+# What flower-dp's own model and data are made from; `seed` is the first model's as well.
+NOT_READ = ("model", "model-bias", *(key for key in DEALT if key != "seed"))
 
 
 def run_of(run_config: Mapping[str, Any]) -> Run:

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from apps.device import FUNCTIONS
 from apps.methods import METHODS, Run
-from apps.own_config import whole
+from apps.own_config import run_of
 from apps.tasks import module_of
 from flower_dp.core import checks
 from flower_dp.privacy import accounting
@@ -63,10 +62,8 @@ def _find_given(config: Mapping[str, Any], given: Sequence[str], findings: check
 
 
 def _try(config: Mapping[str, Any], *, built: bool) -> None:
-    if built:
-        run = Run.of({key: value for key, value in whole(config).items() if key not in FUNCTIONS})
-    else:
-        run = Run.of(config)
+    run = run_of(config) if built else Run.of(config)
+    if not built:
         _find_data(run)
     names = run.settings.client_names()
     strategy = run.strategy(lambda: dict.fromkeys(names, _MANY_RECORDS))

@@ -13,20 +13,9 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.results import RESULTS
 
-RESULTS = {
-    *(
-        "config.toml",
-        "flower.log",
-        "metrics.jsonl",
-        "model.json",
-        "model.safetensors",
-        "progress.png",
-        "statement.json",
-        "statement.txt",
-    )
-}
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 pytestmark = [pytest.mark.wheel, pytest.mark.flwr_run]
 

@@ -16,21 +16,10 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 import flower_dp
-from flower_dp.cli import main as cli
 from flower_dp.running import apps, progress
+from tests.results import RESULTS
 
 TINY = Path(__file__).parents[1] / "foreign" / "tiny"
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(list(arguments))
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -720,16 +709,7 @@ def test_a_run(tmp_path, engine):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
     assert "\x1b" not in (folder / "flower.log").read_text()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.toml",
-        "flower.log",
-        "metrics.jsonl",
-        "model.json",
-        "model.safetensors",
-        "progress.png",
-        "statement.json",
-        "statement.txt",
-    ]
+    assert {path.name for path in folder.iterdir()} == RESULTS
     assert not list(TINY.glob("**/__pycache__"))
     _assert_nothing_left(seen, engine)
 

@@ -4,22 +4,10 @@ import json
 
 import pytest
 
-from flower_dp.cli import main as cli
 from flower_dp.running import apps, new_app
 
 LOCAL = ("--set", "method=nbafl", "--set", "sampling=full", "--set", "sampling-rate=0", "--set", "nbafl.epsilon=1")
 QUICK = ("--set", "num-rounds=4", "--set", "sampling=full", "--set", "num-clients=200")
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(list(arguments))
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 @pytest.mark.parametrize("target", ["dp-fedsam", "mnist-dp-fedsam"])

@@ -1,0 +1,40 @@
+"""What the terminal shows of a run's log besides its rounds."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from flower_dp.cli.runs import _Screen
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg, diagnostics
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.wire import MESSAGE_API, Hosted
+
+
+@pytest.fixture
+def shown(caplog, capsys):
+    """What a screen that shows rounds already still shows of what was logged."""
+
+    def lines():
+        screen = _Screen(SimpleNamespace(), quiet=True)
+        for record in caplog.records:
+            screen.tell(record.getMessage())
+        return capsys.readouterr().out
+
+    caplog.set_level(logging.INFO, "flwr")
+    return lines
+
+
+@pytest.mark.parametrize(("noise_multiplier", "warned"), [(100.0, True), (0.01, False)])
+def test_noise_that_is_longer_than_any_mean_is_warned_of(shown, noise_multiplier, warned):
+    made = DPFedAvg(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=FullSampling(), num_clients=2, delta=1e-3)
+    clients = KnownClients(names=("a", "b"), nodes=(1, 2), record_names=MESSAGE_API, hosting=True)
+    diagnostics.log_start(made.rules, clients, 16)
+    assert ("200.0 times as long as any mean without it: one round teaches little" in shown()) == warned
+
+
+def test_a_node_that_cannot_train_is_named(shown):
+    manager = ClientManager(2, timeout=1, newcomers=False)
+    manager._note({7: Hosted(names=("a",), methods=frozenset(), unable="the model does not take inputs")})
+    assert shown() == "node 7 can't train: the model does not take inputs; its 1 clients send no update\n"
