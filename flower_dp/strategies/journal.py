@@ -7,6 +7,7 @@ import os
 import pkgutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -159,8 +160,9 @@ class Journal:
                 self.flush(strategy)
         finally:
             statement = strategy.statement
-            for observer in self._observers:
-                observer.end(statement, found)
+            with ExitStack() as ends:  # all of them, in turn, if one fails as well
+                for observer in reversed(self._observers):
+                    ends.callback(observer.end, statement, found)
 
     def _users(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the metrics that are no column of the run's own; warn of each of the others once.

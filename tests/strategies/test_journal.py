@@ -117,6 +117,17 @@ def test_a_tracker_learns_nothing_of_a_secret_cohort(sampling):
     assert [line["epsilon"] for line in keep.lines] == [0.0, *(report.epsilon for report in strategy.rounds)]
 
 
+def test_a_folder_that_cannot_be_written_at_the_end_leaves_no_tracker_open(seen, monkeypatch):
+    def full(statement, result):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(seen, "end", full)
+    keep = Keep()
+    with pytest.raises(OSError, match="no space left"):
+        DPFedAvg(**WORDS, sampling=FullSampling(), on_round=keep).start(grid(), weights(), num_rounds=1)
+    assert keep.calls == ["open", "line", "line", "close"]
+
+
 def test_what_a_tracker_does_to_a_line_reaches_nobody_else(seen):
     strategy = DPFedAvg(**WORDS, sampling=FullSampling(), on_round=Keep())
     strategy.start(grid(), weights(), num_rounds=2)
