@@ -25,9 +25,9 @@ Profile = Callable[[np.ndarray], np.ndarray]
 # Losses of Gaussian noise more than so many standard deviations above their mean count as infinite: a probability of 1e-19.
 _TAIL = 9.0
 # A distribution with more points takes too long; such an epsilon protects nobody.
-_MOST_POINTS = 2**23
+MOST_POINTS = 2**23
 # More than the error of a profile in float64, in parts of 1 + the sensitivity over the noise scale; added to the profile.
-_ROUNDING = 2.0**-50
+ROUNDING = 2.0**-50
 
 
 def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDistribution:
@@ -48,12 +48,12 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
     else:
         profile, largest = laplace_profile(distance), distance
     last = max(1, math.ceil(_amplified(largest, rate) / grid))
-    if last > _MOST_POINTS:
+    if last > MOST_POINTS:
         raise OverflowError(f"{release}: losses up to {last * grid:g} on a grid of {grid:g} are too many")
     epsilons = grid * np.arange(last + 1)
     above = amplified(profile, rate, epsilons)
     below = mirrored(above[:0:-1], epsilons[:0:-1])
-    deltas = np.minimum(1.0, np.concatenate([below, above]) + _ROUNDING * (1 + distance))
+    deltas = np.minimum(1.0, np.concatenate([below, above]) + ROUNDING * (1 + distance))
     # The builder joins the points by straight lines in e^epsilon, where the profile is convex, and goes on level beyond the last
     # one: nowhere below the profile.
     return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, -last, last, deltas))
@@ -61,10 +61,17 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
 
 def amplified(profile: Profile, rate: float, epsilons: np.ndarray) -> np.ndarray:
     """Return the sampled release's deltas [k] at epsilons >= 0 [k]: g d(log(1 + (e^epsilon - 1) / g))."""
-    small = np.log1p(np.expm1(np.minimum(epsilons, 1.0)) / rate)
-    large = epsilons - math.log(rate) + np.log1p((rate - 1) * np.exp(-np.maximum(epsilons, 1.0)))
-    deltas: np.ndarray = rate * profile(np.where(epsilons < 1, small, large))
+    deltas: np.ndarray = rate * profile(before_sampling(epsilons, rate))
     return deltas
+
+
+def before_sampling(epsilons: np.ndarray, rate: float) -> np.ndarray:
+    """Return log(1 + (e^epsilon - 1) / g) [k] for epsilons [k], without overflow; -inf up to log(1 - g)."""
+    with np.errstate(divide="ignore"):
+        small = np.log1p(np.maximum(-1.0, np.expm1(np.minimum(epsilons, 1.0)) / rate))
+    large = epsilons - math.log(rate) + np.log1p((rate - 1) * np.exp(-np.maximum(epsilons, 1.0)))
+    before: np.ndarray = np.where(epsilons < 1, small, large)
+    return before
 
 
 def mirrored(deltas: np.ndarray, epsilons: np.ndarray) -> np.ndarray:

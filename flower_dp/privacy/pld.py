@@ -7,7 +7,7 @@ from typing import Any
 import dp_accounting as dp
 from dp_accounting.pld import privacy_loss_distribution
 
-from flower_dp.privacy import fixed_size
+from flower_dp.privacy import fixed_size, poisson
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
 # A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
@@ -27,10 +27,6 @@ _LONG_RUN = 200_000
 _STAGE = 1_000
 # How often a grid is refined at most.
 _REFINEMENTS = 8
-_LIBRARY_RELATION = {
-    "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
-}
 
 
 def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, rough: float) -> float:
@@ -94,13 +90,9 @@ def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
         # Add-or-remove-one changes the number of units, and so the law of the sample itself.
         return fixed_size.distribution(scaled(inner, relation), rate, grid) if relation == "replace-one" else None
     if isinstance(inner, dp.GaussianDpEvent):
-        # Under replace-one the library itself doubles the sensitivity of the Gaussian.
-        return privacy_loss_distribution.from_gaussian_mechanism(
-            inner.noise_multiplier,
-            value_discretization_interval=grid,
-            sampling_prob=rate,
-            neighboring_relation=_LIBRARY_RELATION[relation],
-        )
+        if rate < 1:
+            return poisson.distribution(inner, rate, grid, relation)
+        return privacy_loss_distribution.from_gaussian_mechanism(inner.noise_multiplier, value_discretization_interval=grid)
     if relation == "replace-one":
         return None
     return privacy_loss_distribution.from_laplace_mechanism(

@@ -1,0 +1,66 @@
+"""Poisson sampling: the same losses as dp-accounting's own loop has, and never a smaller epsilon."""
+
+import math
+
+import dp_accounting as dp
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution
+from scipy import integrate, stats
+
+from flower_dp.privacy import poisson
+
+RELATIONS = {
+    "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
+}
+CASES = [(0.3, 0.5), (0.5, 0.01), (1.0, 0.1), (1.0, 0.999), (2.0, 1e-4), (4.0, 0.3), (30.0, 0.02)]
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize(("std", "rate"), CASES)
+def test_the_losses_are_those_of_the_library(std, rate, relation):
+    ours = poisson.distribution(dp.GaussianDpEvent(std), rate, 1e-3, relation)
+    theirs = privacy_loss_distribution.from_gaussian_mechanism(
+        std, value_discretization_interval=1e-3, sampling_prob=rate, neighboring_relation=RELATIONS[relation]
+    )
+    epsilons = np.concatenate([np.linspace(-3, 3, 61), [5.0, 10.0, 20.0]])
+    for one, other in ((ours, theirs), (ours.self_compose(20), theirs.self_compose(20))):
+        np.testing.assert_allclose(
+            one.get_delta_for_epsilon(epsilons), other.get_delta_for_epsilon(epsilons), rtol=1e-9, atol=1e-12
+        )
+    for delta in (1e-3, 1e-6, 1e-9):
+        assert ours.self_compose(20).get_epsilon_for_delta(delta) == pytest.approx(
+            theirs.self_compose(20).get_epsilon_for_delta(delta), rel=1e-5, abs=1e-9
+        )
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize(("std", "rate"), [(0.5, 0.01), (1.0, 0.1), (4.0, 0.3)])
+def test_no_profile_is_below_that_of_the_densities(std, rate, relation):
+    """Integrated without any formula of losses: the part of one density that is above e^epsilon times the other."""
+
+    def mixed(shift):
+        return lambda x: (1 - rate) * stats.norm.pdf(x, 0, std) + rate * stats.norm.pdf(x, shift, std)
+
+    with_unit, without = mixed(-1.0), mixed(1.0) if relation == "replace-one" else mixed(0.0)
+    found = poisson.distribution(dp.GaussianDpEvent(std), rate, 1e-3, relation)
+    xs = np.linspace(-1 - 12 * std, 1 + 12 * std, 200_001)
+    for epsilon in (0.0, 0.013, 0.2, 1.0, 2.5):
+        for upper, lower in ((with_unit, without), (without, with_unit)):
+            exact = integrate.simpson(np.maximum(0.0, upper(xs) - math.exp(epsilon) * lower(xs)), x=xs)
+            assert found.get_delta_for_epsilon(epsilon) >= exact - 1e-9
+    assert (
+        found.get_delta_for_epsilon(0.2)
+        <= 1.01
+        * max(
+            integrate.simpson(np.maximum(0.0, upper(xs) - math.exp(0.2) * lower(xs)), x=xs)
+            for upper, lower in ((with_unit, without), (without, with_unit))
+        )
+        + 1e-9
+    )
+
+
+def test_a_grid_that_is_too_fine_is_refused():
+    with pytest.raises(OverflowError, match="are too many"):
+        poisson.distribution(dp.GaussianDpEvent(1e-3), 0.5, 1e-3, "add-or-remove-one")
