@@ -42,6 +42,7 @@ def points(full: bool, rounds: int) -> list[Point]:
                 "learning-rate": 0.1,
                 "dp-fedpaq.epsilon": epsilon,
                 "dp-fedpaq.clip-norm": 1.0,
+                "dp-fedpaq.decay-iterations": 100.0,
                 "dp-fedpaq.quantization-levels": levels,
                 "dp-fedpaq.num-replies": rounds,
                 **_steps(epsilon, chosen),
