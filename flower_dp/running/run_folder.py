@@ -31,7 +31,7 @@ PLOT = "progress.png"
 LOG = "flower.log"
 # Files that only a run writes. A `config.toml` may also be an app's own file.
 RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
-# Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part, which may be secret.
+# Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 
 
