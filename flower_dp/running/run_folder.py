@@ -189,8 +189,10 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def new_log(folder: Path) -> IO[bytes]:
-    """Open the log of a run, empty, in its folder: its owner's alone."""
-    return _opened(folder / LOG, _OWNERS_FILE)
+    """Open the log of a run, empty, in its folder: its owner's alone, also if it was there and was not."""
+    file = _opened(folder / LOG, _OWNERS_FILE)
+    (folder / LOG).chmod(_OWNERS_FILE)
+    return file
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -208,8 +208,11 @@ def test_a_folder_that_was_there_stays_as_open_as_it_was_and_its_log_is_its_owne
         with run_folder.new_log(tmp_path) as log:
             log.write(b"[ROUND 1/3]\n")
         modes = [mode(tmp_path / "flower.log")]
+        (tmp_path / "flower.log").chmod(0o644)
+        run_folder.new_log(tmp_path).close()
+        modes.append(mode(tmp_path / "flower.log"))
         run_folder.write_whole(tmp_path / "flower.log", b"without colours\n")
     finally:
         os.umask(before)
-    assert [mode(tmp_path), *modes, mode(tmp_path / "flower.log")] == [0o755, 0o600, 0o600]
+    assert [mode(tmp_path), *modes, mode(tmp_path / "flower.log")] == [0o755, 0o600, 0o600, 0o600]
     assert (tmp_path / "flower.log").read_bytes() == b"without colours\n"
