@@ -100,11 +100,8 @@ def test_every_row_is_whole_and_names_a_test() -> None:
 
 
 def defined_tests() -> set[str]:
-    found = set()
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    return found
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {name for file in files for name in re.findall(r"^def (test_\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)}
 
 
 def test_every_test_that_a_row_names_exists() -> None:
