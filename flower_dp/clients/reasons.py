@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from typing import final
 
 from flower_dp import wire
+from flower_dp.core import checks
 
 log = logging.getLogger("flwr")
+
+# Characters of a reason.
+_MOST = 500
 
 UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
@@ -47,12 +51,14 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
 
     Args:
         reason: goes to the server. Only numbers and names that the server has sent, or that the device's owner has set as limits
-            for servers to keep; never anything computed from records, not even how many there are.
+            for servers to keep; never anything computed from records, not even how many there are. What the server has sent may
+            be long and of many lines: it is told, and logged on the device, as one printable line that is not longer than a few
+            hundred characters.
     """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason = checks.one_line(reason, most=_MOST)
 
     def __str__(self) -> str:
         """Return the text as the server gets it."""

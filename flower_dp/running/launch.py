@@ -25,7 +25,7 @@ import tomli_w
 from flower_dp.core import checks
 from flower_dp.running.apps import read_app
 from flower_dp.running.ray_process import run_on_ray
-from flower_dp.running.run_folder import LOG, METRICS, write_whole
+from flower_dp.running.run_folder import LOG, METRICS, new_log, write_whole
 from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
 
 
@@ -173,7 +173,7 @@ class _Run:
                 f"num-supernodes={self.num_supernodes} init-args-num-cpus={self.num_workers} "
                 f"client-resources-num-cpus=1 client-resources-num-gpus={self.gpus_per_worker}"
             )
-            with log.open("wb") as output:
+            with new_log(self.output_dir) as output:
                 arguments = ["run", str(self.app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
                 client = superlink.start("flwr", arguments, output)
                 superlink.wait(client, read)
@@ -191,7 +191,7 @@ class _Run:
             self.private_folder, check, run_folder=self.output_dir, config=self.config, working_dir=self.working_dir
         )
         try:
-            with (self.output_dir / LOG).open("wb") as output:
+            with new_log(self.output_dir) as output:
                 status, details = run_on_ray(
                     processes,
                     self.app,

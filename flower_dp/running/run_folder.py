@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 import tomli_w
@@ -31,6 +31,8 @@ PLOT = "progress.png"
 LOG = "flower.log"
 # Files that only a run writes. A `config.toml` may also be an app's own file.
 RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
+# Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
+_OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class RunFolder:
         path: of the folder.
 
     Every file but `metrics.jsonl` and `flower.log` is written completely or not at all; `metrics.jsonl` grows by complete lines.
+    A folder that is created is its owner's alone, and so is the log in any folder.
 
     Example:
         >>> import tempfile
@@ -165,7 +168,7 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
         folder = Path(path).expanduser().absolute()
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"output_dir={str(path)!r}: is a file; must be a new or an empty folder")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(_OWNERS_ALONE, parents=True, exist_ok=True)
         held = sorted(entry.name for entry in folder.iterdir() if entry.name != LOG)
         if held:
             raise ValueError(f"output_dir={str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
@@ -178,24 +181,36 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     while True:
         folder = parent / (stem if count == 1 else f"{stem}-{count}")
         try:
-            folder.mkdir()  # fails if another run has just created it
+            folder.mkdir(_OWNERS_ALONE)  # fails if another run has just created it
         except FileExistsError:
             count += 1
         else:
             return folder
 
 
+def new_log(folder: Path) -> IO[bytes]:
+    """Open the log of a run, empty, in its folder: its owner's alone, also if it was there and was not."""
+    file = _opened(folder / LOG, _OWNERS_FILE)
+    (folder / LOG).chmod(_OWNERS_FILE)
+    return file
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that readers, also after a crash, find the old content or the new, never a part."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with _opened(part, _OWNERS_FILE if path.name == LOG else _ANY_FILE) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _opened(path: Path, mode: int) -> IO[bytes]:
+    """Open a file to write it anew, with this mode if it is not there yet."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

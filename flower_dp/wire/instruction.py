@@ -46,8 +46,7 @@ class Instruction:
 
     def __post_init__(self) -> None:
         checks.integer("server_round", self.server_round, at_least=1)
-        if not isinstance(self.method, str) or not self.method:
-            raise ValueError(f"method={self.method!r}: must be a method's name")
+        checks.line("method", self.method)
         _check_names(self.clients)
         if not isinstance(self.ask, Ask):
             raise ValueError(f"ask={self.ask!r}: must be an Ask")

@@ -1,5 +1,7 @@
 import json
 import math
+import os
+import stat
 import tomllib
 
 import numpy as np
@@ -180,3 +182,37 @@ def test_runs_loads_no_heavy_library():
 
     code = "import sys, flower_dp.running.run_folder; print(sorted({'flwr', 'torch', 'matplotlib', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_folder_is_its_owners_alone(tmp_path, monkeypatch):
+    """Its log, and the times of its files, may tell how many clients took part."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = os.umask(0o022)
+    try:
+        named, unnamed = RunFolder.create(tmp_path / "a" / "run", {}, "main").path, run_folder.new_folder(None, "main")
+    finally:
+        os.umask(before)
+    assert [mode(folder) for folder in (named, unnamed)] == [0o700, 0o700]
+    assert mode(named / "config.toml") == 0o644  # a folder that its owner opens has files for all to read
+
+
+def test_a_folder_that_was_there_stays_as_open_as_it_was_and_its_log_is_its_owners_alone(tmp_path):
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        assert run_folder.new_folder(tmp_path, "main") == tmp_path
+        with run_folder.new_log(tmp_path) as log:
+            log.write(b"[ROUND 1/3]\n")
+        modes = [mode(tmp_path / "flower.log")]
+        (tmp_path / "flower.log").chmod(0o644)
+        run_folder.new_log(tmp_path).close()
+        modes.append(mode(tmp_path / "flower.log"))
+        run_folder.write_whole(tmp_path / "flower.log", b"without colours\n")
+    finally:
+        os.umask(before)
+    assert [mode(tmp_path), *modes, mode(tmp_path / "flower.log")] == [0o755, 0o600, 0o600, 0o600]
+    assert (tmp_path / "flower.log").read_bytes() == b"without colours\n"

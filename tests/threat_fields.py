@@ -1,0 +1,366 @@
+"""What crosses a boundary, as the code itself says: the names that must have a row in docs/threat-model.md.
+
+A section of the page has one function here. To give another part of the package a section, add a function to `SECTIONS`.
+"""
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+
+from apps.device import FUNCTIONS
+from apps.methods import METHODS
+from flower_dp import wire
+from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
+from flower_dp.clients.account import KEY as ACCOUNT_KEY
+from flower_dp.clients.account import LEDGER_PATH, StateAccount
+from flower_dp.clients.kept import KEY as KEPT_KEY
+from flower_dp.core import columns, environment, stored
+from flower_dp.core.compression import CODECS
+from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.privacy import statement
+from flower_dp.privacy.ledger_format import Entry, content_of
+from flower_dp.running import run_folder, trackers
+from flower_dp.running.apps import flatten
+from flower_dp.running.trained_model import described
+from flower_dp.strategies.population import client_query
+from flower_dp.strategies.population.client_manager import KnownClients
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Ask, Indicator, Instruction, OwnAsk, Promise, RoundMask, SentMask
+from tests.local_grids import context_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "flower_dp"
+PROMISE = Promise(clip_norm=1.0, noise_multiplier=1.0)
+# Every kind of ask, so that every key that can be sent is.
+ASKS = (
+    Ask(
+        promise=PROMISE,
+        placement="central",
+        step=0.5,
+        mask=RoundMask(seed=1, keep_ratio=0.5),
+        vectors={"v": np.zeros(8, np.float32)},
+    ),
+    Ask(promise=PROMISE, placement="central", mask=SentMask.of([0], length=8)),
+    Ask(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
+    Ask(promise=PROMISE, placement="central", indicator=Indicator(clip_norm=0.5, scale=0.1)),
+    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0)}),
+    Ask(promise=PROMISE, placement="central", metrics=MetricBounds(bounds={"loss": 1.0})),
+)
+# What of a logger writes.
+LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
+# Dataclasses of `flower_dp.wire` that do not cross themselves: `messages` has what becomes of them.
+NOT_SENT = {"Model", "RecordNames"}
+SENT = {"Instruction", "Ask", "Promise", "OwnAsk", "RoundMask", "SentMask", "Indicator", "Answer", "Hosted"}
+
+
+def fields_of(*kinds: type) -> set[str]:
+    """The fields of dataclasses, as `Class.field`."""
+    return {f"{kind.__name__}.{one.name}" for kind in kinds for one in fields(kind)}
+
+
+def besides(keys: Iterable[str], *kinds: type) -> set[str]:
+    """The keys that are no field's name: those that a reader of the page would not find under their field."""
+    return set(keys) - {one.name for kind in kinds for one in fields(kind)}
+
+
+def constants(module: ModuleType) -> set[str]:
+    """The texts that a module has as constants."""
+    return {name for name, value in vars(module).items() if name.isupper() and isinstance(value, str)}
+
+
+def wire_dataclasses() -> set[str]:
+    """The dataclasses that modules of `flower_dp.wire` define."""
+    modules = [
+        value for value in vars(wire).values() if isinstance(value, ModuleType) and value.__name__.startswith(wire.__name__)
+    ]
+    kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
+    return {kind.__name__ for kind in kinds if kind.__module__.startswith(wire.__name__)}
+
+
+def instructed(ask: Ask) -> Instruction:
+    method = wire.EVALUATION if ask.metrics is not None else "dp-fedavg"
+    return Instruction(server_round=1, method=method, clients=("a",), ask=ask)
+
+
+# What a server sends
+
+
+def messages() -> set[str]:
+    """Kinds of messages, records in them, their keys, and what of Flower's metadata the package reads or sets."""
+    model = ArrayRecord({"w": Array(np.zeros(8, np.float32))})
+    sent: list[Message] = [question(1) for question, _ in client_query._QUESTIONS]
+    for names in (MESSAGE_API, NUMPY_CLIENT):
+        sent.append(wire.train_message(1, names, model, {}, instructed(ASKS[0])))
+        sent.append(wire.evaluate_message(1, names, model, {}, instructed(ASKS[-1])))
+    found = {message.metadata.message_type for message in sent}
+    for message in sent:
+        for name, record in message.content.items():
+            keys = set(record) - {"w"}
+            found |= {name, *(key.replace(f"{wire.KEY}.v", f"{wire.KEY}.*") for key in keys)}
+    return found | metadata()
+
+
+def metadata() -> set[str]:
+    """The fields of Flower's metadata that the code names."""
+    found = set()
+    for _, node in everywhere(PACKAGE / "wire", PACKAGE / "strategies", PACKAGE / "clients"):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "metadata":
+            found.add(f"metadata.{node.attr}")
+        if isinstance(node, ast.keyword) and node.arg in ("group_id", "reply_to", "ttl"):
+            found.add(f"metadata.{'reply_to_message_id' if node.arg == 'reply_to' else node.arg}")
+    return found
+
+
+def instruction() -> set[str]:
+    keys = json.loads(instructed(ASKS[0]).to_json())
+    return fields_of(Instruction) | besides(keys, Instruction)
+
+
+def ask() -> set[str]:
+    kinds = (Ask, Promise, OwnAsk, RoundMask, SentMask, Indicator, MetricBounds)
+    keys = {key for one in ASKS for key in one.to_table(("a",))}
+    return fields_of(*kinds) | besides(keys, *kinds)
+
+
+def run_config() -> set[str]:
+    """The settings of the app; `*.key` is the key of one method's table or of several."""
+    config = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    found = {*config, *FUNCTIONS}
+    return {re.sub(rf"^({'|'.join(METHODS)})\.", "*.", key) for key in found}
+
+
+def node_config() -> set[str]:
+    """The keys that functions with a node's config name, besides those of the run-config."""
+    found = {LEDGER_PATH, "the app's settings"}
+    for folder in (PACKAGE / "clients", ROOT / "apps"):
+        for _, node in everywhere(folder):
+            if isinstance(node, ast.FunctionDef) and "node_config" in names_in(node):
+                texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                found |= {text for text in texts if re.fullmatch(r"[a-z]+(-[a-z]+)+", text)}
+    return found - run_config()
+
+
+# What a device sends
+
+
+def answer() -> set[str]:
+    text = wire.Answer(refused={}, payload={}, seeded_noise=False, metrics={}).to_json(("a",))
+    return fields_of(wire.Answer) | besides(json.loads(text), wire.Answer)
+
+
+def payload_header() -> set[str]:
+    found = {"encoding", "length"} | {key for codec in CODECS.values() for key in codec.keys}
+    return found | {f"arrays of {name}" for name, codec in CODECS.items() if codec.num_arrays}
+
+
+def reply() -> set[str]:
+    """Records in the replies of a client that may send metrics, its metrics, and what of an error reply the server reads."""
+    contents = list(replied())
+    found = {name for content in contents for name in content} | {key for content in contents for key in keys_of(content)}
+    texts = [content.config_records[wire.KEY][wire.KEY] for content in contents]
+    metrics = {name for text in texts for name in json.loads(str(text)).get("metrics", {})}
+    read = {f"error.{node.attr}" for _, node in everywhere(PACKAGE / "strategies") if is_error(node)}
+    stock = {"a stock client's arrays", "a stock client's metrics"}
+    return (
+        found | {f"metrics.{name}" for name in metrics} | read | stock | {"metadata.src_node_id", "metadata.reply_to_message_id"}
+    )
+
+
+def keys_of(content: RecordDict) -> set[str]:
+    return {key for record in content.config_records.values() for key in record}
+
+
+def is_error(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "error"
+
+
+def replied() -> Iterator[RecordDict]:
+    """The contents of a client's replies to a query, to training and to an evaluation."""
+    module = torch.nn.Linear(3, 2)
+    records = TensorRecords(inputs=torch.zeros(4, 3), targets=torch.zeros(4, dtype=torch.long))
+    training = Training(learning_rate=0.1)
+    policy = ClientPolicy(allow_metrics=True)
+    app = client_app(lambda _: DPClient(model=module, clients={"a": records}, training=training, policy=policy, device="cpu"))
+    model = ArrayRecord({name: Array(value.detach().numpy()) for name, value in module.named_parameters()})
+    plain = Ask(promise=PROMISE, placement="central", step=2.0**-12)
+    asked = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=plain, report_metrics=True)
+    for message in (
+        wire.client_query(1, "query"),
+        wire.train_message(1, MESSAGE_API, model, {}, asked),
+        wire.evaluate_message(
+            1, MESSAGE_API, model, {}, instructed(Ask(promise=PROMISE, placement="central", metrics=ASKS[-1].metrics))
+        ),
+    ):
+        yield app(message, context_of()).content
+
+
+def client_query_answer() -> set[str]:
+    """The keys of a node's answer, also of one that can't train and of one that can't make its client."""
+
+    def failing(_: Context) -> DPClient:
+        raise ValueError("no data")
+
+    records = TensorRecords(inputs=torch.zeros(4, 3), targets=torch.zeros(4, dtype=torch.long))
+    node = DPClient(model=torch.nn.Linear(3, 2), clients={"a": records}, training=Training(learning_rate=0.1), device="cpu")
+    failed = client_app(failing)(wire.client_query(1, "query"), context_of()).content
+    keys = {*json.loads(node.hosts("unfit")), *json.loads(str(failed.config_records[wire.KEY][wire.KEY]))}
+    return fields_of(wire.Hosted) | besides(keys, wire.Hosted)
+
+
+def fixed_reasons() -> set[str]:
+    return constants(reasons) | {"DECLINED", "FAILED"}
+
+
+def told() -> set[str]:
+    """The functions that make a text which a server may see."""
+    found = set()
+    for place, node in everywhere(PACKAGE / "clients", PACKAGE / "privacy"):
+        makes = called(node) in ("Declined", "Refusal", "Spent", "in_own_words", "why_no_client")
+        if makes or (isinstance(node, ast.Name) and node.id == "refused" and isinstance(node.ctx, ast.Store)):
+            found.add(place)
+    return found
+
+
+def device_log() -> set[str]:
+    return logging_in(PACKAGE / "clients")
+
+
+# What reaches the other participants, and those who read a run's files
+
+
+def shared_by_all() -> set[str]:
+    return fields_of(Collected, KnownClients)
+
+
+def files() -> set[str]:
+    return {run_folder.CONFIG, *run_folder.RESULTS}
+
+
+def metrics_columns() -> set[str]:
+    return set(columns.OWN) | {f"{prefix}*" for prefix in columns.PREFIXES} | {"metrics of evaluate_fn"}
+
+
+def statement_fields() -> set[str]:
+    kinds = [kind for kind in vars(statement).values() if isinstance(kind, type) and is_dataclass(kind)]
+    own = [kind for kind in kinds if kind.__module__ == statement.__name__]
+    return fields_of(*own) | {"private"}
+
+
+def model_json() -> set[str]:
+    said = described({"w": np.zeros(1)}, b"", {})
+    return {*said, *said["arrays"]["w"]}
+
+
+def tracker_classes() -> set[str]:
+    own = [kind for kind in vars(trackers).values() if isinstance(kind, type) and kind.__module__ == trackers.__name__]
+    return {kind.__name__ for kind in own} | {"on_round"}
+
+
+def server_log() -> set[str]:
+    rooms = [folder for folder in PACKAGE.iterdir() if folder.is_dir() and folder.name != "clients"]
+    return logging_in(*rooms, ROOT / "apps")
+
+
+def environment_variables() -> set[str]:
+    return {getattr(environment, name) for name in constants(environment)}
+
+
+# What one run leaves to the next
+
+
+def ledger_file() -> set[str]:
+    keys = set(json.loads(content_of({"a": Entry()})))
+    return fields_of(Entry) | keys
+
+
+def node_state() -> set[str]:
+    state = RecordDict()
+    StateAccount(state).note({"a": (1, "terms")})
+    return {KEPT_KEY, *(f"{ACCOUNT_KEY}.{key}" for key in state.config_records[ACCOUNT_KEY])}
+
+
+def run_state() -> set[str]:
+    return fields_of(*(kind for kind in stored._KINDS.values() if kind.__module__.startswith("flower_dp.")))
+
+
+# By the title of the section.
+SECTIONS: Mapping[str, Callable[[], set[str]]] = {
+    "Messages": messages,
+    "Instruction": instruction,
+    "Ask": ask,
+    "Run-config": run_config,
+    "Node-config": node_config,
+    "Reply": reply,
+    "Answer": answer,
+    "Payload header": payload_header,
+    "Answer to the client query": client_query_answer,
+    "Fixed reasons": fixed_reasons,
+    "Texts for the server": told,
+    "A device's log": device_log,
+    "What a reply becomes": shared_by_all,
+    "Files of a run folder": files,
+    "Columns of metrics.jsonl": metrics_columns,
+    "Privacy statement": statement_fields,
+    "model.json": model_json,
+    "Trackers": tracker_classes,
+    "The server's log": server_log,
+    "Environment": environment_variables,
+    "A device's ledger file": ledger_file,
+    "A node's state": node_state,
+    "The state of a run": run_state,
+}
+
+
+# Reading code
+
+
+def everywhere(*folders: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Every node of every module in some folders, with the innermost function that it is in, below `flower_dp`."""
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            place = ".".join(file.relative_to(PACKAGE if PACKAGE in file.parents else ROOT).with_suffix("").parts)
+            yield from _inside(ast.parse(file.read_text(encoding="utf-8")), place.removesuffix(".__init__"), "")
+
+
+def _inside(node: ast.AST, module: str, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        yield f"{module}.{function}" if function else module, child
+        inner = function
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{function}.{child.name}" if function else child.name
+        yield from _inside(child, module, inner)
+
+
+def called(node: ast.AST) -> str | None:
+    """The name of the function that is called here, without what it belongs to."""
+    if not isinstance(node, ast.Call):
+        return None
+    return node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else None
+
+
+def logging_in(*folders: Path) -> set[str]:
+    """The functions that write to a log."""
+    return {place for place, node in everywhere(*folders) if isinstance(node, ast.Call) and is_log(node.func)}
+
+
+def is_log(function: ast.expr) -> bool:
+    of_log = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "log"
+    return of_log and function.attr in LEVELS  # type: ignore[attr-defined]
+
+
+def names_in(node: ast.AST) -> set[str]:
+    inside = list(ast.walk(node))
+    return {
+        *(one.id for one in inside if isinstance(one, ast.Name)),
+        *(one.attr for one in inside if isinstance(one, ast.Attribute)),
+        *(one.arg for one in inside if isinstance(one, ast.arg)),
+    }
