@@ -283,13 +283,25 @@ def test_bytes_of_a_row_are_those_of_its_payload(name: str) -> None:
     made = pipeline(torch.linspace(-1, 1, SIZE), **case.parts)
     (reply,) = made.replies(torch.zeros(SIZE), [job(seed=8)])
     assert isinstance(reply, Reply)
-    assert reply.num_bytes == case.num_bytes == made.payload(reply.row.to(torch.float64)).num_bytes
+    assert reply.num_bytes == case.num_bytes == made.payload(reply.row.to(torch.float64), 1).num_bytes
 
 
 def test_bytes_of_a_row_do_not_tell_how_many_of_its_entries_are_zero() -> None:
     for noise, encode in ((ServerNoise(), Dense()), (NotPrivate(), Lossless())):
         made = pipeline(torch.zeros(SIZE), torch.ones(SIZE), noise=noise, encode=encode)
         assert {reply.num_bytes for reply in made.replies(torch.zeros(SIZE), [job(), job("b")])} == {4 * SIZE}
+
+
+@pytest.mark.parametrize("encode", [Dense(), RandK(mask=MASK)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 4), (16, 4), (17, 8)])
+def test_the_size_of_a_sum_without_noise_does_not_follow_from_its_values(encode, num_rows, width) -> None:
+    """It is public how many bytes a round has sent: float32 where any sum of so many rows is exact in it, else float64."""
+    parts = {"before_clip": MASK, "encode": encode} if isinstance(encode, RandK) else {"encode": encode}
+    made = pipeline(torch.zeros(SIZE), noise=ServerNoise(), clip=RowClip(clip_norm=1.0, step=2.0**-20), **parts)
+    kept = made.dimension(SIZE)
+    for values in (torch.zeros(kept), torch.full((kept,), 1 + 2.0**-20), torch.full((kept,), 1 / 3)):
+        payload = made.payload(values.to(torch.float64), num_rows)
+        assert payload.num_bytes == width * kept
 
 
 def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fits() -> None:
@@ -329,7 +341,7 @@ def test_each_row_is_quantised_by_itself_before_rows_are_added_up():
     for reply in replies:
         assert reply.num_bytes == reply.alone.num_bytes
         assert compression.decode(reply.alone, 3).tolist() == reply.row.tolist()
-    total = made.payload(sum(reply.row.to(torch.float64) for reply in replies))
+    total = made.payload(sum(reply.row.to(torch.float64) for reply in replies), len(replies))
     assert total.header["encoding"] != "qsgd"
     assert compression.decode(total, 3).tolist() == [0.5, 0.0, -0.25]
 

@@ -26,7 +26,7 @@ from flower_dp.clients.reply.parts import (
     ServerNoise,
     StepNoise,
 )
-from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value
+from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
 from flower_dp.core.clipping import NOT_FINITE, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
@@ -224,9 +224,10 @@ class Pipeline:
                 answer = failure(job.name, error)
             yield answer
 
-    def payload(self, total: Array) -> Payload:
-        """Return the payload of the sum [dimension] of rows."""
-        return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total))
+    def payload(self, total: Array, num_rows: int) -> Payload:
+        """Return the payload of the sum [dimension] of so many rows."""
+        width = width_of_sum(num_rows, self.clip, self.noise)
+        return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total), width)
 
     def _reply(self, trained: Trained, job: Job) -> Reply | Refusal:
         if isinstance(trained, Exception):

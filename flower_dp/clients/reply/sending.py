@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace, device, is_numpy_array
 
-from flower_dp.clients.reply.parts import Clip, Mask, Noise
+from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, ServerNoise
 from flower_dp.core import checks, compression
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
@@ -33,8 +33,8 @@ class Encoder(Protocol):
 
     slot: ClassVar[Literal["encode"]]
 
-    def encode(self, total: Array) -> Payload:
-        """Return the payload of the sum [d]."""
+    def encode(self, total: Array, width: int | None) -> Payload:
+        """Return the payload of the sum [d], in `width` bytes a value where that must not follow from the values."""
 
     def row_bytes(self, length: int, width: int) -> int:
         """Return the bytes of one client's row [length], `width` bytes a value.
@@ -80,7 +80,7 @@ class Lossless:
     slot: ClassVar[Literal["encode"]] = "encode"
     keep_ratio: float = 1.0
 
-    def encode(self, total: Array) -> Payload:
+    def encode(self, total: Array, width: int | None) -> Payload:
         """Return the payload."""
         return compression.smallest(total)
 
@@ -99,9 +99,9 @@ class Dense:
 
     slot: ClassVar[Literal["encode"]] = "encode"
 
-    def encode(self, total: Array) -> Payload:
+    def encode(self, total: Array, width: int | None) -> Payload:
         """Return the payload."""
-        return compression.dense(total)
+        return compression.dense(total, width)
 
     def row_bytes(self, length: int, width: int) -> int:
         """Return the bytes of a whole row."""
@@ -114,7 +114,7 @@ class SinglePrecision:
 
     slot: ClassVar[Literal["encode"]] = "encode"
 
-    def encode(self, total: Array) -> Payload:
+    def encode(self, total: Array, width: int | None) -> Payload:
         """Return the payload."""
         return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
 
@@ -164,7 +164,7 @@ class QSGD:
         quantized = compression.decode(payload, int(row.shape[0]))
         return quantized if is_numpy_array(row) else array_namespace(row).asarray(quantized, device=device(row)), payload
 
-    def encode(self, total: Array) -> Payload:
+    def encode(self, total: Array, width: int | None) -> Payload:
         """Return the payload of a sum of quantised rows."""
         return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
 
@@ -184,9 +184,9 @@ class RandK:
     slot: ClassVar[Literal["encode"]] = "encode"
     mask: Mask
 
-    def encode(self, total: Array) -> Payload:
+    def encode(self, total: Array, width: int | None) -> Payload:
         """Return the payload of a sum [d]."""
-        return compression.rand_k(total, self.mask.indices)
+        return compression.rand_k(total, self.mask.indices, width)
 
     def row_bytes(self, length: int, width: int) -> int:
         """Return the bytes of the kept values."""
@@ -196,8 +196,11 @@ class RandK:
 def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
     """Return the bytes per value of a row that is sent alone: 4 if float32 holds all of its values, else 8.
 
-    Mostly public numbers decide this; if it depends on the noise whether float32 is enough, the noised row decides.
+    Mostly public numbers decide this; if it depends on the noise whether float32 is enough, the noised row decides. Of a row
+    without noise only they do.
     """
+    if (width := width_of_sum(1, clip, added)) is not None:
+        return width
     xp = array_namespace(row)
     if row.dtype == xp.float32:
         return 4
@@ -205,3 +208,15 @@ def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
         return 4
     narrow: Any = xp.astype(row, xp.float32)
     return 4 if bool(xp.all(xp.astype(narrow, xp.float64) == row)) else 8
+
+
+def width_of_sum(num_rows: int, clip: Clip, added: Noise) -> int | None:
+    """Return the bytes per value of a sum of rows to which the server adds the noise, by public numbers; None for other sums.
+
+    Whether float32 holds a sum exactly would tell something of rows without noise, and the number of bytes of a round is public.
+    """
+    if type(added) is not ServerNoise or not clip.step:
+        return None
+    if isinstance(clip, RecordClip):  # how many records are in a row is not public
+        return 8
+    return 4 if num_rows * clip.clip_norm <= _FLOAT32_EXACT * clip.step else 8

@@ -101,7 +101,7 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
     if inline:
         payload = compression.inline(total)
     else:
-        payload = only or (Lossless().encode(total) if first is None else first.payload(total))
+        payload = only or (Lossless().encode(total, None) if first is None else first.payload(total, len(alone)))
     return Sum(
         total=total,
         payload=payload,

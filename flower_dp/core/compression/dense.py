@@ -6,9 +6,9 @@ from flower_dp.core.compression.payload import Codec, Payload, check_values, to_
 from flower_dp.core.vectors import Array
 
 
-def dense(vector: Array) -> Payload:
-    """Encode every coordinate: 4 bytes each where float32 holds all of them exactly, else 8."""
-    return Payload(arrays=(to_numpy(vector),), header={"encoding": "dense", "length": int(vector.shape[0])})
+def dense(vector: Array, width: int | None = None) -> Payload:
+    """Encode every coordinate in `width` bytes; None: 4 bytes each where float32 holds all of them exactly, else 8."""
+    return Payload(arrays=(to_numpy(vector, width),), header={"encoding": "dense", "length": int(vector.shape[0])})
 
 
 def _read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:

@@ -67,9 +67,16 @@ def check_values(array: np.ndarray, length: int) -> None:
     check_array("values", array, array.dtype if array.dtype in _FLOATS else _FLOATS[0], length)
 
 
-def to_numpy(vector: Array) -> np.ndarray:
-    """Return a NumPy view or copy, also of a torch tensor on another device: float32 where that is exact, else float64."""
+def to_numpy(vector: Array, width: int | None = None) -> np.ndarray:
+    """Return a NumPy view or copy, also of a torch tensor on another device.
+
+    Args:
+        vector: the values.
+        width: bytes of a value; None: 4 where that is exact, else 8, so that the size tells something of the values.
+    """
     values = vector if isinstance(vector, np.ndarray) else np.asarray(vector.detach().to("cpu").numpy())
+    if width is not None:
+        return values.astype(np.float32 if width == 4 else np.float64, copy=False)
     if values.dtype != np.float64:
         return values.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):

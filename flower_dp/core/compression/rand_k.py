@@ -14,14 +14,14 @@ def random_mask(length: int, keep_ratio: float, rng: np.random.Generator) -> np.
     return np.sort(rng.choice(length, num_kept(keep_ratio, length), replace=False))
 
 
-def rand_k(vector: Array, mask: np.ndarray) -> Payload:
-    """Encode the coordinates of a mask that both sides know: 4 or 8 bytes a value.
+def rand_k(vector: Array, mask: np.ndarray, width: int | None = None) -> Payload:
+    """Encode the coordinates of a mask that both sides know, in `width` bytes a value; None: as `dense`.
 
     The mask is independent of private data, so clip and noise may apply to the kept coordinates alone. Source: Fed-SMP. The
     header carries a checksum of the mask: two versions of NumPy may draw different masks from one seed.
     """
     header: dict[str, str | int | float] = {"encoding": "rand-k", "length": int(vector.shape[0]), "mask": checksum(mask)}
-    return Payload(arrays=(to_numpy(vector)[mask],), header=header)
+    return Payload(arrays=(to_numpy(vector, width)[mask],), header=header)
 
 
 def checksum(mask: np.ndarray) -> int:
