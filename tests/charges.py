@@ -20,6 +20,12 @@ class Kept:
     def charge(self, charge: Charge, server_round: int) -> None:
         self.charges.append((server_round, charge))
 
+    def joint(self, scope: Any, delta: float) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
 
 def own_ledgers(strategy: Any) -> dict[str, list[Ledger]]:
     """The ledgers that the statement is made of, by owner."""
