@@ -94,15 +94,14 @@ def _joint(accounts: "Accounts", delta: float, num_runs: dict["Scope", int]) -> 
 
 
 def _clients(ledger: "ServerLedger", delta: float) -> dict[str, list[dict[str, Any]]]:
-    """Return what every client was charged with over all runs, those that were charged most first."""
+    """Return what every client has cost over all runs, by name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for scope in ledger.accounts.scopes:
         histories = ledger.accounts.of(scope)
         for name, owner in ledger.owners.items():
-            cost = histories.cost(owner, delta)
-            if cost.epsilon:
-                entry = {"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(cost.epsilon)}
-                found.setdefault(name, []).append(entry)
+            if histories.has(owner):
+                epsilon = _finite(histories.cost(owner, delta).epsilon)
+                found.setdefault(name, []).append({"unit": scope.unit, "relation": scope.relation, "epsilon": epsilon})
     return found
 
 

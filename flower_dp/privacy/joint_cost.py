@@ -107,6 +107,10 @@ class Histories:
         elif (left := self._left.get((before, self._of[EVERYONE], place), 0)) > 1:
             self._left[after, self._of[EVERYONE], place] = left - 1
 
+    def has(self, owner: int) -> bool:
+        """Return whether an owner was charged itself, and not as one of all clients alone."""
+        return owner < len(self._of) and self._of[owner] != _NOTHING
+
     def event(self, owner: int) -> DpEvent:
         """Return all that an owner was charged with, alone and as one of all clients."""
         return self._event(self._history(owner), self._of[EVERYONE])
