@@ -205,7 +205,10 @@ def observed(start: Start) -> Start:
             failed = False
         finally:  # what was released before a failure stays released
             self.journal = None
-            journal.end(self, result, failed=failed)
+            try:
+                journal.end(self, result, failed=failed)
+            finally:
+                self.close()
         return result
 
     return cast(Start, run)

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, Message
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.strategies import diagnostics
+from flower_dp.strategies.durable import Durable, InMemory
 from flower_dp.strategies.exchange import Asked, Exchange
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
@@ -31,6 +32,7 @@ class Run:
 
     Attributes:
         asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
+        durable: keeps the charges where a crash does not reach them.
 
     Args:
         rules: the method.
@@ -45,6 +47,7 @@ class Run:
         self._own = RunState()
         self._initial = self.state
         self.asked: dict[str, Asked] = {}
+        self.durable: Durable = InMemory()
 
     def begin(self) -> None:
         """Begin a new run."""
@@ -136,11 +139,14 @@ class Run:
 
         Raises:
             ValueError: if the method can't run with a model of this size; nothing is charged then.
+            LedgerError: if the charge can't be written down; the run has not been charged then.
         """
         started = time.monotonic()
         cohort = tuple(name for names in asked.values() for name in names)
         ask = release.ask(length, cohort)
-        release.charge(cohort)
+        charge = release.next_charge(cohort)
+        self.durable.charge(charge, server_round)
+        release.take(charge)
         now = Round(
             server_round=server_round,
             method=release.name,

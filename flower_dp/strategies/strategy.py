@@ -16,8 +16,11 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp import wire
 from flower_dp.core import checks
+from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.server_ledger import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
+from flower_dp.strategies.durable import InMemory, OnLedger
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.journal import Journal, observed
@@ -74,6 +77,7 @@ class DPStrategy(Strategy):
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
+        self.ledger = options.get("ledger")
         self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
@@ -90,6 +94,9 @@ class DPStrategy(Strategy):
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
+        if self.ledger is not None:
+            self._run.durable.close()
+            self._run.durable = InMemory()
 
     @property
     def state(self) -> RunState:
@@ -176,7 +183,9 @@ class DPStrategy(Strategy):
         """The privacy statement of all that was released so far."""
         key = (self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
-            self._stated = (key, self.rules.statement(self.facts))
+            own = self.rules.statement(self.facts)
+            joint = self._run.durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            self._stated = (key, replace(own, joint=joint))
         return self._stated[1]
 
     # Flower's Strategy
@@ -252,18 +261,21 @@ class DPStrategy(Strategy):
         asked = run.drawn(release, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
-        return run.ask(
-            release,
-            server_round,
-            length=release.row_length(model.layout.size),
-            model=model,
-            asked=asked,
-            known_clients=known_clients,
-            arrays=arrays,
-            config=config,
-            report_metrics=self.report_client_metrics,
-            frozen=model.frozen_positions,
-        )
+        try:
+            return run.ask(
+                release,
+                server_round,
+                length=release.row_length(model.layout.size),
+                model=model,
+                asked=asked,
+                known_clients=known_clients,
+                arrays=arrays,
+                config=config,
+                report_metrics=self.report_client_metrics,
+                frozen=model.frozen_positions,
+            )
+        except BudgetSpentError as why:
+            return run.stop(server_round, str(why))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
@@ -297,16 +309,20 @@ class DPStrategy(Strategy):
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
         known_clients, release = self._known_clients(grid), evaluation.release
-        messages = run.ask(
-            release,
-            server_round,
-            length=evaluation.length,
-            model=wire.Model.of(arrays, frozen=self.frozen_arrays),
-            asked=run.drawn(release, known_clients, "evaluating cohort", server_round),
-            known_clients=known_clients,
-            arrays=arrays,
-            config=config,
-        )
+        try:
+            messages = run.ask(
+                release,
+                server_round,
+                length=evaluation.length,
+                model=wire.Model.of(arrays, frozen=self.frozen_arrays),
+                asked=run.drawn(release, known_clients, "evaluating cohort", server_round),
+                known_clients=known_clients,
+                arrays=arrays,
+                config=config,
+            )
+        except BudgetSpentError as why:
+            log.warning("the evaluation of round %s was left out: %s", server_round, why)
+            return []
         if self.rounds:
             run.note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
         return messages
@@ -328,6 +344,10 @@ class DPStrategy(Strategy):
         """Raise `LegacyAppError`: Flower's old server API calls this first, and is not supported."""
         raise LegacyAppError(type(self).__name__)
 
+    def close(self) -> None:
+        """Let other runs write to the ledger; `start` calls it at its end."""
+        self._run.durable.close()
+
     # Parts of a run
 
     def _known_clients(self, grid: Grid) -> KnownClients:
@@ -335,6 +355,9 @@ class DPStrategy(Strategy):
         if self._manager is not None:
             return self._manager.known_clients(grid)
         check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
+        if self.ledger is not None:
+            private = not self.seeded_noise
+            self._run.durable = OnLedger(self.ledger, method=self.rules.title, delta=self.delta, private=private)
         self._manager, known_clients = first_query(
             grid,
             self.rules,

@@ -219,7 +219,7 @@ def test_who_gets_the_lock_of_a_file_that_has_just_been_replaced_reads_the_new_o
 
 def test_who_has_opened_a_file_that_is_replaced_then_reads_the_new_one(path, monkeypatch):
     """The file that it holds has no link any more, which is no fault of the ledger."""
-    opened, late = ledger_file._open, []
+    opened, late = ledger_file.open_regular, []
 
     def open_late(*arguments):
         descriptor = opened(*arguments)
@@ -228,7 +228,7 @@ def test_who_has_opened_a_file_that_is_replaced_then_reads_the_new_one(path, mon
             LedgerFile(path).charge({"a": terms()})
         return descriptor
 
-    monkeypatch.setattr(ledger_file, "_open", open_late)
+    monkeypatch.setattr(ledger_file, "open_regular", open_late)
     assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
 
 
@@ -239,7 +239,7 @@ def _crash_in(path, owner, function):
 
 @pytest.mark.parametrize(
     ("owner", "function", "count"),
-    [(ledger_file, "_sync", 1), (os, "replace", 1), (ledger_file, "_sync_folder", 2)],
+    [(ledger_file, "sync", 1), (os, "replace", 1), (ledger_file, "sync_folder", 2)],
     ids=["half written", "between write and rename", "after the rename"],
 )
 def test_a_crash_leaves_a_whole_file_that_counts_all_that_may_have_left(path, owner, function, count):
@@ -457,3 +457,12 @@ def test_terms_of_a_numpy_number_are_the_same_line():
     assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
     assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
     assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).public == "its account was opened on other terms"
+
+
+def test_a_reply_of_several_releases_is_written_down_as_all_of_them(path):
+    """DP-PASGD with several local steps charges each of them; a ledger that could not hold that paid for no reply."""
+    steps = Terms(release=terms(mechanism=Gaussian(noise_multiplier=2.0)).release, num_replies=3, num_releases=4)
+    assert LedgerFile(path).charge({"a": steps}) == ({}, {"a": 1})
+    assert LedgerFile(path).charge({"a": steps}) == ({}, {"a": 2})
+    entry = LedgerFile(path).read()["a"]
+    assert entry.spent == SelfComposedDpEvent(SelfComposedDpEvent(GaussianDpEvent(2.0), 4), 2)
