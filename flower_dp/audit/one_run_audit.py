@@ -10,7 +10,7 @@ from flower_dp import wire
 from flower_dp.audit.grid import AuditGrid
 from flower_dp.audit.one_run import OneRunAudit, coins
 from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
-from flower_dp.audit.one_run_records import RecordScores, ReplyTap, planted
+from flower_dp.audit.one_run_records import RecordScores, planted, rows
 from flower_dp.clients import FlatModel, client_app, model_arrays
 from flower_dp.core import checks
 from flower_dp.running.apps import own_module
@@ -89,21 +89,27 @@ def _records(
     if method not in RECORD_METHODS:
         raise ValueError(f"method={method!r}: has no record canaries; they are for {', '.join(RECORD_METHODS)}")
     labels = sorted(set(run.task().train_labels.tolist()))
-    canaries = planted(clients, choices, labels=labels, rng=rng)
-    names = tuple(clients)
+    canaries = planted(clients, choices, labels=labels, clip_norm=run.own.clip_norm, rng=rng)
     sizes = {name: len(records) for name, records in clients.items()}
-    hosted = [{name: canaries[name].records if name in canaries else clients[name]} for name in names]
-    made = [run.client(run.model(), one, lambda: sizes) for one in hosted]
+    hosts = [
+        run.client(run.model(), {name: canaries[name].records if name in canaries else records}, lambda: sizes)
+        for name, records in clients.items()
+    ]
+    grid = AuditGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
+    names = dict(zip(grid.get_node_ids(), clients, strict=True))
+    model = FlatModel(run.model())
     scores = RecordScores(
-        canaries=canaries,
-        model=FlatModel(run.model()),
-        loss=made[0].recipe.loss,
-        clip_norm=run.own.clip_norm,
-        scores=np.zeros(len(choices)),
+        canaries=canaries, model=model, loss=hosts[0].recipe.loss, clip_norm=run.own.clip_norm, scores=np.zeros(len(choices))
     )
-    strategy._run.exchange = ReplyTap(see=scores.see)
-    grid = AuditGrid(client_app(lambda context: made[int(context.node_config["partition-id"])]), len(made))
-    strategy.start(grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds)
+    sent = [wire.Model.of(model_arrays(run.model())).vector]
+
+    def watch(server_round: int, arrays: ArrayRecord) -> None:
+        for name, row in rows(grid.exchanged, names).items():
+            scores.see(sent[-1], name, row)
+        grid.exchanged.clear()
+        sent[:] = [wire.Model.of(arrays).vector]
+
+    strategy.start(grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
     return _result(strategy, lambda: scores.scores, choices, confidence, unit="record", sees=_REPLIES)
 
 

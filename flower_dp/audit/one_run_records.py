@@ -1,35 +1,40 @@
 """Record canaries: made-up records in the place of clients' own, for methods that protect records and whose messages are private.
 
-A coin chooses the label of a canary's record. The gradients of the same inputs with two labels differ about as much as two clipped
-gradients can, and the two data sets are neighbours under replace-one.
+A coin chooses a canary's inputs: x or -x, under one label. The two gradients are about opposite, and longer than the clip: a
+replaced record can't change a clipped sum by more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_dp import wire
+from flower_dp.audit.grid import Sent
 from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
+from flower_dp.core import compression
 from flower_dp.core.clipping import clip_l2
-from flower_dp.strategies.exchange import Asked, PlainExchange
-from flower_dp.strategies.releases.replies import Collected, collect
 
+# The length of a canary's inputs in clip norms. The gradient is longer than the clip with that; much longer inputs would be fitted
+# at once, by chance, and have no gradient then.
+_LENGTH = 3.0
 _CHUNK = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRecords:
+class RecordCanaries:
     """One client's canaries.
 
     Attributes:
         coins: which coins of the audit [k].
         records: the client's records with the canaries among them.
-        inputs: of the canaries, as the model takes them.
-        labels: of every canary [k, 2]: under +1, under -1.
+        inputs: x of the canaries [k, ...], as the model takes them.
+        labels: [k].
     """
 
     coins: np.ndarray
@@ -39,120 +44,106 @@ class ClientRecords:
 
 
 def planted(
-    clients: Mapping[str, TensorRecords], choices: np.ndarray, *, labels: Sequence[int], rng: np.random.Generator
-) -> dict[str, ClientRecords]:
-    """Put canaries in the place of records of all clients in turn; sizes, and so the claim, stay what they are.
-
-    A canary's inputs are the smallest or the largest value of the task's records in every place, by a coin: as long, and as
-    different from others, as records can be.
+    clients: Mapping[str, TensorRecords],
+    choices: np.ndarray,
+    *,
+    labels: Sequence[int],
+    clip_norm: float,
+    rng: np.random.Generator,
+) -> dict[str, RecordCanaries]:
+    """Put canaries in the place of clients' records; how many records a client has, and so the claim, stays what it is.
 
     Args:
-        clients: their own records.
+        clients: their own records; the coins are dealt to them in turn.
         choices: the coins [m], +1 or -1.
         labels: of the task.
+        clip_norm: L2 bound of a record's gradient.
         rng: not that of the run's noise.
 
     Raises:
-        ValueError: if the clients have fewer records than there are coins, or other inputs than one tensor.
+        ValueError: if the clients have fewer records than there are coins, or their inputs are several tensors.
     """
-    names, own = list(clients), {name: np.empty(0, np.int64) for name in clients}
-    room, order = {name: len(clients[name]) for name in names}, []
-    while len(order) < len(choices):
-        free = [name for name in names if room[name]]
-        if not free:
-            raise ValueError(f"num_canaries={len(choices)}: the clients have {len(order)} records in all")
-        for name in free[: len(choices) - len(order)]:
-            room[name] -= 1
-            order.append(name)
-    for name in names:
-        own[name] = np.array([coin for coin, owner in enumerate(order) if owner == name], np.int64)
-    return {name: _planted(clients[name], one, choices[one], labels, rng) for name, one in own.items() if len(one)}
+    sizes = {name: len(records) for name, records in clients.items()}
+    if len(choices) > sum(sizes.values()):
+        raise ValueError(f"num_canaries={len(choices)}: must be at most {sum(sizes.values())}, the number of all records")
+    # The first place of every client, then the second of those that have two, and so on.
+    places = sorted((place, name) for name, size in sizes.items() for place in range(size))
+    owners = [name for _, name in places[: len(choices)]]
+    dealt = {name: np.array([coin for coin, one in enumerate(owners) if one == name]) for name in dict.fromkeys(owners)}
+    return {name: _planted(clients[name], own, choices[own], labels, clip_norm, rng) for name, own in dealt.items()}
 
 
 def _planted(
-    records: TensorRecords, coins: np.ndarray, choices: np.ndarray, labels: Sequence[int], rng: np.random.Generator
-) -> ClientRecords:
-    if not isinstance(records.inputs, Tensor):
-        raise ValueError("inputs: record canaries are for records of one tensor")
-    everyone = records.inputs
-    inputs, targets = (one.clone() for one in records.rows(torch.arange(len(records)), torch.device("cpu")))
-    places = torch.from_numpy(rng.permutation(len(records))[: len(coins)])
-    high = torch.from_numpy(rng.integers(0, 2, (len(coins), *everyone.shape[1:])).astype(bool))
-    made = torch.where(high, everyone.max(), everyone.min())
-    pairs = np.stack([rng.permutation(np.asarray(labels))[:2] for _ in coins])
-    chosen = np.where(choices > 0, pairs[:, 0], pairs[:, 1])
-    inputs[places], targets[places] = made, torch.from_numpy(chosen).to(targets.dtype)
-    return ClientRecords(
-        coins=coins,
-        records=replace(records, inputs=inputs, targets=targets, indices=None),
-        inputs=made if records.transform is None else torch.cat([records.transform(one[None]) for one in made]),
-        labels=torch.from_numpy(pairs).to(targets.dtype),
-    )
+    records: TensorRecords,
+    own: np.ndarray,
+    choices: np.ndarray,
+    labels: Sequence[int],
+    clip_norm: float,
+    rng: np.random.Generator,
+) -> RecordCanaries:
+    inputs, targets = (one.clone() for one in records.batch(torch.arange(len(records)), torch.device("cpu")))
+    signs = torch.from_numpy(2 * rng.integers(0, 2, (len(own), *inputs.shape[1:])) - 1).to(inputs.dtype)
+    made = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
+    under = torch.from_numpy(rng.choice(np.asarray(labels), len(own))).to(targets.dtype)
+    places = torch.from_numpy(rng.permutation(len(records))[: len(own)])
+    coin = torch.from_numpy(choices).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
+    inputs[places], targets[places] = coin * made, under
+    return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
 
 
-@dataclass(slots=True, kw_only=True)
-class ReplyTap:
-    """The exchange of a run whose nodes host one client each; it shows every client's row to the auditor as well.
+def rows(exchanged: Mapping[int, Sent], names: Mapping[int, str]) -> dict[str, np.ndarray]:
+    """Return what every client has sent in a round [d], by its name.
 
-    Attributes:
-        see: called with the global model [d], a client's name and its row [d].
-        plain: the real exchange.
+    Args:
+        exchanged: messages and replies by node.
+        names: of the one client of every node.
     """
-
-    see: Callable[[np.ndarray, str, np.ndarray], None]
-    plain: PlainExchange = field(default_factory=PlainExchange)
-
-    def messages(self, *arguments: object, **named: object) -> list:  # type: ignore[type-arg]
-        """Return the real exchange's messages."""
-        return self.plain.messages(*arguments, **named)  # type: ignore[arg-type]
-
-    def replies(self, *arguments: object, **named: object) -> list:  # type: ignore[type-arg]
-        """Return the real exchange's replies."""
-        return list(self.plain.replies(*arguments, **named))  # type: ignore[arg-type]
-
-    def total(self, asked: Asked, replies: Sequence, *, seeded: bool) -> Collected:  # type: ignore[type-arg]
-        """Show every reply alone, then return the real sum."""
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            one = collect([reply], asked={node: asked.now.asked[node]}, sent=asked.sent, limits=asked.limits, stock=None)
-            for name in one.clients:
-                self.see(asked.now.vector, name, one.total)
-        return self.plain.total(asked, replies, seeded=seeded)
+    found = {}
+    for node, sent in exchanged.items():
+        if sent.reply.has_error():
+            continue
+        content = sent.reply.content
+        answer = wire.answer_of(content, (names[node],))
+        if answer is not None and not answer.refused:
+            length = wire.Model.of(wire.arrays_of(sent.message.content)).vector.size
+            found[names[node]] = compression.decode(wire.payload_of(wire.arrays_of(content), answer.payload, length), length)
+    return found
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordScores:
-    """Scores of record canaries from clients' rows: inner products with the clipped gradients of either label.
+    """Scores of record canaries: inner products of clients' rows with the clipped gradients of x and of -x.
 
     Attributes:
         canaries: by client.
         model: of the task; its weights are overwritten.
         loss: of training.
         clip_norm: L2 bound of a record's gradient.
-        scores: so far [m].
+        scores: so far [m]; the higher, the likelier is x.
     """
 
-    canaries: Mapping[str, ClientRecords]
+    canaries: Mapping[str, RecordCanaries]
     model: FlatModel
     loss: Loss
     clip_norm: float
     scores: np.ndarray
 
     def see(self, vector: np.ndarray, name: str, row: np.ndarray) -> None:
-        """Add one reply to a model [d]: an update along negative gradients, which noise makes about as long in every round."""
-        if name not in self.canaries or not (length := float(np.linalg.norm(row))):
+        """Add one reply [d] to a model [d].
+
+        A row is an update, against the gradients. Its length is that of its noise, more or less: over it, the rounds of a
+        shrinking step size count alike.
+        """
+        length = float(np.linalg.norm(row))
+        if name not in self.canaries or not length:
             return
+        own, back = self.canaries[name], torch.from_numpy(-row.astype(np.float64) / length)
         self.model.vector.copy_(torch.from_numpy(vector))
-        own = self.canaries[name]
-        towards = torch.from_numpy(row / length)
         found = []
-        for start in range(0, len(own.coins), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            products = [
-                clip_l2(record_gradients(self.model, own.inputs[part], own.labels[part, side], loss=self.loss)[0], self.clip_norm)
-                .to(torch.float64)
-                @ towards
-                for side in (0, 1)
-            ]
-            found.append(products[1] - products[0])
+        for inputs, labels in zip(torch.split(own.inputs, _CHUNK), torch.split(own.labels, _CHUNK), strict=True):
+            products = []
+            for side in (inputs, -inputs):
+                gradients, _ = record_gradients(self.model, side, labels, loss=self.loss)
+                products.append(clip_l2(gradients, self.clip_norm).to(torch.float64) @ back)
+            found.append(products[0] - products[1])
         self.scores[own.coins] += torch.cat(found).numpy()
