@@ -104,27 +104,23 @@ def guesses_of_each(num_canaries: int, *, epsilon: float, delta: float, confiden
     checks.integer("num_canaries", num_canaries, at_least=2)
     shift = _gaussian_shift(min(epsilon, _MOST_EPSILON), max(delta, _LEAST_DELTA))
 
-    def expected(each: int) -> float:
+    def expected(each: int) -> tuple[float, float]:
         part = each / num_canaries
-        threshold = optimize.brentq(
-            lambda t: (stats.norm.sf(t - shift) + stats.norm.sf(t)) / 2 - part, -10.0 - shift, 10.0 + 2 * shift
-        )
-        right = int(2 * each * stats.norm.sf(threshold - shift) / (2 * part))
-        return epsilon_lower_bound(
-            min(right, 2 * each), num_guesses=2 * each, num_canaries=num_canaries, delta=delta, confidence=confidence
-        )
+        threshold = optimize.brentq(lambda t: (stats.norm.sf(t - shift) + stats.norm.sf(t)) / 2 - part, -10.0, 10.0 + shift)
+        right = int(each * stats.norm.sf(threshold - shift) / part)
+        bound = epsilon_lower_bound(right, num_guesses=2 * each, num_canaries=num_canaries, delta=delta, confidence=confidence)
+        # The second number counts where so few canaries can show nothing.
+        return bound, -p_value(right, num_guesses=2 * each, num_canaries=num_canaries, epsilon=0.0, delta=delta)
 
     choices = sorted({max(1, int(part * num_canaries)) for part in _PARTS})
     return max(choices, key=expected)
 
 
 def _gaussian_shift(epsilon: float, delta: float) -> float:
-    """Return the mu of the Gaussian mechanism that is exactly (epsilon, delta)-private (Dong, Roth and Su 2022, Corollary 2.13)."""
+    """Return the mu of the Gaussian mechanism that is exactly (epsilon, delta)-private (Dong, Roth, Su 2022, Corollary 2.13)."""
 
     def excess(mu: float) -> float:
-        return float(
-            stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu) - delta
-        )
+        return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu) - delta)
 
     return float(optimize.brentq(excess, 1e-6, 100.0)) if excess(1e-6) < 0 else 1e-6
 
@@ -183,7 +179,14 @@ class OneRunAudit:
 
     @classmethod
     def of(
-        cls, scores: Callable[[], np.ndarray], choices: np.ndarray, *, claimed: float, delta: float, confidence: float, **words: str
+        cls,
+        scores: Callable[[], np.ndarray],
+        choices: np.ndarray,
+        *,
+        claimed: float,
+        delta: float,
+        confidence: float,
+        **words: str,
     ) -> "OneRunAudit":
         """Guess by scores, after the number of guesses was chosen from the claim alone.
 

@@ -104,7 +104,7 @@ def _records(
     sent = [wire.Model.of(model_arrays(run.model())).vector]
 
     def watch(server_round: int, arrays: ArrayRecord) -> None:
-        for name, row in rows(grid.exchanged, names).items():
+        for name, row in rows(grid.exchanged, names, sent[-1].size).items():
             scores.see(sent[-1], name, row)
         grid.exchanged.clear()
         sent[:] = [wire.Model.of(arrays).vector]

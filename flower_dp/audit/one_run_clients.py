@@ -28,8 +28,8 @@ class ClientCanaries:
     Attributes:
         names: of the clients [m].
         directions: unit vectors [m, d], float32.
-        contributions: of every canary in this run [m]: 1, -1, or 0 for a client that answers with a zero update. For the sum, that
-            is a client who is not there.
+        contributions: of every canary in this run [m]: 1, -1, or 0 for a client that answers with a zero update; for the sum,
+            nobody is there then.
     """
 
     names: tuple[str, ...]

@@ -20,8 +20,8 @@ from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.core import compression
 from flower_dp.core.clipping import clip_l2
 
-# The length of a canary's inputs in clip norms. The gradient is longer than the clip with that; much longer inputs would be fitted
-# at once, by chance, and have no gradient then.
+# The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once, by
+# chance, and have no gradient then.
 _LENGTH = 3.0
 _CHUNK = 200
 
@@ -91,12 +91,13 @@ def _planted(
     return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
 
 
-def rows(exchanged: Mapping[int, Sent], names: Mapping[int, str]) -> dict[str, np.ndarray]:
+def rows(exchanged: Mapping[int, Sent], names: Mapping[int, str], length: int) -> dict[str, np.ndarray]:
     """Return what every client has sent in a round [d], by its name.
 
     Args:
         exchanged: messages and replies by node.
         names: of the one client of every node.
+        length: of a row.
     """
     found = {}
     for node, sent in exchanged.items():
@@ -105,7 +106,6 @@ def rows(exchanged: Mapping[int, Sent], names: Mapping[int, str]) -> dict[str, n
         content = sent.reply.content
         answer = wire.answer_of(content, (names[node],))
         if answer is not None and not answer.refused:
-            length = wire.Model.of(wire.arrays_of(sent.message.content)).vector.size
             found[names[node]] = compression.decode(wire.payload_of(wire.arrays_of(content), answer.payload, length), length)
     return found
 

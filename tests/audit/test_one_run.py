@@ -30,9 +30,7 @@ def test_delta_term_is_the_best_distribution_of_failures():
     v, r, m, epsilon, delta = 8, 10, 12, 0.5, 1e-3
     q = math.exp(epsilon) / (1 + math.exp(epsilon))
     tail = [stats.binom.sf(n - 1, r, q) for n in range(v + 1)]
-    best = max(
-        (1 - weight) * tail[v] + weight * tail[v - i] for i in range(1, v + 1) for weight in [min(1.0, 2 * m * delta / i)]
-    )
+    best = max((1 - weight) * tail[v] + weight * tail[v - i] for i in range(1, v + 1) for weight in [min(1.0, 2 * m * delta / i)])
     found = p_value(v, num_guesses=r, num_canaries=m, epsilon=epsilon, delta=delta)
     assert found == pytest.approx(best, rel=1e-12)
 
@@ -62,12 +60,24 @@ def test_every_way_of_guessing_a_small_channel_is_within_the_bound():
     inputs = list(itertools.product((-1, 1), repeat=m))
     for _ in range(20):
         table = rng.dirichlet(np.full(6, 0.7), size=len(inputs)) * 0.3 + rng.dirichlet(np.ones(6)) * 0.7
-        pairs = [(a, b) for a, b in itertools.permutations(range(8), 2) if sum(x != y for x, y in zip(inputs[a], inputs[b], strict=True)) == 1]
+        pairs = [
+            (a, b)
+            for a, b in itertools.permutations(range(8), 2)
+            if sum(x != y for x, y in zip(inputs[a], inputs[b], strict=True)) == 1
+        ]
         delta = max(np.maximum(table[a] - math.exp(epsilon) * table[b], 0).sum() for a, b in pairs)
         for least in range(1, m + 1):
             # The guess that is most often right in at least so many coins, for every output.
             won = sum(
-                max(sum(table[s, out] for s, given in enumerate(inputs) if sum(g == x for g, x in zip(made, given, strict=True)) >= least) for made in inputs) / 8
+                max(
+                    sum(
+                        table[s, out]
+                        for s, given in enumerate(inputs)
+                        if sum(g == x for g, x in zip(made, given, strict=True)) >= least
+                    )
+                    for made in inputs
+                )
+                / 8
                 for out in range(6)
             )
             assert won <= p_value(least, num_guesses=m, num_canaries=m, epsilon=epsilon, delta=min(delta, 1.0)) + 1e-12
@@ -108,7 +118,9 @@ def test_more_right_guesses_and_less_confidence_give_a_larger_bound():
 
 
 def test_delta_only_lowers_the_bound():
-    bounds = [epsilon_lower_bound(90, num_guesses=100, num_canaries=1000, delta=d, confidence=0.95) for d in (0.0, 1e-5, 1e-4, 1e-2)]
+    bounds = [
+        epsilon_lower_bound(90, num_guesses=100, num_canaries=1000, delta=d, confidence=0.95) for d in (0.0, 1e-5, 1e-4, 1e-2)
+    ]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[1]
 
