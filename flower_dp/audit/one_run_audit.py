@@ -1,6 +1,7 @@
 """The one-run audit of a run of flower-dp's app: real data, real training, canaries among clients or records."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,8 +115,9 @@ def _records(
 
 
 def _result(strategy: DPStrategy, scores: Any, choices: np.ndarray, confidence: float, *, unit: str, sees: str) -> OneRunAudit:
-    if strategy.missing.total:
-        raise ValueError(f"the run is not what was to be audited: it lacks updates, {strategy.missing}")
+    lacks = replace(strategy.missing, declined=0)  # canaries that are not there decline
+    if lacks.total:
+        raise ValueError(f"the run is not what was to be audited: it lacks updates, {lacks}")
     statement = strategy.statement
     return OneRunAudit.of(
         scores,

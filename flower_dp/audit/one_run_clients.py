@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients import DPClient
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job, Train, Trained
 from flower_dp.clients.reply.work import Work
 from flower_dp.wire import Instruction
@@ -28,8 +29,7 @@ class ClientCanaries:
     Attributes:
         names: of the clients [m].
         directions: unit vectors [m, d], float32.
-        contributions: of every canary in this run [m]: 1, -1, or 0 for a client that answers with a zero update; for the sum,
-            nobody is there then.
+        contributions: of every canary in this run [m]: 1, -1, or 0 for a client that is not there: it never answers.
     """
 
     names: tuple[str, ...]
@@ -66,10 +66,13 @@ class ClientCanaries:
             contributions=choices if relation == "replace-one" else (choices + 1) // 2,
         )
 
-    def updates(self, clip_norm: float) -> dict[str, np.ndarray]:
-        """Return every canary's update [d] before the clip."""
-        scaled = (_BEFORE_THE_CLIP * clip_norm * self.contributions)[:, None] * self.directions
-        return dict(zip(self.names, scaled.astype(np.float32), strict=True))
+    def updates(self, clip_norm: float) -> dict[str, np.ndarray | None]:
+        """Return every canary's update [d] before the clip; None of one that is not there."""
+        length = _BEFORE_THE_CLIP * clip_norm
+        return {
+            name: (length * sign * direction).astype(np.float32) if sign else None
+            for name, sign, direction in zip(self.names, self.contributions, self.directions, strict=True)
+        }
 
     def score(self, models: Sequence[np.ndarray], *, scales: Sequence[float], sampling_rate: float) -> np.ndarray:
         """Return how likely the first value of every coin is, from all released models: a log-likelihood ratio [m].
@@ -109,12 +112,12 @@ class CanaryUpdates:
 
     Attributes:
         train: of all other clients.
-        given: rows [d] by client; what the pipeline adds behind them is 0 before the clip.
+        given: rows [d] by client, None for no reply at all; what the pipeline adds behind a row is 0 before the clip.
         length: of a row.
     """
 
     train: Train
-    given: Mapping[str, np.ndarray]
+    given: Mapping[str, np.ndarray | None]
     length: int
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -123,10 +126,12 @@ class CanaryUpdates:
         for job in jobs:
             if job.name not in self.given:
                 yield next(trained)
-                continue
-            row = torch.zeros(self.length, dtype=vector.dtype, device=vector.device)
-            row[: vector.numel()] = torch.from_numpy(self.given[job.name]).to(vector.device)
-            yield row, torch.tensor(0.0)
+            elif (update := self.given[job.name]) is None:
+                yield Declined("this canary is not there")
+            else:
+                row = torch.zeros(self.length, dtype=vector.dtype, device=vector.device)
+                row[: vector.numel()] = torch.from_numpy(update).to(vector.device)
+                yield row, torch.tensor(0.0)
 
 
 class CanaryClient(DPClient):
@@ -134,10 +139,10 @@ class CanaryClient(DPClient):
 
     Args:
         like: the real client, whose recipe, policy and engine it has.
-        canaries: before the clip, by name.
+        canaries: their updates before the clip by name, None for no reply.
     """
 
-    def __init__(self, like: DPClient, canaries: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, like: DPClient, canaries: Mapping[str, np.ndarray | None]) -> None:
         super().__init__(
             model=like.model.module,
             clients=like.clients,

@@ -20,8 +20,8 @@ from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.core import compression
 from flower_dp.core.clipping import clip_l2
 
-# The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once, by
-# chance, and have no gradient then.
+# The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once,
+# by chance, and have no gradient then.
 _LENGTH = 3.0
 _CHUNK = 200
 

@@ -12,6 +12,7 @@ from flower_dp.audit.one_run_audit import audit_run
 from flower_dp.audit.one_run_clients import CanaryClient, CanaryUpdates, ClientCanaries
 from flower_dp.audit.one_run_records import RecordScores, planted
 from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.core import noise
 from flower_dp.running import apps
@@ -127,6 +128,10 @@ def test_contributions_of_a_coin_are_neighbours_by_the_relation():
     }
     assert made["add-or-remove-one"].contributions.tolist() == [1, 0, 1, 0]
     assert made["replace-one"].contributions.tolist() == [1, -1, 1, -1]
+    there = [update is not None for update in made["add-or-remove-one"].updates(2.0).values()]
+    assert there == [True, False, True, False]  # not zero: an absent client adds no indicator and no share of the noise either
+    for update in made["replace-one"].updates(2.0).values():
+        assert np.linalg.norm(update) == pytest.approx(20.0, rel=1e-5)
     for one in made.values():
         assert len(set(one.names)) == 4
         np.testing.assert_allclose(np.linalg.norm(one.directions, axis=1), 1.0, rtol=1e-5)
@@ -135,7 +140,7 @@ def test_contributions_of_a_coin_are_neighbours_by_the_relation():
 def test_canaries_pass_the_real_clip_and_other_clients_are_untouched():
     records = {name: TensorRecords(inputs=torch.randn(4, 3), targets=torch.tensor([0, 1, 0, 1])) for name in "abc"}
     real = DPClient(model=torch.nn.Linear(3, 2), clients=records, training=Training(learning_rate=0.1))
-    given = {"b": np.full(8, 100.0, np.float32), "c": np.zeros(8, np.float32)}
+    given = {"b": np.full(8, 100.0, np.float32), "c": None}
     client = CanaryClient(real, given)
     jobs = [Job(name=name, records=records[name], seed=0, secret=lambda: None) for name in "abc"]
 
@@ -143,10 +148,10 @@ def test_canaries_pass_the_real_clip_and_other_clients_are_untouched():
         def rows(self, vector, jobs):
             return ((torch.ones(9), torch.tensor(1.0)) for _ in jobs)
 
-    rows = [row for row, _ in CanaryUpdates(train=Ones(), given=given, length=9).rows(torch.zeros(8), jobs)]
-    assert rows[0].tolist() == [1.0] * 9
-    assert rows[1].tolist() == [100.0] * 8 + [0.0]
-    assert rows[2].tolist() == [0.0] * 9
+    real_row, canary, absent = CanaryUpdates(train=Ones(), given=given, length=9).rows(torch.zeros(8), jobs)
+    assert real_row[0].tolist() == [1.0] * 9
+    assert canary[0].tolist() == [100.0] * 8 + [0.0]
+    assert isinstance(absent, Declined)
     assert client.training is real.training
     assert client.policy is real.policy
 

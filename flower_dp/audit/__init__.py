@@ -1,1 +1,0 @@
-"""Audits: lower bounds on the epsilon of what really runs. Nothing but the command line imports this package."""
