@@ -1,4 +1,4 @@
-"""An audit from outside: what can be proved about epsilon from what methods really release. No other part of the library uses it."""
+"""An audit from outside: what can be proved of epsilon from what methods really release. No other part of the library uses it."""
 
 from flower_dp.audit.audit import Audit, Claim, audit
 from flower_dp.audit.case import Case

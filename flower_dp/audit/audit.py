@@ -9,10 +9,19 @@ import dp_accounting as dp
 import numpy as np
 
 from flower_dp.audit.case import Case, Trials, quiet
-from flower_dp.audit.estimate import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, Rates, Scores, rates
+from flower_dp.audit.estimate import (
+    Estimator,
+    GaussianTradeoff,
+    HockeyStick,
+    LaplaceTradeoff,
+    Rates,
+    SampledGaussianTradeoff,
+    Scores,
+    rates,
+)
 from flower_dp.core import checks
 from flower_dp.privacy import accounting
-from flower_dp.privacy.events import Relation, leaves_of
+from flower_dp.privacy.events import Relation, inner_of, leaves_of
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import PrivacyStatement
 
@@ -157,12 +166,17 @@ def audit(
 def estimator_of(case: Case, claim: Claim) -> Estimator:
     """Return the sharpest estimator that is valid for what was claimed: by its events, never by what was measured."""
     leaves = leaves_of(claim.event)
-    kinds = {type(leaf) for leaf, _ in leaves}
-    if not case.post_processed:
-        if kinds == {dp.GaussianDpEvent}:
-            return GaussianTradeoff(delta=claim.delta)
-        if kinds == {dp.LaplaceDpEvent} and leaves[0][1] == 1 and len(leaves) == 1 and claim.delta == 0:
+    if case.post_processed or not leaves:
+        return HockeyStick(delta=claim.delta)
+    if all(isinstance(leaf, dp.GaussianDpEvent) for leaf, _ in leaves):
+        return GaussianTradeoff(delta=claim.delta)
+    (leaf, count), (inner, rate) = leaves[0], inner_of(leaves[0][0])
+    if len(leaves) == count == 1:
+        if isinstance(leaf, dp.LaplaceDpEvent) and claim.delta == 0:
             return LaplaceTradeoff()
+        if isinstance(inner, dp.GaussianDpEvent):
+            both = isinstance(leaf, dp.PoissonSampledDpEvent) and claim.relation == "replace-one"
+            return SampledGaussianTradeoff(delta=claim.delta, rate=rate, replaced=both)
     return HockeyStick(delta=claim.delta)
 
 

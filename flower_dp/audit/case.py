@@ -1,7 +1,6 @@
 """One case of an audit: a strategy and its clients, two neighbouring inputs, and what an adversary sees of a run."""
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ _NO_BITS = 2000.0
 class Case:
     """Neighbouring inputs of one method.
 
-    Every client lives on a node of its own. Client 0 is the unit, or holds the record that is. Client i pushes the parameters into
+    Every client lives on a node of its own. Client 0 is the unit, or holds the record that is. Client i pushes the parameters in
     the direction `present[i]` with the unit and `absent[i]` without it, in odd rounds, and into the opposite one in even rounds:
     composition allows that the adversary chooses the second question by the first answer, and noise that is drawn only once
     cancels in the difference.

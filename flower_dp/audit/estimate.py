@@ -5,13 +5,14 @@ positives and one for that of false negatives (Clopper and Pearson 1934, one-sid
 threshold, the direction and the statistic are chosen on other trials than these rates, so they take no part of the confidence.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
-from scipy import stats
+from scipy import optimize, stats
 
 from flower_dp.core import checks
 from flower_dp.privacy import accounting
@@ -20,6 +21,9 @@ from flower_dp.privacy import accounting
 Scores = tuple[np.ndarray, np.ndarray]
 # Thresholds that are tried; the values of more trials are thinned out to so many.
 _MOST_THRESHOLDS = 2000
+# Of the sampled Gaussian: the effects mu that are told apart, and the thresholds of its tests.
+_MUS = np.linspace(0.02, 12.0, 600)
+_THRESHOLDS = np.linspace(-9.0, 21.0, 3001)
 
 
 class Estimator(Protocol):
@@ -72,7 +76,7 @@ class GaussianTradeoff:
 
     The curve is FNR = Phi(Phi^-1(1 - FPR) - mu), so one pair of rates gives mu >= Phi^-1(1 - FPR) - Phi^-1(FNR), and mu gives the
     epsilon of every delta. It holds for Gaussian releases in which every unit takes part, and any number of them together. It
-    does not for amplified ones, nor for Laplace noise.
+    does not for amplified ones (`SampledGaussianTradeoff`), nor for Laplace noise (`LaplaceTradeoff`).
 
     Whatever the mechanism is: rates below the *claimed* curve refute the claim.
 
@@ -97,6 +101,64 @@ class GaussianTradeoff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGaussianTradeoff:
+    """The bound for one Gaussian release on a sample that the unit is in with probability q.
+
+    Without the unit N(0, 1) is released, and with it (1 - q) N(0, 1) + q N(mu, 1): under add-or-remove-one where the unit is left
+    out, and under replace-one where all others in the sample contribute what the other unit does. Under `replaced` the unit has
+    another value in the neighbouring input, and both are mixtures: (1 - q) N(0, 1) + q N(-+mu / 2, 1).
+
+    The likelihood ratio grows with what is released, so the best tests are thresholds t, whose error rates are sums of normal
+    distribution functions. mu is the least for which no threshold has both rates below the bounds; its epsilon is where
+    max over t of P(> t) - e^epsilon Q(> t), in both directions, falls to delta. Both are taken from grids that err to the safe
+    side: a smaller mu, and a maximum over fewer t. The library's accountants are not asked, so their errors would be found.
+
+    Attributes:
+        delta: of the epsilon that is bounded.
+        rate: q, in (0, 1).
+        replaced: see above.
+    """
+
+    delta: float
+    rate: float
+    replaced: bool = False
+
+    name = "sampled-Gaussian trade-off"
+
+    def strength(self, false_positive: np.ndarray, false_negative: np.ndarray) -> np.ndarray:
+        """Return mu."""
+        wrong, missed = np.atleast_1d(false_positive), np.atleast_1d(false_negative)
+        found = np.zeros(wrong.shape)
+        for mu in _MUS:
+            absent, present = self._above(mu)
+            # A little below the curve: between two points of a convex curve the straight line is above it.
+            least = np.interp(wrong, absent[::-1], 1 - present[::-1]) - 1e-4
+            found = np.where(least > missed, mu, found)
+        return found.reshape(np.shape(false_positive))
+
+    def epsilon(self, strength: float) -> float:
+        """Return the epsilon of mu."""
+        if strength <= 0:
+            return 0.0
+        absent, present = self._above(float(strength))
+
+        def excess(epsilon: float) -> float:
+            one = np.max(present - math.exp(epsilon) * absent)
+            other = np.max((1 - absent) - math.exp(epsilon) * (1 - present))
+            return float(max(one, other)) - self.delta
+
+        return 0.0 if excess(0.0) <= 0 else float(optimize.brentq(excess, 0.0, 600.0))
+
+    def _above(self, mu: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the probabilities to be above every threshold, without the unit and with it."""
+        plain, far = stats.norm.sf(_THRESHOLDS), mu / 2 if self.replaced else mu
+        present = (1 - self.rate) * plain + self.rate * stats.norm.sf(_THRESHOLDS - far)
+        if not self.replaced:
+            return plain, present
+        return (1 - self.rate) * plain + self.rate * stats.norm.sf(_THRESHOLDS + far), present
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaplaceTradeoff:
     """The bound for one Laplace release with the whole change of the unit on one coordinate, at delta = 0.
 
@@ -108,8 +170,8 @@ class LaplaceTradeoff:
         FNR = e^-epsilon (1 - FPR)              for FPR > 1 / 2.
 
     Each part falls as epsilon grows, so a pair of rates gives the least epsilon whose curve is not above it:
-    log((1 - FNR) / FPR), -log(4 FPR FNR), log((1 - FPR) / FNR). The middle one holds where both rates are at most 1/2; where FNR is
-    above, the first part is the one that reaches it, and where FPR is above, the last.
+    log((1 - FNR) / FPR), -log(4 FPR FNR), log((1 - FPR) / FNR). The middle one holds where both rates are at most 1/2; where FNR
+    is above, the first part is the one that reaches it, and where FPR is above, the last.
     """
 
     name = "Laplace trade-off"
