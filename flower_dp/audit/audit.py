@@ -149,7 +149,7 @@ def audit(
     }
     estimator = estimator_of(case, claim)
     chosen = rates(scores, estimator, confidence=confidence)
-    strength = estimator.strength(np.float64(chosen.false_positive_rate), np.float64(chosen.false_negative_rate))
+    strength = estimator.strength(np.asarray(chosen.false_positive_rate), np.asarray(chosen.false_negative_rate))
     return Audit(
         label=case.label,
         claim=claim,

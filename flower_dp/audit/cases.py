@@ -54,7 +54,7 @@ _BLURS = replace(_TRAINING, regularizers=(BLUR(strength=0.1, bound=0.01),), spar
 
 def client_level(
     label: str,
-    make: type[DPStrategy],
+    make: Callable[..., DPStrategy],
     *,
     noise_multiplier: float,
     clip_norm: float | AdaptiveClip = _CLIP_NORM,
@@ -70,8 +70,8 @@ def client_level(
 
     Under add-or-remove-one the unit does not answer in the neighbouring input; where who answers may be known, it answers with an
     update of zero, as the statement says. Under replace-one its update points into the opposite direction. A second client's
-    update is the same in both. With sampling there is one round, and the second client's update is that of the neighbouring
-    input: then a cohort without the unit can't be told from it.
+    update, against the unit's, is the same in both. With sampling there is one round, and the second client's update is that of
+    the neighbouring input: then a cohort without the unit can't be told from it.
 
     Args:
         label: of the case.
@@ -91,7 +91,7 @@ def client_level(
     central = own.get("placement", "central" if make is DPFedAvg else "distributed") == "central"
     full = isinstance(sampling, FullSampling)
     shows = not central and (not own.get("trusted_server", True) or post_processed)
-    without, other = (-1.0 if replaced else 0.0), 1.0
+    without, other = (-1.0 if replaced else 0.0), -1.0
 
     def strategy() -> DPStrategy:
         return make(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, num_clients=2, delta=delta, **own)
@@ -286,6 +286,12 @@ def _all() -> dict[str, Case]:
             "dp-fedavg, fixed size", DPFedAvg, **amplified | {"noise_multiplier": 0.8}, sampling=FixedSizeSampling(cohort_size=1)
         ),
         client_level("dp-fedavg, distributed", DPFedAvg, **distributed),
+        client_level(
+            "dp-fedavg, distributed, replace-one",
+            DPFedAvg,
+            **distributed | {"noise_multiplier": 0.8 * math.sqrt(2)},
+            relation="replace-one",
+        ),
         client_level("dp-fedavg, untrusted server", DPFedAvg, **distributed, trusted_server=False),
         client_level("dp-fedavg, adaptive clip", DPFedAvg, **central | {"clip_norm": adaptive}),
         client_level("dp-fedavg, BLUR and LUS", DPFedAvg, **central, training=_BLURS, inputs=0.0),

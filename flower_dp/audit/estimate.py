@@ -63,7 +63,7 @@ class HockeyStick:
             (1 - false_negative - self.delta) / false_positive,
             (1 - false_positive - self.delta) / false_negative,
         )
-        return np.log(np.maximum(best, 1e-300))
+        return np.asarray(np.log(np.maximum(best, 1e-300)))
 
     def epsilon(self, strength: float) -> float:
         """Return it, 0 where nothing is proved."""
@@ -134,7 +134,7 @@ class SampledGaussianTradeoff:
             # A little below the curve: between two points of a convex curve the straight line is above it.
             least = np.interp(wrong, absent[::-1], 1 - present[::-1]) - 1e-4
             found = np.where(least > missed, mu, found)
-        return found.reshape(np.shape(false_positive))
+        return np.asarray(found.reshape(np.shape(false_positive)))
 
     def epsilon(self, strength: float) -> float:
         """Return the epsilon of mu."""
@@ -181,7 +181,7 @@ class LaplaceTradeoff:
         middle = -np.log(4 * false_positive * false_negative)
         first = np.log(np.maximum(1 - false_negative, 1e-300) / false_positive)
         last = np.log(np.maximum(1 - false_positive, 1e-300) / false_negative)
-        return np.where(false_negative > 0.5, first, np.where(false_positive > 0.5, last, middle))
+        return np.asarray(np.where(false_negative > 0.5, first, np.where(false_positive > 0.5, last, middle)))
 
     def epsilon(self, strength: float) -> float:
         """Return it, 0 where nothing is proved."""

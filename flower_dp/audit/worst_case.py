@@ -62,7 +62,7 @@ def stock_app(push: Callable[[Context], float]) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         moved = {
             name: Array(np.asarray(array.numpy() + _LARGE * push(context), np.float32))
-            for name, array in message.content["arrays"].items()
+            for name, array in message.content.array_records["arrays"].items()
         }
         metrics = MetricRecord({"num-examples": 1000})
         return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": metrics}), reply_to=message)
