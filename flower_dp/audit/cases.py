@@ -115,6 +115,11 @@ def client_level(
     )
 
 
+def training_of(*, blurs: bool) -> Training:
+    """Return the recipe of the clients: plain SGD, or with BLUR and LUS."""
+    return _BLURS if blurs else _TRAINING
+
+
 def sampling_relation(sampling: Sampler) -> Relation:
     """Return the relation that a strategy takes by default."""
     return "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
@@ -258,10 +263,17 @@ def dp_pasgd(
 
 
 def nbafl(
-    label: str, *, epsilon: float = _EPSILON, clip_norm: float = _CLIP_NORM, delta: float = DELTA, num_rounds: int = 1
+    label: str,
+    *,
+    epsilon: float | None = _EPSILON,
+    paper_epsilon: float | None = None,
+    clip_norm: float = _CLIP_NORM,
+    delta: float = DELTA,
+    num_rounds: int = 1,
 ) -> Case:
-    """Return the case of NbAFL with a proved epsilon: the unit is the client."""
-    shared: dict[str, Any] = {"clip_norm": clip_norm, "epsilon": epsilon, "delta": delta, "num_replies": num_rounds}
+    """Return the case of NbAFL: the unit is the client. With the paper's epsilon, what is audited is the proved one."""
+    shared: dict[str, Any] = {"clip_norm": clip_norm, "epsilon": epsilon, "paper_epsilon": paper_epsilon, "delta": delta}
+    shared |= {"num_replies": num_rounds, "uplink_exposures": None if paper_epsilon is None else num_rounds}
     return local(
         label,
         NbAFLRecipe(**shared, training=_TRAINING, min_records=1),

@@ -14,7 +14,6 @@ from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import noise
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.releases import limits
 from flower_dp.strategies.releases.noised_sum import NoisedSum
