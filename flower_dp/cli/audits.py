@@ -30,6 +30,17 @@ def audit(
         typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the preset; may be repeated.", show_default=False),
     ] = None,
     trials: Annotated[int, typer.Option(help="Runs without the unit, and as many with it, of each case.")] = 2000,
+    canaries: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
+            show_default=False,
+        ),
+    ] = None,
+    canary_seed: Annotated[
+        int | None, typer.Option(min=0, help="Repeats the canaries and their coins, never the noise.", show_default=False)
+    ] = None,
     confidence: Annotated[
         float, typer.Option(help="Of each lower bound; a correct method is flagged with probability 1 - confidence at most.")
     ] = 0.999,
@@ -51,6 +62,15 @@ def audit(
     """
     from flower_dp.core import checks
 
+    if canaries is None and canary_seed is not None:
+        refuse("--canary-seed: belongs to --canaries")
+    if canaries is not None:
+        from flower_dp.cli.canaries import audit_one_run
+
+        if every or plot is not None:
+            refuse(f"{'--all' if every else '--plot'}: does not go with --canaries")
+        audit_one_run(target, setting or [], canaries=canaries, seed=canary_seed, confidence=confidence, as_json=as_json)
+        return
     if (target is None) != every:
         refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
     try:

@@ -31,7 +31,7 @@ def audit_one_run(
     from flower_dp.audit.one_run_audit import audit_run
     from flower_dp.running import apps
 
-    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # absent canaries decline, a line each
     try:
         run = apps.resolve(target, settings)
         if not run.app.own:
