@@ -11,8 +11,8 @@ from flower_dp import wire
 from flower_dp.audit.grid import AuditGrid
 from flower_dp.audit.one_run import OneRunAudit, coins
 from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
-from flower_dp.audit.one_run_records import RecordScores, planted, rows
-from flower_dp.clients import FlatModel, client_app, model_arrays
+from flower_dp.audit.one_run_records import RecordScores, Replies, planted
+from flower_dp.clients import FlatModel, ScaffoldRecipe, client_app, model_arrays
 from flower_dp.core import checks
 from flower_dp.running.apps import own_module
 from flower_dp.running.values import Value
@@ -97,15 +97,19 @@ def _records(
         for name, records in clients.items()
     ]
     grid = AuditGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
-    names = dict(zip(grid.get_node_ids(), clients, strict=True))
-    model = FlatModel(run.model())
+    model, recipe = FlatModel(run.model()), hosts[0].recipe
+    replies = Replies(
+        names=dict(zip(grid.get_node_ids(), clients, strict=True)),
+        length=model.layout.size,
+        drift=recipe.steps if isinstance(recipe, ScaffoldRecipe) else None,
+    )
     scores = RecordScores(
-        canaries=canaries, model=model, loss=hosts[0].recipe.loss, clip_norm=run.own.clip_norm, scores=np.zeros(len(choices))
+        canaries=canaries, model=model, loss=recipe.loss, clip_norm=run.own.clip_norm, scores=np.zeros(len(choices))
     )
     sent = [wire.Model.of(model_arrays(run.model())).vector]
 
     def watch(server_round: int, arrays: ArrayRecord) -> None:
-        for name, row in rows(grid.exchanged, names, sent[-1].size).items():
+        for name, row in replies.rows(grid.exchanged).items():
             scores.see(sent[-1], name, row)
         grid.exchanged.clear()
         sent[:] = [wire.Model.of(arrays).vector]

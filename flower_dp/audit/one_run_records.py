@@ -6,19 +6,22 @@ replaced record can't change a clipped sum by more.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from flwr.app import Message
 from torch import Tensor
 
 from flower_dp import wire
 from flower_dp.audit.grid import Sent
 from flower_dp.clients import FlatModel, TensorRecords
+from flower_dp.clients.scaffold import ControlVariate
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.core import compression
 from flower_dp.core.clipping import clip_l2
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 # The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once,
 # by chance, and have no gradient then.
@@ -91,23 +94,51 @@ def _planted(
     return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
 
 
-def rows(exchanged: Mapping[int, Sent], names: Mapping[int, str], length: int) -> dict[str, np.ndarray]:
-    """Return what every client has sent in a round [d], by its name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replies:
+    """What clients have sent, as their server sees it: noised updates along their own gradients.
 
-    Args:
-        exchanged: messages and replies by node.
+    Attributes:
         names: of the one client of every node.
         length: of a row.
+        drift: the steps of SCAFFOLD, whose updates have public control variates in them; None for no such.
+        kept: the control variates of clients so far.
     """
-    found = {}
-    for node, sent in exchanged.items():
-        if sent.reply.has_error():
-            continue
-        content = sent.reply.content
-        answer = wire.answer_of(content, (names[node],))
-        if answer is not None and not answer.refused:
-            found[names[node]] = compression.decode(wire.payload_of(wire.arrays_of(content), answer.payload, length), length)
-    return found
+
+    names: Mapping[int, str]
+    length: int
+    drift: FedPAQSteps | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def rows(self, exchanged: Mapping[int, Sent]) -> dict[str, np.ndarray]:
+        """Return every client's row of a round [d], by its name.
+
+        Args:
+            exchanged: messages and replies by node.
+        """
+        found = {}
+        for node, sent in exchanged.items():
+            name = self.names[node]
+            if sent.reply.has_error():
+                continue
+            answer = wire.answer_of(sent.reply.content, (name,))
+            if answer is not None and not answer.refused:
+                payload = wire.payload_of(wire.arrays_of(sent.reply.content), answer.payload, self.length)
+                found[name] = self._own(name, compression.decode(payload, self.length), sent.message)
+        return found
+
+    def _own(self, name: str, row: np.ndarray, asked: Message) -> np.ndarray:
+        """Return a row without drift: the client's next control variate is the mean of its noised gradients."""
+        if self.drift is None:
+            return row
+        arrays = wire.numpy_arrays(wire.arrays_of(asked.content), limit=2**40)
+        config = dict(asked.content.config_records[wire.MESSAGE_API.config])
+        instruction = wire.instruction_of(config, list(arrays.values()))
+        divisor = self.drift.num_local_steps * self.drift.step_size(instruction.server_round)
+        common = torch.from_numpy(instruction.ask.vectors["control"].astype(np.float64))
+        kept = ControlVariate(common=common, divisor=divisor)(torch.from_numpy(row.astype(np.float64)), self.kept.get(name))
+        self.kept[name] = kept
+        return -kept.numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
