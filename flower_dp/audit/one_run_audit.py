@@ -50,6 +50,7 @@ def audit_run(
         ...     print(audit_run({**run.app.defaults, **run.overrides}, num_canaries=500).lower_bound)
     """
     checks.integer("num_canaries", num_canaries, at_least=2)
+    checks.number("confidence", confidence, above=0, below=1)
     run = own_module("methods").Run.of(run_config)
     clients = own_module("records").deal(own_module("records").config_of(run_config)).clients
     strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
