@@ -1,4 +1,4 @@
-"""The command line: flower-dp new | run | presets | compare | figure | epsilon | calibrate | plan | ledger."""
+"""The command line: flower-dp new | run | presets | compare | figure | epsilon | calibrate | plan | audit | ledger."""
 
 import sys
 from typing import Annotated, NoReturn
@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 import click
 import typer
 
-from flower_dp.cli import accounting, comparison, figures, ledgers, new_apps, plans, runs
+from flower_dp.cli import accounting, audits, comparison, figures, ledgers, new_apps, plans, runs
 from flower_dp.cli.errors import refuse
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ for _command in (
     accounting.epsilon,
     accounting.calibrate,
     plans.plan,
+    audits.audit,
     ledgers.ledger,
 ):
     app.command()(_command)

@@ -1,0 +1,220 @@
+"""One case of an audit: a strategy and its clients, two neighbouring inputs, and what an adversary sees of a run."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.clientapp import ClientApp
+
+from flower_dp import wire
+from flower_dp.audit import worst_case
+from flower_dp.audit.grid import AuditGrid, Sent
+from flower_dp.clients import client_app, model_arrays
+from flower_dp.clients.node_client import NodeClient
+from flower_dp.core import checks, compression
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies import DPStrategy
+
+VIEWS = ("outsider", "participant", "server")
+# The node of the client whose part in the run is to be hidden, and that of the participant who knows its own message.
+_UNIT, _PARTICIPANT = 2, 3
+_NO_BITS = 2000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Neighbouring inputs of one method.
+
+    Every client lives on a node of its own. Client 0 is the unit, or holds the record that is. Client i pushes the parameters in
+    the direction `present[i]` with the unit and `absent[i]` without it, in odd rounds, and into the opposite one in even rounds:
+    composition allows that the adversary chooses the second question by the first answer, and noise that is drawn only once
+    cancels in the difference.
+
+    Attributes:
+        label: of the case, unique.
+        method: the method's name on the wire.
+        strategy: makes the strategy.
+        client: words `model` and `clients` of a node -> its client; None: a stock client of Flower.
+        present: -1, 0 or 1 for every client.
+        absent: the same for the neighbouring input.
+        silent: whether client 0 does not answer at all in the neighbouring input; else it answers, with another push.
+        view: what is seen: `outsider` global models; `participant` these, without client 1's own messages, which it knows;
+            `server` client 0's messages.
+        num_rounds: of a run.
+        num_records: of a client.
+        inputs: 1.0: both parameters are pushed; 0.0: one of them.
+        post_processed: whether what is seen is a function of the noised release that loses some of it, so that its trade-off
+            curve is not the one of the noise.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+    """
+
+    label: str
+    method: str
+    strategy: Callable[[], DPStrategy]
+    client: Callable[..., NodeClient] | None
+    present: tuple[float, ...]
+    absent: tuple[float, ...]
+    silent: bool = False
+    view: str = "outsider"
+    num_rounds: int = 1
+    num_records: int = 1
+    inputs: float = 1.0
+    post_processed: bool = False
+
+    def __post_init__(self) -> None:
+        checks.one_of("view", self.view, VIEWS)
+        checks.integer("num_rounds", self.num_rounds, at_least=1)
+        if len(self.present) != len(self.absent) or not self.present:
+            raise ValueError(f"absent={self.absent!r}: must have a push for each of {len(self.present)} clients")
+        if self.view == "participant" and len(self.present) < 2:
+            raise ValueError("view='participant': needs a second client")
+
+
+@dataclass(slots=True)
+class _Now:
+    """What the clients push in the round that is being asked."""
+
+    pushes: Sequence[float] = ()
+
+
+class Trials:
+    """Runs of one case, on the way that real runs take: clients, messages, server.
+
+    The strategy is made once, and every run begins from the state that it had before the first. Nothing is seeded.
+
+    Args:
+        case: what is run.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self._now = case, _Now()
+        self.strategy = case.strategy()
+        if self.strategy.seeded_noise:
+            raise ValueError(f"{case.label}: its noise comes from a fixed seed, and all trials would be one")
+        self._now.pushes = case.present
+        self._grid = AuditGrid(self._app(case.client), len(case.present))
+        self._arrays = model_arrays(worst_case.model())
+        self.strategy.plan(case.num_rounds)
+        self.strategy.rules.open(tuple(f"c{place}" for place in range(len(case.present))))
+        self._fresh = self.strategy.state
+
+    def _app(self, client: Callable[..., NodeClient] | None) -> ClientApp:
+        case = self.case
+        made = cache(lambda push: worst_case.records(push, size=case.num_records, inputs=case.inputs))
+
+        def push(context: Context) -> float:
+            return self._now.pushes[int(context.node_config["partition-id"])]
+
+        if client is None:
+            return worst_case.stock_app(push)
+
+        @cache
+        def hosting(name: str, push: float) -> NodeClient:
+            return client(model=worst_case.model(), clients={name: made(push)})
+
+        return client_app(lambda context: hosting(f"c{context.node_config['partition-id']}", push(context)))
+
+    def run(self, *, present: bool) -> dict[str, float]:
+        """Run once, with the unit or without it, and return the value of every statistic."""
+        case, strategy, grid = self.case, self.strategy, self._grid
+        strategy.state, arrays = self._fresh, self._arrays
+        grid.forget()
+        grid.silent = frozenset({_UNIT}) if case.silent and not present else frozenset()
+        seen = []
+        for server_round in range(1, case.num_rounds + 1):
+            sign = 1.0 if server_round % 2 else -1.0
+            self._now.pushes = [sign * push + 0.0 for push in (case.present if present else case.absent)]
+            grid.exchanged.clear()
+            messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+            before = arrays
+            released, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+            arrays = before if released is None else released
+            seen.append([sign * part for part in self._seen(before, arrays)])
+        return _statistics([np.stack(parts) for parts in zip(*seen, strict=True)], worst_case.direction(case.inputs))
+
+    @property
+    def statement(self) -> PrivacyStatement:
+        """The privacy statement of the last run."""
+        return self.strategy.statement
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the last run has charged to client 0 against the adversary who sees most."""
+        rules: Any = self.strategy.rules
+        found: Ledger = rules.books.ledgers["c0"] if hasattr(rules, "books") else rules.ledger
+        return found
+
+    def _seen(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:
+        """Return what the adversary sees of a round [d]; and for a participant, once more without its own noise."""
+        if self.case.view == "server":
+            return [_message(self._grid.exchanged.get(_UNIT))]
+        rules: Any = self.strategy.rules
+        moved = (_vector(after) - _vector(before)) * rules.training.sampling.expected_cohort(len(self.case.present))
+        if self.case.view == "outsider":
+            return [moved]
+        own = _message(self._grid.exchanged.get(_PARTICIPANT))[: len(moved)]
+        return [moved - own, moved - 2 * own]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep thousands of runs from logging what each of them would."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _statistics(parts: list[np.ndarray], direction: np.ndarray) -> dict[str, float]:
+    """Return every statistic of what was seen [rounds, d]: what a bug of each kind would show in.
+
+    `projection` is the sum over rounds of what was seen, into the direction of the unit's push: the log likelihood ratio of
+    Gaussian noise, up to a factor. `shared noise` is the same without a participant's own noise taken twice: if clients drew the
+    same noise, none is left. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice
+    leaves nothing below its step, whatever the unit's value is.
+    """
+    named = {"projection": float((parts[0] @ direction).sum()), "lowest bit": _lowest_bit(parts[0])}
+    if len(parts) > 1:
+        named["shared noise"] = float((parts[1] @ direction).sum())
+    return named
+
+
+def _lowest_bit(values: np.ndarray) -> float:
+    ratios = [float(value).as_integer_ratio() for value in values.ravel() if value]
+    lowest = [(top & -top).bit_length() - bottom.bit_length() for top, bottom in ratios]
+    return float(min(lowest, default=_NO_BITS))
+
+
+def _vector(arrays: ArrayRecord) -> np.ndarray:
+    return np.concatenate([array.numpy().ravel().astype(np.float64) for array in arrays.values()])
+
+
+def _message(sent: Sent | None) -> np.ndarray:
+    """Return the row that a node has sent, read as the server reads it; zeros for none."""
+    if sent is None or sent.reply.has_error():
+        why = "" if sent is None else f": {sent.reply.error.reason}"
+        if why:
+            raise RuntimeError(f"a client of the audit does not reply{why}")
+        return np.zeros(2)
+    config = next(record for record in sent.message.content.config_records.values() if wire.KEY in record)
+    arrays = wire.numpy_arrays(wire.arrays_of(sent.message.content), limit=1000)
+    instruction = wire.instruction_of(config, list(arrays.values()))
+    answer = wire.answer_of(sent.reply.content, instruction.clients)
+    if answer is None or answer.refused:
+        raise RuntimeError(f"a client of the audit does not reply: {'no answer' if answer is None else answer.refused}")
+    size = sum(array.size for array in arrays.values()) - sum(len(one) for one in instruction.ask.vectors.values())
+    length = instruction.ask.row_length(size)
+    mask = None if instruction.ask.mask is None else instruction.ask.mask.indices(size)
+    payload = wire.payload_of(wire.arrays_of(sent.reply.content), answer.payload, length)
+    return np.asarray(compression.decode(payload, length, mask=mask), np.float64)

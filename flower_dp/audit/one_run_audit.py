@@ -1,0 +1,136 @@
+"""The one-run audit of a run of flower-dp's app: real data, real training, canaries among clients or records."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from flower_dp import wire
+from flower_dp.audit.grid import AuditGrid
+from flower_dp.audit.one_run import OneRunAudit, coins
+from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
+from flower_dp.audit.one_run_records import RecordScores, Replies, planted
+from flower_dp.clients import FlatModel, ScaffoldRecipe, client_app, model_arrays
+from flower_dp.core import checks
+from flower_dp.running.apps import own_module
+from flower_dp.running.values import Value
+from flower_dp.strategies import DPStrategy
+from flower_dp.strategies.client_level import ClientLevelRules
+
+# Methods whose rows are updates along negative gradients of records.
+RECORD_METHODS = ("dp-fedpaq", "scaffold", "dp-pasgd")
+_MODELS = "the initial model and the model of every round"
+_REPLIES = "every client's replies, and the model of every round"
+
+
+def audit_run(
+    run_config: Mapping[str, Value], *, num_canaries: int, confidence: float = 0.95, seed: int | None = None
+) -> OneRunAudit:
+    """Run the settings once in this process, with canaries in the place of clients or records, and bound epsilon from below.
+
+    What a method protects decides what the canaries are: clients where the noise is on the sum of updates, records where every
+    message is private. Sizes of population and clients stay what they are, so the claim is that of the run without canaries.
+
+    Args:
+        run_config: every setting of flower-dp's app, by flat key.
+        num_canaries: how many; at most as many as there are clients, or records.
+        confidence: of the bound.
+        seed: of places, canaries and coins; None for the operating system's entropy. Noise and sampling never follow from it.
+
+    Raises:
+        ValueError: for invalid settings, a method or relation without canaries, or more canaries than there is room for.
+
+    Example:
+        >>> from flower_dp.audit.one_run_audit import audit_run
+        >>> from flower_dp.running import apps
+        >>> def go():
+        ...     run = apps.resolve("mnist-dp-fedavg", ["num-rounds=20"])
+        ...     print(audit_run({**run.app.defaults, **run.overrides}, num_canaries=500).lower_bound)
+    """
+    checks.integer("num_canaries", num_canaries, at_least=2)
+    checks.number("confidence", confidence, above=0, below=1)
+    run = own_module("methods").Run.of(run_config)
+    clients = own_module("records").deal(own_module("records").config_of(run_config)).clients
+    strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
+    audited = _clients if isinstance(strategy.rules, ClientLevelRules) else _records
+    return audited(run, strategy, clients, coins(num_canaries, seed), confidence=confidence, rng=np.random.default_rng(seed))
+
+
+def _clients(
+    run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, *, confidence: float, rng: np.random.Generator
+) -> OneRunAudit:
+    rules: Any = strategy.rules
+    model = run.model()
+    like = run.client(run.model(), clients, dict)
+    canaries = ClientCanaries.drawn(
+        tuple(clients), choices, relation=rules.release.relation, dimension=like.model.layout.size, rng=rng
+    )
+    client = CanaryClient(like, canaries.updates(rules.clip_norms[1]))
+    models: list[np.ndarray] = []
+
+    def watch(server_round: int, arrays: ArrayRecord) -> None:
+        models.append(wire.Model.of(arrays).vector)
+
+    grid = AuditGrid(client_app(lambda context: client), 1)
+    strategy.start(grid, model_arrays(model), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
+    cohort = rules.release.expected_cohort
+
+    def scores() -> np.ndarray:
+        clips = [report.numbers.get("clip-norm", rules.clip_norm) for report in strategy.rounds]
+        return canaries.score(models, scales=[clip / cohort for clip in clips], sampling_rate=cohort / strategy.num_clients)
+
+    return _result(strategy, scores, choices, confidence, unit="client", sees=_MODELS)
+
+
+def _records(
+    run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, *, confidence: float, rng: np.random.Generator
+) -> OneRunAudit:
+    method = run.settings.method
+    if method not in RECORD_METHODS:
+        raise ValueError(f"method={method!r}: has no record canaries; they are for {', '.join(RECORD_METHODS)}")
+    labels = sorted(set(run.task().train_labels.tolist()))
+    canaries = planted(clients, choices, labels=labels, clip_norm=run.own.clip_norm, rng=rng)
+    sizes = {name: len(records) for name, records in clients.items()}
+    hosts = [
+        run.client(run.model(), {name: canaries[name].records if name in canaries else records}, lambda: sizes)
+        for name, records in clients.items()
+    ]
+    grid = AuditGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
+    model, recipe = FlatModel(run.model()), hosts[0].recipe
+    replies = Replies(
+        names=dict(zip(grid.get_node_ids(), clients, strict=True)),
+        length=model.layout.size,
+        drift=recipe.steps if isinstance(recipe, ScaffoldRecipe) else None,
+    )
+    scores = RecordScores(
+        canaries=canaries, model=model, loss=recipe.loss, clip_norm=run.own.clip_norm, scores=np.zeros(len(choices))
+    )
+    sent = [wire.Model.of(model_arrays(run.model())).vector]
+
+    def watch(server_round: int, arrays: ArrayRecord) -> None:
+        for name, row in replies.rows(grid.exchanged).items():
+            scores.see(sent[-1], name, row)
+        grid.exchanged.clear()
+        sent[:] = [wire.Model.of(arrays).vector]
+
+    strategy.start(grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
+    return _result(strategy, lambda: scores.scores, choices, confidence, unit="record", sees=_REPLIES)
+
+
+def _result(strategy: DPStrategy, scores: Any, choices: np.ndarray, confidence: float, *, unit: str, sees: str) -> OneRunAudit:
+    lacks = replace(strategy.missing, declined=0)  # canaries that are not there decline
+    if lacks.total:
+        raise ValueError(f"the run is not what was to be audited: it lacks updates, {lacks}")
+    statement = strategy.statement
+    return OneRunAudit.of(
+        scores,
+        choices,
+        claimed=statement.epsilon,
+        delta=statement.delta,
+        confidence=confidence,
+        unit=unit,
+        relation=statement.relation,
+        sees=sees,
+    )

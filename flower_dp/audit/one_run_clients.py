@@ -1,0 +1,168 @@
+"""Client canaries: clients whose update is a random direction as long as the clip allows, for methods that protect clients.
+
+A canary takes the place of one of the population's own clients, so that sampling rates and claim are those of the run without it.
+Directions as in Andrew et al. 2023, "One-shot empirical privacy estimation for federated learning".
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_dp.clients import DPClient
+from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply.pipeline import Job, Train, Trained
+from flower_dp.clients.reply.work import Work
+from flower_dp.wire import Instruction
+
+# An update is so many times its clip norm: the real clip makes a canary of it.
+_BEFORE_THE_CLIP = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientCanaries:
+    """Canaries by the names of the clients whose places they take.
+
+    Attributes:
+        names: of the clients [m].
+        directions: unit vectors [m, d], float32.
+        contributions: of every canary in this run [m]: 1, -1, or 0 for a client that is not there: it never answers.
+    """
+
+    names: tuple[str, ...]
+    directions: np.ndarray
+    contributions: np.ndarray
+
+    @classmethod
+    def drawn(
+        cls, population: Sequence[str], choices: np.ndarray, *, relation: str, dimension: int, rng: np.random.Generator
+    ) -> "ClientCanaries":
+        """Draw places and directions.
+
+        The two values of a coin are neighbours by `relation`. Add-or-remove-one: the canary or nobody; the sum moves by the clip
+        norm. Replace-one: the canary or its negative; it moves by twice that, the claim's whole sensitivity.
+
+        Args:
+            population: the names of all clients.
+            choices: the coins [m], +1 or -1.
+            relation: the claim's.
+            dimension: of an update.
+            rng: not that of the run's noise.
+
+        Raises:
+            ValueError: if there are fewer clients than coins.
+        """
+        if len(choices) > len(population):
+            raise ValueError(f"num_canaries={len(choices)}: must be at most num-clients={len(population)}")
+        places = rng.permutation(len(population))[: len(choices)]
+        directions = rng.integers(0, 2, (len(choices), dimension), dtype=np.int8).astype(np.float32) * 2 - 1
+        directions /= np.float32(np.sqrt(dimension))
+        return cls(
+            names=tuple(population[place] for place in places),
+            directions=directions,
+            contributions=choices if relation == "replace-one" else (choices + 1) // 2,
+        )
+
+    def updates(self, clip_norm: float) -> dict[str, np.ndarray | None]:
+        """Return every canary's update [d] before the clip; None of one that is not there."""
+        length = _BEFORE_THE_CLIP * clip_norm
+        return {
+            name: (length * sign * direction).astype(np.float32) if sign else None
+            for name, sign, direction in zip(self.names, self.contributions, self.directions, strict=True)
+        }
+
+    def score(self, models: Sequence[np.ndarray], *, scales: Sequence[float], sampling_rate: float) -> np.ndarray:
+        """Return how likely the first value of every coin is, from all released models: a log-likelihood ratio [m].
+
+        In a round a canary's inner product with the change of the model, over `scale`, is its contribution with probability
+        `sampling_rate`, else 0, plus noise that is about Gaussian. Its standard deviation is estimated over the canaries, most of
+        which contribute 0.
+
+        Args:
+            models: the initial model and those of every round [d].
+            scales: by how much one contribution changes the model of a round: clip norm / expected cohort.
+            sampling_rate: with which a client takes part in a round.
+        """
+        paired = bool((self.contributions < 0).any())
+        total = np.zeros(len(self.names))
+        for before, after, scale in zip(models[:-1], models[1:], scales, strict=True):
+            seen = self.directions @ ((after - before) / scale).astype(np.float64)
+            seen -= np.median(seen) if sampling_rate < 0.5 else 0.0
+            variance = max(1.4826 * float(np.median(np.abs(seen))), 1e-3) ** 2
+            total += _mixture(seen, variance, sampling_rate)
+            total -= _mixture(-seen, variance, sampling_rate) if paired else 0.0
+        return total
+
+
+def _mixture(seen: np.ndarray, variance: float, rate: float) -> np.ndarray:
+    """Return log((1 - rate) + rate exp((seen - 1/2) / variance)): of a contribution of 1 with this rate, against 0."""
+    exponent = (seen - 0.5) / variance
+    if rate >= 1:
+        return exponent
+    found: np.ndarray = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryUpdates:
+    """Local training in which some clients' rows are given: everything from the clip on is the method's own.
+
+    Attributes:
+        train: of all other clients.
+        given: rows [d] by client, None for no reply at all; what the pipeline adds behind a row is 0 before the clip.
+        length: of a row.
+    """
+
+    train: Train
+    given: Mapping[str, np.ndarray | None]
+    length: int
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's row [length] and training loss, or its error, in order."""
+        trained = iter(self.train.rows(vector, [job for job in jobs if job.name not in self.given]))
+        for job in jobs:
+            if job.name not in self.given:
+                yield next(trained)
+            elif (update := self.given[job.name]) is None:
+                yield Declined("this canary is not there")
+            else:
+                row = torch.zeros(self.length, dtype=vector.dtype, device=vector.device)
+                row[: vector.numel()] = torch.from_numpy(update).to(vector.device)
+                yield row, torch.tensor(0.0)
+
+
+class CanaryClient(DPClient):
+    """A client of client-level methods, some of whose hosted clients are canaries.
+
+    Args:
+        like: the real client, whose recipe, policy and engine it has.
+        canaries: their updates before the clip by name, None for no reply.
+    """
+
+    def __init__(self, like: DPClient, canaries: Mapping[str, np.ndarray | None]) -> None:
+        super().__init__(
+            model=like.model.module,
+            clients=like.clients,
+            training=like.training,
+            policy=like.policy,
+            device=like.model.device,
+            seed=like.seed,
+            engine=like.engine,
+            metrics=like.metrics,
+        )
+        self._canaries = dict(canaries)
+
+    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+        work = super()._work(vector, instruction)
+        ask = instruction.ask
+        if ask.metrics is not None:
+            return work
+        length = ask.row_length(vector.numel())
+
+        def planted(pipeline: Any) -> Any:
+            return replace(pipeline, train=CanaryUpdates(train=pipeline.train, given=self._canaries, length=length))
+
+        return replace(work, groups=[(planted(pipeline), jobs) for pipeline, jobs in work.groups])

@@ -1,0 +1,195 @@
+"""An audit of methods: flower-dp audit."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flower_dp.cli.errors import refuse
+
+if TYPE_CHECKING:
+    from flower_dp.audit import Audit, Case
+
+_COLUMNS = ("case", "delta", "claimed", "audited", "ratio", "false positives", "false negatives", "by")
+
+
+def audit(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[METHOD | CASE | PRESET]",
+            help="All cases of a method, one of them, or the mechanism of a preset in one round.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="All cases of all methods.")] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the preset; may be repeated.", show_default=False),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Runs without the unit, and as many with it, of each case.")] = 2000,
+    canaries: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
+            show_default=False,
+        ),
+    ] = None,
+    canary_seed: Annotated[
+        int | None, typer.Option(min=0, help="Repeats the canaries and their coins, never the noise.", show_default=False)
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(help="Of each lower bound; a correct method is flagged with probability 1 - confidence at most.")
+    ] = 0.999,
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw false negatives over false positives, with the claimed trade-off curve.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object a line.")] = False,
+) -> None:
+    """Run a method again and again with and without one unit, and find what epsilon must at least be.
+
+    Every run takes the real way: clients, messages, server, with fresh noise. The unit is the worst that there can be.
+
+    Exit status: 0; 1 if an audit refutes a claim; or 2 with a line that names the invalid case or option.
+    """
+    from flower_dp.core import checks
+
+    if canaries is None and canary_seed is not None:
+        refuse("--canary-seed: belongs to --canaries")
+    if canaries is not None:
+        from flower_dp.cli.canaries import audit_one_run
+
+        if every or plot is not None:
+            refuse(f"{'--all' if every else '--plot'}: does not go with --canaries")
+        audit_one_run(target, setting or [], canaries=canaries, seed=canary_seed, confidence=confidence, as_json=as_json)
+        return
+    if (target is None) != every:
+        refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
+    try:
+        checks.integer("--trials", trials, at_least=20)
+        checks.number("--confidence", confidence, above=0, below=1)
+        if plot is not None:
+            from flower_dp.reporting import canvas
+
+            canvas.file(plot)
+        cases = _cases(target, setting or [])
+    except ValueError as error:
+        refuse(str(error).replace("--output", "--plot"))
+    audits = []
+    for one in _audited(cases, trials, confidence):
+        audits.append(one)
+        if as_json:
+            typer.echo(json.dumps(_table(one), allow_nan=False))
+    if not as_json:
+        typer.echo(_text(audits))
+    if plot is not None:
+        from flower_dp.audit.figure import figure
+        from flower_dp.reporting import canvas
+
+        canvas.save(figure(audits), plot)
+        typer.echo(f"figure: {plot}", err=as_json)
+    if any(one.violation for one in audits):
+        raise typer.Exit(1)
+
+
+def _cases(target: str | None, settings: list[str]) -> "list[Case]":
+    """Return the cases of a target; of all methods for none.
+
+    Raises:
+        ValueError: for an unknown one, or a preset without privacy.
+    """
+    from flower_dp.audit import CASES
+    from flower_dp.audit.presets import case_of
+    from flower_dp.running import apps
+
+    found = [case for case in CASES.values() if target in (None, case.method, case.label)]
+    if found:
+        if settings:
+            raise ValueError("--set: belongs to a preset; cases have settings of their own")
+        return found
+    try:
+        run = apps.resolve(target, settings)
+    except ValueError as error:
+        if settings:
+            raise
+        methods = ", ".join(dict.fromkeys(case.method for case in CASES.values()))
+        raise ValueError(f"{target}: is no method ({methods}), no case and no preset; {error}") from error
+    return [case_of(run.name, {**run.app.settings(), **run.overrides})]
+
+
+def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[Audit]":
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from flower_dp.audit import audit as audit_of
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for case in cases:
+            task = progress.add_task(case.label, total=trials)
+
+            def done(number: int, task: Any = task) -> None:
+                progress.update(task, completed=number)
+
+            try:
+                yield audit_of(case, trials=trials, confidence=confidence, progress=done)
+            except ValueError as error:
+                refuse(str(error))
+            progress.remove_task(task)
+
+
+def _table(one: "Audit") -> dict[str, Any]:
+    return {
+        "case": one.label,
+        "unit": one.claim.unit,
+        "relation": one.claim.relation,
+        "delta": one.claim.delta,
+        "claimed": one.claim.epsilon,
+        "audited": one.lower,
+        "ratio": one.ratio if one.claim.epsilon else None,
+        "violation": one.violation,
+        "estimator": one.estimator,
+        "statistic": one.rates.statistic,
+        "confidence": one.confidence,
+        "trials": one.trials,
+        "tested": one.rates.trials,
+        "false_positives": one.rates.false_positives,
+        "false_negatives": one.rates.false_negatives,
+        "seconds": round(one.seconds, 2),
+    }
+
+
+def _text(audits: "list[Audit]") -> str:
+    rows = [_COLUMNS]
+    for one in audits:
+        rows.append(
+            (
+                one.label,
+                f"{one.claim.delta:g}",
+                f"{one.claim.epsilon:.3f}",
+                f"{one.lower:.3f}",
+                f"{one.ratio:.0%}",
+                f"{one.rates.false_positives} of {one.rates.trials}",
+                f"{one.rates.false_negatives} of {one.rates.trials}",
+                f"{one.estimator}, {one.rates.statistic}",
+            )
+        )
+    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    first = audits[0]
+    lines.append(
+        f"{first.trials} runs without the unit and {first.trials} with it; each bound with confidence {first.confidence:g}"
+    )
+    lines += [
+        f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}"
+        for one in audits
+        if one.violation
+    ]
+    return "\n".join(lines)

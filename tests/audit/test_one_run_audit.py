@@ -1,0 +1,256 @@
+"""The one-run audit of real runs: real digits and tumours, the methods' own strategies and clients, in this process."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from scipy import stats
+
+from flower_dp import wire
+from flower_dp.audit.one_run_audit import audit_run
+from flower_dp.audit.one_run_clients import CanaryClient, CanaryUpdates, ClientCanaries
+from flower_dp.audit.one_run_records import RecordScores, Replies, planted
+from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training
+from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reply.pipeline import Job
+from flower_dp.core import noise
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.running import apps
+from flower_dp.simulation.identity import identify
+from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
+
+# 200 clients with three real digits each, all in every round; half of them are canaries.
+CLIENTS = [
+    *("num-clients=200", "partition=sample", "records-per-client=3", "model=logistic", "batch-size=3", "engine=one-by-one"),
+    *("num-rounds=3", "seed=1"),
+]
+FULL = [
+    *CLIENTS,
+    "method=dp-fedavg",
+    "sampling=full",
+    "dp-fedavg.noise-multiplier=1.0",
+    "dp-fedavg.target-epsilon=0",
+    "dp-fedavg.delta=1e-5",
+]
+# Ten clients with 45 real tumours each, all records in every step.
+RECORDS = [
+    *(
+        "num-clients=10",
+        "partition=sample",
+        "records-per-client=45",
+        "num-rounds=3",
+        "learning-rate=0.1",
+        "learning-rate-decay=0",
+        "seed=1",
+    ),
+    *("batch-size=45", "sampling=full"),
+]
+STEPS = ["{0}.epsilon=8", "{0}.delta=1e-4", "{0}.num-local-steps=1", "{0}.sensitivity=per-step", "{0}.quantization-levels=0"]
+
+
+def config(target, settings):
+    run = apps.resolve(target, settings)
+    return {**run.app.defaults, **run.overrides}
+
+
+def fedpaq(method="dp-fedpaq", *more):
+    return config("breast-cancer", [*RECORDS, f"method={method}", *(one.format(method) for one in STEPS), *more])
+
+
+def asked(control, server_round):
+    """Return a message of SCAFFOLD to a node that hosts client a."""
+    identify(1, 1)
+    own = {"a": OwnAsk(weight=1.0, terms="", noise_multiplier=1.0)}
+    ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="local", own=own, vectors={"control": control})
+    instruction = Instruction(server_round=server_round, method="scaffold", clients=("a",), ask=ask)
+    return wire.train_message(2, wire.MESSAGE_API, ArrayRecord({"w": Array(np.zeros(3, np.float32))}), {}, instruction)
+
+
+@pytest.fixture
+def little_noise(monkeypatch):
+    """Plant a bug: all Gaussian noise has a twentieth of its scale, and what is claimed stays what it is."""
+    real = noise.gaussian
+    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 20, step))
+
+
+# Clients
+
+
+def test_client_canaries_of_a_real_run_show_much_of_the_claim_and_no_more():
+    audit = audit_run(config("mnist", FULL), num_canaries=150, seed=3)
+    # Three Gaussian releases of noise multiplier 1 are one of separation sqrt(3), whose delta has a closed form (Balle and Wang 2018).
+    mu, claimed = math.sqrt(3), audit.claimed
+    delta = stats.norm.cdf(mu / 2 - claimed / mu) - math.exp(claimed) * stats.norm.cdf(-mu / 2 - claimed / mu)
+    assert delta == pytest.approx(1e-5, rel=0.01)
+    assert (audit.unit, audit.relation, audit.num_canaries) == ("client", "add-or-remove-one", 150)
+    # A fair share: an ideal auditor of 150 independent coins at this separation has a bound of about 1.6 (below).
+    assert 0.6 < audit.lower_bound < audit.claimed
+    assert not audit.refuted
+
+
+def test_noise_far_below_the_claim_is_flagged_by_client_canaries(little_noise):
+    audit = audit_run(config("mnist", [*FULL, "dp-fedavg.noise-multiplier=4", "num-rounds=1"]), num_canaries=150, seed=3)
+    assert audit.claimed < 1.1
+    assert audit.num_correct == audit.num_guesses
+    assert audit.refuted
+
+
+def test_a_run_without_noise_has_a_large_bound():
+    audit = audit_run(config("mnist", [*FULL, "dp-fedavg.noise-multiplier=0", "num-rounds=1"]), num_canaries=150, seed=3)
+    assert math.isinf(audit.claimed)
+    assert audit.num_guesses == 150
+    assert audit.num_correct >= 140  # not all of them: the coins are not half "in", half "out", as the guesses are
+    assert audit.lower_bound > 2.0
+    assert not audit.refuted
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["method=dp-fedsam", "sampling=fixed-size", "cohort-size=100", "dp-fedsam.target-epsilon=0"],
+        ["method=dp-fedsam", "sampling-rate=0.5", "dp-fedsam.keep-ratio=0.3", "dp-fedsam.target-epsilon=0"],
+        ["method=dp-fedavg", "sampling-rate=0.5", "dp-fedavg.clip-quantile=0.5", "dp-fedavg.target-epsilon=0"],
+        ["method=fed-smp", "sampling-rate=0.5", "fed-smp.target-epsilon=0"],
+    ],
+    ids=["replace-one", "top-k", "adaptive clip", "mask"],
+)
+def test_every_kind_of_noised_sum_is_audited(settings):
+    audit = audit_run(config("mnist", [*CLIENTS, "num-rounds=2", *settings]), num_canaries=100, seed=3)
+    assert not audit.refuted
+    assert audit.num_guesses > 0
+    assert audit.relation == ("replace-one" if "sampling=fixed-size" in settings else "add-or-remove-one")
+
+
+def test_noise_far_below_the_claim_is_flagged_under_replace_one(little_noise):
+    settings = [*CLIENTS, "num-rounds=1", "method=dp-fedavg", "sampling=full", "dp-fedavg.relation=replace-one"]
+    audit = audit_run(
+        config("mnist", [*settings, "dp-fedavg.noise-multiplier=4", "dp-fedavg.delta=1e-5"]), num_canaries=150, seed=3
+    )
+    assert audit.relation == "replace-one"
+    assert audit.refuted
+
+
+def test_contributions_of_a_coin_are_neighbours_by_the_relation():
+    choices = np.array([1, -1, 1, -1])
+    names = [f"c{i}" for i in range(9)]
+    made = {
+        relation: ClientCanaries.drawn(names, choices, relation=relation, dimension=50, rng=np.random.default_rng(0))
+        for relation in ("add-or-remove-one", "replace-one")
+    }
+    assert made["add-or-remove-one"].contributions.tolist() == [1, 0, 1, 0]
+    assert made["replace-one"].contributions.tolist() == [1, -1, 1, -1]
+    there = [update is not None for update in made["add-or-remove-one"].updates(2.0).values()]
+    assert there == [True, False, True, False]  # not zero: an absent client adds no indicator and no share of the noise either
+    for update in made["replace-one"].updates(2.0).values():
+        assert np.linalg.norm(update) == pytest.approx(20.0, rel=1e-5)
+    for one in made.values():
+        assert len(set(one.names)) == 4
+        np.testing.assert_allclose(np.linalg.norm(one.directions, axis=1), 1.0, rtol=1e-5)
+
+
+def test_canaries_pass_the_real_clip_and_other_clients_are_untouched():
+    records = {name: TensorRecords(inputs=torch.randn(4, 3), targets=torch.tensor([0, 1, 0, 1])) for name in "abc"}
+    real = DPClient(model=torch.nn.Linear(3, 2), clients=records, training=Training(learning_rate=0.1))
+    given = {"b": np.full(8, 100.0, np.float32), "c": None}
+    client = CanaryClient(real, given)
+    jobs = [Job(name=name, records=records[name], seed=0, secret=lambda: None) for name in "abc"]
+
+    class Ones:
+        def rows(self, vector, jobs):
+            return ((torch.ones(9), torch.tensor(1.0)) for _ in jobs)
+
+    real_row, canary, absent = CanaryUpdates(train=Ones(), given=given, length=9).rows(torch.zeros(8), jobs)
+    assert real_row[0].tolist() == [1.0] * 9
+    assert canary[0].tolist() == [100.0] * 8 + [0.0]
+    assert isinstance(absent, Declined)
+    assert client.training is real.training
+    assert client.policy is real.policy
+
+
+# Records
+
+
+def test_record_canaries_of_a_real_run_show_some_of_the_claim_and_no_more():
+    audit = audit_run(fedpaq(), num_canaries=400, seed=3)
+    assert audit.claimed == pytest.approx(8.0, rel=1e-3)
+    assert (audit.unit, audit.relation, audit.num_canaries) == ("record", "replace-one", 400)
+    assert 0.5 < audit.lower_bound < audit.claimed
+
+
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+def test_noise_far_below_the_claim_is_flagged_by_record_canaries(method, little_noise):
+    audit = audit_run(fedpaq(method, f"{method}.epsilon=1", "num-rounds=1"), num_canaries=400, seed=3)
+    assert audit.claimed == pytest.approx(1.0, rel=1e-3)
+    assert audit.refuted
+
+
+def test_dp_pasgd_is_audited():
+    settings = [*RECORDS, "method=dp-pasgd", "dp-pasgd.num-local-steps=2", "dp-pasgd.epsilon=8"]
+    audit = audit_run(config("breast-cancer", settings), num_canaries=400, seed=3)
+    assert 0.3 < audit.lower_bound < audit.claimed
+
+
+def test_record_canaries_change_no_size_and_follow_the_coins():
+    clients = {
+        name: TensorRecords(inputs=torch.zeros(n, 5), targets=torch.zeros(n, dtype=torch.int64))
+        for name, n in (("a", 2), ("b", 4))
+    }
+    choices = np.array([1, -1, -1, 1, 1])
+    made = planted(clients, choices, labels=[0, 1], clip_norm=2.0, rng=np.random.default_rng(0))
+    assert {name: len(one.records) for name, one in made.items()} == {"a": 2, "b": 4}
+    assert sorted(np.concatenate([one.coins for one in made.values()])) == [0, 1, 2, 3, 4]
+    assert len(made["a"].coins) == 2
+    for one in made.values():
+        held = {tuple(row.tolist()) for row in one.records.inputs if row.any()}
+        wanted = {tuple((choices[coin] * row).tolist()) for coin, row in zip(one.coins, one.inputs, strict=True)}
+        assert held == wanted
+        np.testing.assert_allclose(one.inputs.norm(dim=1), 6.0, rtol=1e-5)
+
+
+def test_a_score_grows_with_an_update_against_the_gradient_of_x():
+    clients = {"a": TensorRecords(inputs=torch.zeros(3, 4), targets=torch.zeros(3, dtype=torch.int64))}
+    made = planted(clients, np.array([1]), labels=[0], clip_norm=1.0, rng=np.random.default_rng(0))
+    model = FlatModel(torch.nn.Linear(4, 2, bias=False))
+    scores = RecordScores(canaries=made, model=model, loss=torch.nn.functional.cross_entropy, clip_norm=1.0, scores=np.zeros(1))
+    # At weights 0 the gradient under label 0 is (-x, x) / 2: an update towards x in the row of class 0 fits it.
+    towards = torch.cat([made["a"].inputs[0], -made["a"].inputs[0]]).numpy()
+    scores.see(np.zeros(8, np.float32), "a", towards)
+    assert scores.scores[0] == pytest.approx(2.0, rel=1e-5)  # both gradients have norm 1 after the clip, and are opposite
+
+
+def test_rows_of_scaffold_are_seen_without_their_drift():
+    """Over two rounds, c_i' is the mean of the noised gradients: Dx = -E eta (g + c - c_i), solved by hand."""
+    steps = FedPAQSteps(
+        learning_rate=0.5, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step", decay_iterations=None
+    )
+    replies = Replies(names={2: "a"}, length=3, drift=steps)
+    first, second = np.array([1.0, 0.0, 2.0]), np.array([0.0, -1.0, 1.0])
+    controls = [np.zeros(3), np.array([0.5, 0.25, -1.0])]
+    own = np.zeros(3)
+    for number, (gradient, control) in enumerate(zip((first, second), controls, strict=True), start=1):
+        update = -2 * 0.5 * (gradient + control - own)
+        row = replies._own("a", update.astype(np.float32), asked(control.astype(np.float32), number))
+        np.testing.assert_allclose(row, -gradient, atol=1e-6)
+        own = gradient
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["method=nbafl"], "method='nbafl'.*dp-fedpaq"),
+        (["method=dp-fedavg", "num-clients=50", "dp-fedavg.delta=1e-5"], "num_canaries=51: must be at most num-clients=50"),
+    ],
+)
+def test_what_has_no_canaries_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        audit_run(config("breast-cancer", settings), num_canaries=51)
+
+
+def test_too_few_canaries_are_refused():
+    with pytest.raises(ValueError, match="num_canaries"):
+        audit_run(config("breast-cancer", RECORDS), num_canaries=1)

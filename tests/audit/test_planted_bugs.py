@@ -1,0 +1,176 @@
+"""Bugs that cost privacy, planted one by one: the audit must flag each, and must not flag the same case without it.
+
+Every audit here has confidence 1 - 1e-4: one that flags a correct method is a false alarm, with probability 1e-4 at most each, and
+below 2e-3 for a whole run of this file. Noise is fresh in every run, so that a bug is missed at times too: the trials are so many
+that each is found with probability above 0.999.
+"""
+
+import numpy as np
+import pytest
+
+from flower_dp.audit import audit
+from flower_dp.audit.cases import client_level, fedsgd_dpc
+from flower_dp.clients.node_client import NodeClient
+from flower_dp.core import noise
+from flower_dp.core.sampling import PoissonSampling
+from flower_dp.privacy import accounting
+from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.releases import limits
+from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.run import Run
+
+pytestmark = pytest.mark.slow
+
+CONFIDENCE = 1 - 1e-4
+
+# Stock clients are the fastest, and all of central placement is on the server.
+CENTRAL = {"training": None, "noise_multiplier": 0.4}
+STOCK = client_level("stock", DPFedAvg, **CENTRAL)
+TWO_ROUNDS = client_level("stock, two rounds", DPFedAvg, training=None, noise_multiplier=0.57, num_rounds=2)
+FOUR_ROUNDS = client_level("stock, four rounds", DPFedAvg, training=None, noise_multiplier=0.5, num_rounds=4)
+REPLACED = client_level("stock, replace-one", DPFedAvg, training=None, noise_multiplier=0.8, relation="replace-one")
+SAMPLED = client_level(
+    "stock, Poisson", DPFedAvg, training=None, noise_multiplier=0.5, sampling=PoissonSampling(sampling_rate=0.1)
+)
+SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=1.13, relation="replace-one")
+RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
+LITTLE = client_level("stock, much noise", DPFedAvg, training=None, noise_multiplier=1.0)
+LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=2.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_cost_is_remembered():
+    """A planted bug of accounting must not stay in the accountants' caches."""
+    accounting._least.cache_clear()
+    yield
+    accounting._least.cache_clear()
+
+
+def half_the_noise(monkeypatch):
+    whole = noise.gaussian
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 2, step))
+
+
+def half_of_the_clients_noise(monkeypatch):
+    whole = noise.laplace
+    monkeypatch.setattr(noise, "laplace", lambda like, scale, step, rng: noise.nearest(whole(like, scale, step, rng) / 2, step))
+
+
+def no_factor_of_replace_one(monkeypatch):
+    monkeypatch.setattr(accounting, "effective", lambda multiplier, relation: multiplier)
+
+
+def no_clip(monkeypatch):
+    monkeypatch.setattr(limits, "_clipped", lambda vector, bound: vector / 1e4)
+
+
+def no_clip_of_records(monkeypatch):
+    from flower_dp.clients.reply import parts
+
+    monkeypatch.setattr(parts, "clip_l2", lambda rows, clip_norm: rows)
+
+
+def clip_of_each_tensor(monkeypatch):
+    whole = limits._clipped
+    monkeypatch.setattr(
+        limits, "_clipped", lambda vector, bound: np.concatenate([whole(part, bound) for part in np.split(vector, 2)])
+    )
+
+
+def weights_after_the_clip(monkeypatch):
+    accepted = limits.Limits.accepted
+    monkeypatch.setattr(limits.Limits, "accepted", lambda self, vector, clients: 2 * accepted(self, vector, clients))
+
+
+def mean_over_those_who_replied(monkeypatch):
+    noised = NoisedSum.noised
+
+    def of_replies(self, ask, total, *, num_replies, cohort_size, rng):
+        mean = noised(self, ask, total, num_replies=num_replies, cohort_size=cohort_size, rng=rng)
+        return mean * cohort_size / max(num_replies, 1)
+
+    monkeypatch.setattr(NoisedSum, "noised", of_replies)
+
+
+def one_noise_for_all_rounds(monkeypatch):
+    """The server's noise of round 1 is that of round 2 too; every run has its own."""
+    fresh, drawn = Run.generator, {}
+
+    def generator(self, *purpose):
+        if purpose == ("noise", 1):
+            drawn["state"] = (rng := fresh(self, *purpose)).bit_generator.state
+            return rng
+        rng = fresh(self, *purpose)
+        if purpose[0] == "noise":
+            rng.bit_generator.state = drawn["state"]
+        return rng
+
+    monkeypatch.setattr(Run, "generator", generator)
+
+
+def one_noise_for_all_clients(monkeypatch):
+    """The clients of a round draw from copies of one generator."""
+    fresh, drawn = NodeClient.generator, {}
+
+    def generator(self, instruction, name, *, on=None):
+        rng = fresh(self, instruction, name, on=on)
+        if name == "c0":
+            drawn["state"] = rng.bit_generator.state
+        elif "state" in drawn:
+            rng.bit_generator.state = drawn["state"]
+        return rng
+
+    monkeypatch.setattr(NodeClient, "generator", generator)
+
+
+def cohort_of_the_largest_updates(monkeypatch):
+    """All clients are asked, and those with the largest updates are the cohort: the unit, whenever it has one."""
+    monkeypatch.setattr(PoissonSampling, "choose", lambda self, server_round, num_clients, rng: np.arange(num_clients))
+
+
+def only_the_first_release_charged(monkeypatch):
+    charge = NoisedSum.charge
+    monkeypatch.setattr(NoisedSum, "charge", lambda self, names: None if self.num_charged else charge(self, names))
+
+
+def noise_of_single_precision(monkeypatch):
+    """Noise is a float32 as torch draws it, and neither it nor the value is on a lattice."""
+    monkeypatch.setattr(noise, "toward_zero", lambda values, step: values)
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: std * rng.standard_normal(like.shape, dtype=np.float32))
+
+
+def value_off_the_lattice(monkeypatch):
+    monkeypatch.setattr(noise, "toward_zero", lambda values, step: values)
+
+
+BUGS = [
+    (half_the_noise, STOCK, 250),
+    (half_of_the_clients_noise, LAPLACE, 300),
+    (no_factor_of_replace_one, REPLACED, 250),
+    (no_clip, STOCK, 150),
+    (no_clip_of_records, RECORDS, 100),
+    (clip_of_each_tensor, STOCK, 800),
+    (weights_after_the_clip, STOCK, 250),
+    (mean_over_those_who_replied, STOCK, 800),
+    (one_noise_for_all_rounds, TWO_ROUNDS, 150),
+    (one_noise_for_all_clients, SHARED, 150),
+    (cohort_of_the_largest_updates, SAMPLED, 250),
+    (only_the_first_release_charged, FOUR_ROUNDS, 220),
+    (noise_of_single_precision, LITTLE, 1000),
+    (value_off_the_lattice, RECORDS, 100),
+]
+
+
+@pytest.mark.parametrize(("plant", "case", "trials"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_planted_bug_is_flagged(plant, case, trials, monkeypatch):
+    plant(monkeypatch)
+    found = audit(case, trials=trials, confidence=CONFIDENCE)
+    assert found.violation, f"{found.lower} of {found.claim.epsilon} by {found.rates}"
+
+
+@pytest.mark.parametrize("case", [STOCK, TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE], ids=lambda case: case.label)
+def test_nothing_is_flagged_without_a_bug(case):
+    found = audit(case, trials=150, confidence=CONFIDENCE)
+    assert not found.violation, f"{found.lower} of {found.claim.epsilon} by {found.rates}"
+    if case in (STOCK, TWO_ROUNDS, REPLACED, SHARED, LAPLACE):  # the effects of the others are too small for so few trials
+        assert found.lower > 0.1 * found.claim.epsilon
