@@ -15,6 +15,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from flower_dp.core import checks
 from flower_dp.core.environment import RUN_FOLDER
 from flower_dp.running.trained_model import described, put_into, stored_model
 
@@ -31,6 +32,7 @@ PLOT = "progress.png"
 LOG = "flower.log"
 # Files that only a run writes. A `config.toml` may also be an app's own file.
 RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
+_MOST_ROUNDS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     file is a run without rounds.
 
     Raises:
-        ValueError: A whole line is not a JSON object.
+        ValueError: A whole line is not a JSON object, or its `round` is no whole number.
     """
     file = Path(path)
     if file.is_dir():
@@ -214,12 +216,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return []
     rows = []
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, line {number}: must be a JSON object")
+        row = checks.json_object(f"{file}, line {number}", line)
+        if "round" in row:
+            checks.integer(f"{file}, line {number}: round", row["round"], at_least=0, at_most=_MOST_ROUNDS)
         rows.append(row)
     return rows
 
