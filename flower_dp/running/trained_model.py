@@ -86,7 +86,7 @@ def loaded(file: Path, content: bytes) -> dict[str, NDArray[np.generic]]:
     try:
         return dict(load(content))
     except Exception as error:  # safetensors has its own class, in Rust
-        raise ValueError(f"{file}: can't be read: {error}") from None
+        raise ValueError(f"{file.parent}: {file.name} can't be read: {error}") from None
 
 
 def put_into(model: "nn.Module", arrays: Arrays, others: Mapping[str, Any], where: str) -> tuple[str, ...]:
