@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from typing import final
 
 from flower_dp import wire
+from flower_dp.core import checks
 
 log = logging.getLogger("flwr")
 
+# Characters of what leaves a device, where it repeats what a server has sent.
+_MOST_REASON = 1000
 UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
 # What a dry run finds. None of these depends on a value of a record.
@@ -51,8 +54,8 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        self.reason = checks.one_line(reason, most=_MOST_REASON)
+        super().__init__(self.reason)
 
     def __str__(self) -> str:
         """Return the text as the server gets it."""

@@ -1,6 +1,6 @@
 """Mutations of what crosses a boundary, and the bounds that hold whatever crosses it.
 
-`FUZZ=thorough` draws anew in every run, and 50 times as many examples; a failure then prints how to repeat it.
+`FUZZ=thorough` draws anew in every run, and 100 times as many examples; a failure then prints how to repeat it.
 """
 
 import copy
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from flower_dp import wire
 
 THOROUGH = os.environ.get("FUZZ") == "thorough"
-_MORE = 50
+_MORE = 100
 # Address space that may be taken beyond what the process has at the start of an example, in bytes.
 _MEMORY = 2**28
 # Seconds of processor time of one example.
@@ -119,7 +119,17 @@ TEXTS = (
     "training failed: \n\n",
     "declined: \x07",
 )
-NESTED = ([], {}, [[]], {"a": {"a": {"a": [1]}}}, [0] * 3000, {str(index): index for index in range(100)}, [None], [{}], ["c0", "c0"])
+NESTED = (
+    [],
+    {},
+    [[]],
+    {"a": {"a": {"a": [1]}}},
+    [0] * 3000,
+    {str(index): index for index in range(100)},
+    [None],
+    [{}],
+    ["c0", "c0"],
+)
 
 
 def values() -> st.SearchStrategy[Any]:
@@ -148,9 +158,9 @@ _NEAR: tuple[Callable[[Any], Any], ...] = (
     lambda value: value * (1 - 1e-9),
     lambda value: float(np.nextafter(value, np.inf)),
     lambda value: float(np.nextafter(value, -np.inf)),
-    lambda value: int(value),
-    lambda value: float(value),
-    lambda value: str(value),
+    int,
+    float,
+    str,
     lambda value: value * 2.0**20,
     lambda value: value * 2.0**-20,
     lambda value: value * 2.0**60,
@@ -210,9 +220,31 @@ def trees(draw: st.DrawFn, table: dict[str, Any], most: int = 3) -> dict[str, An
 
 # Every key that any text of this package has: one that does not belong somewhere may be taken there.
 _KEYS = (
-    *("protocol", "server_round", "method", "clients", "report_metrics", "frozen", "ask", "clip_norm", "noise_multiplier", "step"),
+    *(
+        "protocol",
+        "server_round",
+        "method",
+        "clients",
+        "report_metrics",
+        "frozen",
+        "ask",
+        "clip_norm",
+        "noise_multiplier",
+        "step",
+    ),
     *("placement", "noise_std", "keep_ratio", "quantization_levels", "mask_seed", "mask_keep_ratio", "mask_bits", "indicator"),
-    *("metrics", "weights", "terms", "noise_multipliers", "vectors", "refused", "payload", "seeded_noise", "payload_bytes", "fresh"),
+    *(
+        "metrics",
+        "weights",
+        "terms",
+        "noise_multipliers",
+        "vectors",
+        "refused",
+        "payload",
+        "seeded_noise",
+        "payload_bytes",
+        "fresh",
+    ),
     *("encoding", "length", "levels", "coding", "mask", "values", "methods", "error", "unable"),
 )
 
@@ -268,7 +300,9 @@ def _changed(part: Any, rng: random.Random) -> Any:
 # Arrays
 
 
-def npy(descr: str, shape: str, body: bytes, *, version: bytes = b"\x01\x00", length: int | None = None, order: str = "False") -> bytes:
+def npy(
+    descr: str, shape: str, body: bytes, *, version: bytes = b"\x01\x00", length: int | None = None, order: str = "False"
+) -> bytes:
     """Return an array's bytes that say this of themselves."""
     header = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}".encode("utf-8", "replace")
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
@@ -308,7 +342,16 @@ def arrays(draw: st.DrawFn, array: Array) -> Array:
         flat = value.reshape(-1)
         value = draw(
             st.sampled_from(
-                [flat, flat[:-1], np.append(flat, flat[:1]), flat[:0], flat[None], flat[:, None, None], value.T, flat[:1].reshape(())]
+                [
+                    flat,
+                    flat[:-1],
+                    np.append(flat, flat[:1]),
+                    flat[:0],
+                    flat[None],
+                    flat[:, None, None],
+                    value.T,
+                    flat[:1].reshape(()),
+                ]
                 if flat.size
                 else [np.zeros(3, np.float32)]
             )

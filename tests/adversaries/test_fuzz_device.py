@@ -4,12 +4,13 @@ Two devices get each message whose data differ in one record: where single recor
 what they noise differs by no more than the noise is made for.
 """
 
+# ruff: noqa: PT017 (an error is as good as an honest reply)
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,6 @@ from hypothesis import strategies as st
 from flower_dp import wire
 from flower_dp.clients import (
     ClientPolicy,
-    DPClient,
     LocalDPClient,
     NbAFLTerms,
     TensorRecords,
@@ -32,7 +32,7 @@ from flower_dp.clients import (
     model_arrays,
     privacy_mod,
 )
-from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
+from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.clients.reply import parts
 from flower_dp.privacy.client_terms import Terms
@@ -57,6 +57,8 @@ FIXED = re.compile(rf"(training|evaluation|client_fn|reading the message|this cl
 OWN = [method for method in METHODS if method.client is not None]
 LOCAL = [method for method in OWN if not method.target]
 LOOSE = 1 + 1e-9
+# The longest text that leaves a device in the place of a reply.
+LONGEST = 1100
 
 BY_LABEL = {method.label: method for method in OWN}
 
@@ -108,6 +110,8 @@ class Device:
             assert type(error) in (Declined, RuntimeError), repr(error)
             if type(error) is RuntimeError:
                 assert FIXED.fullmatch(str(error)), repr(error)
+            assert str(error).isprintable()  # Flower logs it, line by line
+            assert len(str(error)) <= LONGEST
             return None, str(error)
 
 
@@ -152,8 +156,10 @@ def sent(method: Method) -> list[Message]:
     """What an honest server sends to node 1, which hosts two clients: two rounds of training and an evaluation."""
     strategy = method.strategy(WORDS)
     local = method in LOCAL
-    plan = LocalEvaluation(budget=BUDGET, metrics=BOUNDS) if local else PrivateEvaluation(
-        noise_multiplier=8.0, sampling=SAMPLERS["full"], metrics=BOUNDS
+    plan = (
+        LocalEvaluation(budget=BUDGET, metrics=BOUNDS)
+        if local
+        else PrivateEvaluation(noise_multiplier=8.0, sampling=SAMPLERS["full"], metrics=BOUNDS)
     )
     evaluates = method.name != "dp-pasgd"  # whose evaluation needs to be told the clients' data sizes
     if evaluates:
@@ -203,7 +209,9 @@ def plausible(draw: st.DrawFn, text: str) -> str:
     """Draw an instruction of the right form that asks for something else than the honest one."""
     table = json.loads(text)
     ask = table["ask"]
-    for what in draw(st.lists(st.sampled_from(["scale"] * 4 + ["add", "add", "drop", "who", "what", "own"]), min_size=1, max_size=4)):
+    for what in draw(
+        st.lists(st.sampled_from(["scale"] * 4 + ["add", "add", "drop", "who", "what", "own"]), min_size=1, max_size=4)
+    ):
         if what == "scale":
             numbers = [name for name in sorted(ask) if isinstance(ask[name], float)]
             chosen = draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=len(numbers), unique=True)) if numbers else []
@@ -306,7 +314,8 @@ def assert_within(policy: ClientPolicy, row: Row, kind: str) -> None:
         assert row.noise.noise_std >= least * min(1.0, norm / most) / LOOSE
 
 
-@examples(30)
+@pytest.mark.slow
+@examples(16)
 @labels(lambda method: method.target)
 @given(data=st.data())
 def test_no_message_makes_a_device_send_more_than_its_policy_allows(label: str, data: st.DataObject) -> None:
@@ -322,6 +331,7 @@ def test_no_message_makes_a_device_send_more_than_its_policy_allows(label: str, 
             assert not answer_in(reply, message).metrics  # the policy allows none
 
 
+@pytest.mark.slow
 @labels()
 def test_the_honest_messages_are_answered(label: str) -> None:
     """Else the tests of this file would try nothing."""
@@ -340,7 +350,9 @@ def test_the_honest_messages_are_answered(label: str) -> None:
 # Devices with terms of their own
 
 
-def local(method: Method, *, twin: bool = False, read: Callable[[], None] = lambda: None, context: Context | None = None) -> Device:
+def local(
+    method: Method, *, twin: bool = False, read: Callable[[], None] = lambda: None, context: Context | None = None
+) -> Device:
     def client_fn(context: Context) -> LocalDPClient:
         hosted = {name: Watched(data_of(name, twin and name == "c0"), read) for name in HOSTED}
         client: LocalDPClient = method.client(WORDS, model=linear(), clients=hosted, noise_seed=SEED)
@@ -380,7 +392,8 @@ def assert_neighbours(rows: list[Row], others: list[Row]) -> None:
             return
 
 
-@examples(30)
+@pytest.mark.slow
+@examples(16)
 @labels(lambda method: not method.target)
 @given(data=st.data())
 def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataObject) -> None:
@@ -430,7 +443,8 @@ def instruction_of_any(message: Message) -> Instruction:
     return Instruction.from_json(message.content["config"][wire.KEY], [np.zeros(18, np.float32)] * 3)
 
 
-@examples(10)
+@pytest.mark.slow
+@examples(6)
 @given(data=st.data())
 def test_no_message_passes_the_budget_in_a_ledger_file(data: st.DataObject, tmp_path_factory: Any) -> None:
     method = BY_LABEL["fedsgd-dpc laplace"]
@@ -467,7 +481,8 @@ def train_and_evaluate(mods: Any) -> ClientApp:
     return app
 
 
-@examples(40)
+@pytest.mark.slow
+@examples(20)
 @labels(lambda method: method.label in ("dp-fedavg", "dp-fedsam distributed", "fed-smp", "dp-fedavg, adaptive clip", "nbafl"))
 @given(data=st.data())
 def test_no_message_gets_past_the_mod(label: str, data: st.DataObject) -> None:

@@ -7,6 +7,7 @@ from flower_dp.clients.account import Account
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.clients.reply.pipeline import Refusal, failure
+from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.ledger_file import evaluation_account, owner_of
 from flower_dp.wire import Instruction, OwnAsk, Promise
@@ -15,6 +16,8 @@ log = logging.getLogger("flwr")
 
 # The relative difference allowed between the noise multipliers that two machines compute from one budget.
 _TOLERANCE = 1e-6
+# Characters of a reason, which has words of the server's.
+_MOST_REASON = 1000
 
 
 def own_ask(instruction: Instruction, name: str) -> OwnAsk | None:
@@ -84,5 +87,6 @@ def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
 
 
 def _told(reason: str, own: str) -> str:
-    log.warning("no reply: %s; its own: %s", reason, own)
-    return f"{reason}; {SEE_LOG}"
+    told = checks.one_line(reason, most=_MOST_REASON)
+    log.warning("no reply: %s; its own: %s", told, own)
+    return f"{told}; {SEE_LOG}"
