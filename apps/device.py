@@ -8,6 +8,7 @@ from apps.evaluation import Evaluation
 from apps.methods import METHODS, module_of
 from apps.settings import SAMPLINGS, Settings, key_of
 from apps.tasks import TASKS
+from flower_dp.core import checks
 
 # What names an app's functions, as "module:function".
 FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
@@ -95,12 +96,12 @@ def hosted(node_config: Mapping[str, Any]) -> tuple[int, int]:
     """Return which clients a node hosts: of all clients the one at the first number, and every second-number-th after it.
 
     Raises:
-        ValueError: if the node-config does not say.
+        ValueError: if the node-config does not say, naming the key.
     """
     for key in ("partition-id", "num-partitions"):
         if key not in node_config:
             raise ValueError(f"{key}: is missing from the node-config; it says which clients this node hosts")
-    part, parts = (int(node_config[key]) for key in ("partition-id", "num-partitions"))
+    part, parts = (checks.integer(key, node_config[key]) for key in ("partition-id", "num-partitions"))
     if not 0 <= part < parts:
         raise ValueError(f"partition-id={part}: must be 0 to {parts - 1}, below num-partitions={parts}")
     return part, parts

@@ -75,7 +75,7 @@ def planning(settings: Settings, own: Own, data: Data, given: Mapping[str, objec
         values["epsilon"] = own.paper_epsilon
     rounds = given.get("num_rounds", settings.num_rounds)
     if isinstance(rounds, int):
-        values["uplink_exposures"] = min(own.uplink_exposures or rounds, rounds)
+        values["uplink_exposures"] = min(own.uplink_exposures or own.num_replies or rounds, rounds)
     if "proximal" in given:
         return Inputs(values=values)
     known: dict[str, Any] = {**data.constants.nbafl(), **given}
@@ -90,7 +90,8 @@ def _shared(settings: Settings, own: Own) -> dict[str, Any]:
     checks.integer("num-replies", own.num_replies, at_least=0)
     checks.integer("uplink-exposures", own.uplink_exposures, at_least=0)
     rounds = max(1, settings.num_rounds)
-    exposures = own.uplink_exposures or rounds
+    # A device sends as many replies as it says itself; the number of rounds is the server's word.
+    exposures = own.uplink_exposures or own.num_replies or rounds
     shared = {"clip_norm": own.clip_norm, "delta": own.delta}
     if own.epsilon != math.inf and not checks.number("epsilon", own.epsilon, at_least=0):
         paper = {"paper_epsilon": own.paper_epsilon, "uplink_exposures": exposures}

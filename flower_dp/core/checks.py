@@ -1,5 +1,6 @@
 """Checks of configuration values: every refusal names the field, the value and what would be valid."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,6 +136,21 @@ def line(name: str, value: Any, *, most: int = MOST_NAME) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > most:
         raise ValueError(f"{name}={_shown(value)}: must be one line of printable characters, at least 1 and at most {most}")
     return value
+
+
+def json_object(name: str, content: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that a file, or a line of it, holds.
+
+    Raises:
+        ValueError: naming the file, if it holds anything else.
+    """
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise ValueError(f"{name}: must be a JSON object")
+    return table
 
 
 def one_line(text: str, *, most: int) -> str:

@@ -1,5 +1,6 @@
 """The columns of `metrics.jsonl`: those that are a run's own, and the metrics of its `evaluate_fn`."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,10 @@ def metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> bool:
-    """Return whether a value is a number; null stands for one that was not finite."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value is a number that a float can hold; null stands for one that was not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max
 
 
 def percent(name: str) -> bool:

@@ -115,7 +115,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         spent=spent,
         clip_norms=past.series("clip-norm"),
         epsilon=epsilon,
-        delta=statement.get("delta", rows[-1].get("delta")),
+        delta=past.delta,
         unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
         finished=past.finished,
     )

@@ -1,6 +1,5 @@
 """A run of the past, read back from its folder."""
 
-import json
 import math
 import os
 import tomllib
@@ -12,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flower_dp.core import checks, columns
 from flower_dp.running import run_folder
+from flower_dp.running.trained_model import loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class PastRun:
 
     Attributes:
         folder: where it is.
-        config: its settings, by run-config key.
+        config: its settings, by run-config key; what no run-config can hold is there as text.
         rows: the lines of its metrics, oldest first.
         statement: its privacy statement as JSON has it; empty while there is none.
         finished: whether it has a final model.
@@ -36,7 +37,13 @@ class PastRun:
     @property
     def epsilon(self) -> float:
         """The statement's tight epsilon; infinite: not private."""
-        return _number(self.statement.get("epsilon"), math.inf) if self.statement.get("private") else math.inf
+        return _number(self.statement.get("epsilon"), math.inf) if self.statement.get("private") is True else math.inf
+
+    @property
+    def delta(self) -> float | None:
+        """The delta at which epsilon holds, of the statement or else of the last line; None for none."""
+        delta = self.statement.get("delta", self.rows[-1].get("delta") if self.rows else None)
+        return delta if columns.number(delta) and math.isfinite(delta) else None
 
     def series(self, metric: str, *, otherwise: float = math.nan) -> dict[int, float]:
         """Return a metric by round, where it was recorded; `otherwise` where it was not finite."""
@@ -48,14 +55,10 @@ class PastRun:
         Raises:
             ValueError: naming the folder, if there is none.
         """
-        from safetensors.numpy import load  # noqa: PLC0415  (the package needs it only here and when it writes a run folder)
-
         if not self.finished:
             raise ValueError(f"{self.folder}: the run was not finished: it has no {run_folder.MODEL}")
-        try:
-            return dict(load((self.folder / run_folder.MODEL).read_bytes()))
-        except Exception as error:  # safetensors has its own class, in Rust
-            raise ValueError(f"{self.folder}: {run_folder.MODEL} can't be read: {error}") from None
+        file = self.folder / run_folder.MODEL
+        return loaded(file, file.read_bytes())
 
 
 def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
@@ -68,18 +71,25 @@ def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
     if not (path / run_folder.CONFIG).is_file():
         raise ValueError(f"{folder}: is not a run folder: it has no {run_folder.CONFIG}")
     try:
-        stated = path / run_folder.STATEMENT_JSON
+        stated, config = path / run_folder.STATEMENT_JSON, tomllib.loads((path / run_folder.CONFIG).read_text(encoding="utf-8"))
         return PastRun(
             folder=path,
-            config=tomllib.loads((path / run_folder.CONFIG).read_text(encoding="utf-8")),
+            config={key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()},
             rows=run_folder.read_metrics(path),
-            statement=json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {},
+            statement=_statement(stated) if stated.is_file() else {},
             finished=(path / run_folder.MODEL).is_file(),
         )
-    except ValueError as error:  # of TOML, JSON and UTF-8
+    except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ValueError(f"{folder}: can't be read: {error}") from None
+
+
+def _statement(file: Path) -> dict[str, Any]:
+    statement = checks.json_object(file.name, file.read_bytes())
+    if not isinstance(statement.get("noise", {}), dict):
+        raise ValueError(f"{file.name}: noise must be a JSON object")
+    return statement
 
 
 def _number(value: Any, otherwise: float) -> float:
     """Return a recorded number; null stands for what is not finite."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+    return float(value) if columns.number(value) and math.isfinite(value) else otherwise

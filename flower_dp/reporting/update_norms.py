@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from flower_dp.core import columns
 from flower_dp.reporting import canvas
 from flower_dp.reporting.past_run import PastRun
 
@@ -57,7 +58,7 @@ def read_update_norms(run: PastRun) -> UpdateNorms:
     rounds = sorted(means)
     mean = np.asarray([means[at] for at in rounds])
     square = np.asarray([squares.get(at, np.nan) for at in rounds])
-    if not clips and (fixed := run.statement.get("noise", {}).get("clip_norm")) is not None:
+    if not clips and columns.number(fixed := run.statement.get("noise", {}).get("clip_norm")):
         clips = {at: float(fixed) for at in (rounds[0], rounds[-1])}
     return UpdateNorms(
         rounds=np.asarray(rounds, float),

@@ -15,6 +15,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from flower_dp.core import checks
 from flower_dp.core.environment import RUN_FOLDER
 from flower_dp.running.trained_model import described, put_into, stored_model
 
@@ -33,6 +34,7 @@ LOG = "flower.log"
 RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
 # Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
+_MOST_ROUNDS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     file is a run without rounds.
 
     Raises:
-        ValueError: A whole line is not a JSON object.
+        ValueError: A whole line is not a JSON object, or its `round` is no whole number.
     """
     file = Path(path)
     if file.is_dir():
@@ -229,12 +231,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return []
     rows = []
     for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, line {number}: must be a JSON object")
+        row = checks.json_object(f"{file}, line {number}", line)
+        if "round" in row:
+            checks.integer(f"{file}, line {number}: round", row["round"], at_least=0, at_most=_MOST_ROUNDS)
         rows.append(row)
     return rows
 

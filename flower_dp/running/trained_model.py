@@ -1,7 +1,6 @@
 """The trained model of a run folder, and how it gets into a torch module."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flower_dp.core import checks
 
 if TYPE_CHECKING:
     import torch
@@ -63,15 +64,29 @@ def stored_model(file: Path, description: Path) -> tuple[dict[str, NDArray[np.ge
     Raises:
         ValueError: there is no model, as in a run that did not end, or it is not the one that is described.
     """
-    from safetensors.numpy import load  # noqa: PLC0415
-
     if not (file.is_file() and description.is_file()):
         raise ValueError(f"{file.parent}: has no {file.name} with its {description.name}: only a run that has ended has them")
-    content, said = file.read_bytes(), json.loads(description.read_text(encoding="utf-8"))
-    if hashlib.sha256(content).hexdigest() != said["sha256"]:
+    content, said = file.read_bytes(), checks.json_object(str(description), description.read_bytes())
+    if hashlib.sha256(content).hexdigest() != said.get("sha256"):
         raise ValueError(f"{file}: is not the run's model: its SHA-256 is not that in {description.name}")
-    arrays = load(content)
-    return {name: arrays[name] for name in said["arrays"]}, said["not here"]
+    arrays, names, others = loaded(file, content), said.get("arrays"), said.get("not here")
+    if not isinstance(names, dict) or not isinstance(others, dict) or set(names) != set(arrays):
+        raise ValueError(f"{description}: does not describe the arrays of {file.name}")
+    return {name: arrays[name] for name in names}, others
+
+
+def loaded(file: Path, content: bytes) -> dict[str, NDArray[np.generic]]:
+    """Return the named arrays that a file's content holds.
+
+    Raises:
+        ValueError: naming the file, if it is no safetensors file.
+    """
+    from safetensors.numpy import load  # noqa: PLC0415
+
+    try:
+        return dict(load(content))
+    except Exception as error:  # safetensors has its own class, in Rust
+        raise ValueError(f"{file.parent}: {file.name} can't be read: {error}") from None
 
 
 def put_into(model: "nn.Module", arrays: Arrays, others: Mapping[str, Any], where: str) -> tuple[str, ...]:

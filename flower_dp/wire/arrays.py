@@ -138,7 +138,11 @@ def _numpy(name: str, array: FlowerArray, limit: int) -> np.ndarray:
     header = _NPY_HEADER.match(array.data[: _NPY_HEADER_BYTES + 10])
     if header is None:
         raise ValueError(f"array {name!r} is not a .npy array (format 1.0) of float, integer or bool dtype")
-    dtype, fortran = np.dtype(header["dtype"].decode()), header["fortran"] == b"True"
+    said, fortran = header["dtype"].decode(), header["fortran"] == b"True"
+    try:
+        dtype = np.dtype(said)
+    except TypeError:
+        raise ValueError(f"array {name!r} says dtype {said!r}: this machine has none of that name") from None
     shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
     start = header.end()
     # Checked before any memory is taken: a forged header may claim any shape.

@@ -1,5 +1,6 @@
 """A server that lies in the run-config to a device with settings of its own, whose app is pinned."""
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -125,6 +126,25 @@ def test_the_server_does_not_decide_for_how_many_rounds_an_epsilon_is(method):
         return
     with pytest.raises(ValueError, match=rf"{method}\.epsilon=2: the noise would follow from the number of rounds"):
         own_settings(run, node)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3, 100])
+@pytest.mark.parametrize("mine", [{"nbafl.num-replies": 25}, {"nbafl.num-replies": 25, "nbafl.uplink-exposures": 5}, {}])
+def test_the_server_does_not_decide_for_how_many_replies_a_papers_epsilon_is(mine, num_rounds):
+    """With a run-config of one round, 25 replies once had the noise that is made for one."""
+    client = hosted({"num-rounds": num_rounds}, **{"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3}, **mine)
+    terms = client.recipe.terms("client-0", client.clients["client-0"])
+    of_one = math.sqrt(2 * math.log(1.25 / 1e-3)) * 2 / 20  # c (2 C / m) / epsilon, in clip norms
+    assert terms.num_replies == mine.get("nbafl.num-replies", num_rounds)
+    made_for = mine.get("nbafl.uplink-exposures", terms.num_replies)
+    assert terms.release.mechanism.noise_multiplier == pytest.approx(made_for * of_one)
+
+
+@pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
+@pytest.mark.parametrize("value", ["", "a", 1.5, math.nan, True])
+def test_a_node_config_that_does_not_say_whom_a_node_hosts_is_refused_by_its_key(key, value):
+    with pytest.raises(ValueError, match=rf"{key}={re.escape(repr(value))}: must be a whole number"):
+        hosted({}, **{key: value})
 
 
 def test_shared_noise_is_that_of_the_devices_own_cohort():

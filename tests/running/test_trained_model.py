@@ -138,3 +138,25 @@ def test_a_folder_without_a_model_or_with_another_one(tmp_path):
     model.write_bytes(model.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="is not the run's model: its SHA-256"):
         folder.model_into(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("[" * 100_000, r"model\.json: must be a JSON object"),
+        ("null", r"model\.json: must be a JSON object"),
+        ("{}", r"is not the run's model: its SHA-256 is not that in model\.json"),
+        ({"arrays": None}, r"model\.json: does not describe the arrays of model\.safetensors"),
+        ({"arrays": {}}, r"model\.json: does not describe the arrays of model\.safetensors"),
+        ({"arrays": {"weight": {}, "more": {}}}, r"model\.json: does not describe the arrays of model\.safetensors"),
+        ({"not here": 3}, r"model\.json: does not describe the arrays of model\.safetensors"),
+    ],
+)
+def test_a_description_that_is_not_the_models_is_refused(tmp_path, said, why):
+    folder, model = RunFolder(tmp_path), nn.Linear(3, 2, bias=False)
+    folder.finish({"weight": np.ones((2, 3), np.float32)})
+    described = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(said if isinstance(said, str) else json.dumps(described | said))
+    with pytest.raises(ValueError, match=why) as refused:
+        folder.model_into(model)
+    assert str(tmp_path) in str(refused.value)

@@ -1,0 +1,408 @@
+"""Changed replies of a node, handed to every strategy: the round goes on, and its other clients count as without it."""
+
+# ruff: noqa: PT017 (a refusal is as good as a right answer)
+import base64
+import copy
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_dp import wire
+from flower_dp.clients import client_app, model_arrays
+from flower_dp.core import compression
+from flower_dp.strategies import DPStrategy, LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.exchange import Asked, PlainExchange
+from flower_dp.strategies.population.client_query import ClientQuery
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.run_state import RunState
+from flower_dp.wire import Hosted, hosted_of
+from tests.adversaries.fuzzing import TEXTS, Lines, bounded, contents, examples, npy, texts, values
+from tests.adversaries.test_fuzz_device import BOUNDS, BUDGET, data_of
+from tests.contracts import METHODS, SAMPLERS, Method, Words
+from tests.grids import LocalGrid
+from tests.local_grids import linear
+from tests.stock import shifted, stock_app
+
+LENGTH = 18
+WORDS = Words(num_rounds=3, noise_seed=5)
+# The longest line that a reply may put into the server's log.
+LONGEST = 700
+BY_LABEL = {method.label: method for method in METHODS}
+with_methods = pytest.mark.parametrize("label", BY_LABEL)
+
+
+class Keeping(PlainExchange):
+    """An exchange that keeps what it has added up."""
+
+    __slots__ = ()
+    kept: list[Collected] = []  # noqa: RUF012
+
+    def total(self, asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
+        collected = super().total(asked, replies, seeded=seeded)
+        self.kept.append(collected)
+        return collected
+
+
+@dataclass
+class Round:
+    """A round whose messages are out, of one kind, and the honest replies to them, by node."""
+
+    kind: str
+    strategy: DPStrategy
+    state: RunState
+    asked: dict[str, Asked]
+    honest: dict[int, Message]
+    without: Collected = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.without, _ = self.total([reply for node, reply in self.honest.items() if node != 1])
+
+    @property
+    def now(self) -> Asked:
+        return next(iter(self.asked.values()))
+
+    def total(self, replies: list[Message]) -> tuple[Collected, Any]:
+        """Return what was added up, and what the strategy makes of it."""
+        self.strategy.state, self.strategy._run.asked = self.state, dict(self.asked)
+        Keeping.kept.clear()
+        aggregate = self.strategy.aggregate_train if self.kind == "train" else self.strategy.aggregate_evaluate
+        result = aggregate(1, replies)
+        (collected,) = Keeping.kept
+        return collected, result
+
+
+def app_of(method: Method) -> tuple[ClientApp, int]:
+    if method.client is None:
+        app = stock_app(shifted(lambda node: 0.02 * node))
+
+        @app.evaluate()
+        def evaluate(message: Message, context: Context) -> Message:
+            return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5, "loss": 1.0})}), reply_to=message)
+
+        return app, 4
+
+    def client_fn(context: Context) -> Any:
+        part = int(context.node_config["partition-id"])
+        hosted = {name: data_of(name, False) for name in ("c0", "c1", "c2", "c3")[part::2]}
+        client = method.client(WORDS, model=linear(), clients=hosted, noise_seed=3)
+        if not method.target:
+            client.evaluation_budget = BUDGET
+        return client
+
+    return client_app(client_fn), 2
+
+
+@cache
+def rounds_of(label: str) -> tuple[Round, ...]:
+    """A round of training, and an evaluation, of a method."""
+    method = BY_LABEL[label]
+    found = []
+    for kind in ("train", "evaluate"):
+        if kind == "evaluate" and method.name == "dp-pasgd":
+            continue
+        strategy = method.strategy(WORDS)
+        if kind == "evaluate":
+            private = PrivateEvaluation(noise_multiplier=8.0, sampling=SAMPLERS["full"], metrics=BOUNDS)
+            strategy.rules.evaluate(private if method.target else LocalEvaluation(budget=BUDGET, metrics=BOUNDS))
+            strategy._run._initial = strategy._run.state
+        strategy.plan(WORDS.num_rounds)
+        strategy._run.exchange = Keeping()
+        app, num_nodes = app_of(method)
+        grid = LocalGrid(app, num_nodes)
+        messages = list(strategy.configure_train(1, model_arrays(linear()), ConfigRecord(), grid))
+        if kind == "evaluate":
+            arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+            messages = list(strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
+        assert len(messages) == num_nodes
+        replies = {reply.metadata.src_node_id: reply for reply in grid.send_and_receive(messages)}
+        found.append(Round(kind, strategy, strategy.state, dict(strategy._run.asked), replies))
+    return tuple(found)
+
+
+# Forged replies
+
+VECTORS = st.one_of(
+    st.sampled_from([0.0, 1.0, -1e3, 1e6, 1e30, 1e38, 1e150, 1e300, np.nan, np.inf, 1e-300, 5e-324]).map(
+        lambda one: np.full(LENGTH, one)
+    ),
+    st.lists(st.floats(width=32), min_size=LENGTH, max_size=LENGTH).map(lambda row: np.asarray(row, np.float32)),
+    st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).standard_normal(LENGTH) * 10.0 ** (seed % 9)),
+)
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Draw arrays and header of a payload of any codec, right or almost right."""
+    vector, rng = draw(VECTORS), np.random.default_rng(1)
+    codec = draw(st.sampled_from(["dense", "top-k", "rand-k", "qsgd", "inline", "bomb", "digits"]))
+    if codec == "bomb":
+        body = np.float32(1.0).tobytes() + zlib.compress(bytes(10**7), 9)
+        return [np.frombuffer(body, np.uint8)], {
+            "encoding": "qsgd",
+            "length": LENGTH,
+            "levels": draw(st.sampled_from([1, 127, 32767])),
+            "coding": "deflate",
+        }
+    if codec == "digits":
+        levels = draw(st.sampled_from([1, 2, 127, 128, 32767]))
+        body = np.float32(draw(st.sampled_from([0.0, 1.0, 3e38, np.nan, -1.0]))).tobytes() + draw(st.binary(max_size=60))
+        coding = draw(st.sampled_from(["packed", "deflate"]))
+        return [np.frombuffer(body, np.uint8)], {"encoding": "qsgd", "length": LENGTH, "levels": levels, "coding": coding}
+    with np.errstate(all="ignore"):
+        finite = np.nan_to_num(vector, posinf=1e30, neginf=-1e30)
+        if codec == "qsgd":
+            made = compression.qsgd(np.clip(finite, -1e30, 1e30), draw(st.sampled_from([1, 10, 32767])), rng)
+        elif codec == "top-k":
+            made = compression.top_k(vector, draw(st.sampled_from([0.1, 0.5, 1.0])))
+        elif codec == "rand-k":
+            made = compression.rand_k(vector, np.arange(draw(st.integers(1, LENGTH))))
+        else:
+            made = (compression.inline if codec == "inline" else compression.dense)(vector)
+    return list(made.arrays), dict(made.header)
+
+
+def reply_with(content: RecordDict, honest: Message) -> Message:
+    reply = copy.copy(honest)
+    reply.__dict__["_error"], reply.__dict__["_content"] = None, content
+    return reply
+
+
+def error_reply(honest: Message, code: int, reason: str) -> Message:
+    reply = copy.copy(honest)
+    reply.__dict__["_content"] = None
+    reply.__dict__["_error"] = Error(code=code, reason=reason)
+    return reply
+
+
+def from_node(reply: Message, node: int) -> Message:
+    moved = copy.copy(reply)
+    moved.__dict__["_metadata"] = copy.copy(reply.metadata)
+    moved.metadata.__dict__["_src_node_id"] = node
+    return moved
+
+
+def answered(draw: st.DrawFn, honest: RecordDict) -> RecordDict:
+    """The honest answer with another payload, and perhaps other words."""
+    arrays, header = draw(payloads())
+    content = RecordDict(
+        {"arrays": ArrayRecord({str(at): Array(np.ascontiguousarray(array)) for at, array in enumerate(arrays)})}
+        if arrays
+        else {}
+    )
+    for name, record in honest.config_records.items():
+        if wire.KEY in record:
+            table = json.loads(record[wire.KEY])
+            table["payload"] = header | draw(st.sampled_from([{}, {}, {}, {"length": LENGTH + 1}, {"mask": 0}, {"values": ""}]))
+            table |= draw(
+                st.sampled_from(
+                    [
+                        *(
+                            {},
+                            {},
+                            {"fresh": [0]},
+                            {"fresh": [0, 1]},
+                            {"refused": {"training failed: a\nb": [0]}},
+                            {"payload_bytes": 72},
+                        ),
+                        *({"metrics": {"loss": 1e308}}, {"metrics": {"m\n": 1.0}}, {"metrics": {"a": 10**300}}),
+                    ]
+                )
+            )
+            content[name] = ConfigRecord({wire.KEY: json.dumps(table)})
+    return content
+
+
+@st.composite
+def forged(draw: st.DrawFn, label: str, kind: int) -> list[Message]:
+    """Draw what node 1 sends in the place of its honest reply: one or several messages."""
+    honest = rounds_of(label)[kind].honest[1]
+    other = rounds_of(label)[1 - kind].honest[1] if len(rounds_of(label)) > 1 else honest
+    out = []
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        how = draw(st.sampled_from(["content"] * 5 + ["payload"] * 5 + ["error", "other", "stranger", "honest", "nothing"]))
+        if how == "content":
+            out.append(reply_with(draw(contents(honest.content, texts)), honest))
+        elif how == "payload":
+            out.append(reply_with(answered(draw, honest.content), honest))
+        elif how == "error":
+            reason = draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=40), st.none()))
+            out.append(error_reply(honest, draw(st.sampled_from([0, 1, 2, 3, 200, -1, 2**40])), reason))
+        elif how == "other":
+            out.append(reply_with(other.content, honest))
+        elif how == "stranger":
+            out.append(from_node(honest, draw(st.sampled_from([0, 3**30, -1, 99]))))
+        elif how == "honest":
+            out.append(honest)
+    return out
+
+
+def assert_told_well(lines: Lines) -> None:
+    for line in lines.texts:
+        assert line.isprintable(), line
+        assert len(line) <= LONGEST, line
+
+
+def assert_bounded(one: Round, collected: Collected) -> None:
+    """What node 1 has added to the sum of the others is no more than its clients may."""
+    limits, names = one.now.limits, one.now.now.asked[1]
+    added = collected.total - one.without.total
+    assert np.isfinite(collected.total).all()
+    if limits.clip_norm is not None:
+        update = added if limits.honest_indicator is None else added[:-1]
+        assert np.linalg.norm(update) <= len(names) * limits.clip_norm * (1 + 1e-9)
+    else:
+        assert np.linalg.norm(added) <= 2 * limits.honest_norm(names) * (1 + 1e-9)
+    if limits.honest_indicator is not None:
+        assert abs(added[-1]) <= limits.honest_indicator(names) * (1 + 1e-9)
+    if limits.mask is not None:
+        assert not np.delete(added, limits.mask).any()
+
+
+@pytest.mark.slow
+@examples(20)
+@with_methods
+@given(data=st.data())
+def test_no_reply_ends_a_round_or_counts_for_more_than_its_clients(label: str, data: st.DataObject) -> None:
+    kind = data.draw(st.integers(0, len(rounds_of(label)) - 1))
+    one = rounds_of(label)[kind]
+    replies = data.draw(forged(label, kind))
+    others = [reply for node, reply in one.honest.items() if node != 1]
+    with bounded() as lines:
+        collected, result = one.total([*replies, *others] if data.draw(st.booleans()) else [*others, *replies])
+        statement = str(one.strategy.statement)
+    assert_told_well(lines)
+    assert_bounded(one, collected)
+    theirs = {name for node, names in one.now.now.asked.items() if node != 1 for name in names}
+    assert theirs <= set(collected.clients)
+    assert len(collected.clients) == len(set(collected.clients))
+    mine = set(one.now.now.asked[1])
+    assert set(collected.clients) - theirs <= mine
+    assert set(collected.refused) <= mine
+    assert not set(collected.clients) & set(collected.refused)
+    assert collected.missing.total == len(mine - set(collected.clients))
+    assert all(line.isprintable() for line in statement.splitlines())
+    if one.kind == "train":
+        arrays, metrics = result
+        assert all(np.isfinite(array.numpy()).all() for array in arrays.values())
+        # Noise from a seed protects nobody.
+        assert all(np.isfinite(value) for name, value in metrics.items() if name != "epsilon")
+        assert one.strategy.rounds[-1].replies == len(collected.clients)
+    elif result is not None:
+        assert all(np.isfinite(value) for value in result.values())
+
+
+@pytest.mark.slow
+@with_methods
+def test_the_honest_replies_count(label: str) -> None:
+    """Else the tests of this file would try nothing."""
+    for one in rounds_of(label):
+        collected, _ = one.total(list(one.honest.values()))
+        assert set(collected.clients) == {name for names in one.now.now.asked.values() for name in names}
+        assert_bounded(one, collected)
+
+
+# Headers that claim much
+
+
+@pytest.mark.parametrize("descr", ["'<f3'", "'<f0'", "'<b7'", "'<i99'", "'<u16'", "'|f4'", "'>b1'"])
+def test_an_array_of_a_dtype_that_does_not_exist_is_refused_with_a_reason(descr: str) -> None:
+    array = Array("float32", (18,), "numpy.ndarray", npy(descr, "(18,)", bytes(72)))
+    try:
+        made = wire.numpy_arrays(ArrayRecord({"a": array}), limit=10_000)["a"]
+    except ValueError as error:
+        assert "array 'a'" in str(error)
+    else:
+        assert made.size == 18
+
+
+# The client query
+
+
+ANSWER = json.dumps({"clients": ["c0", "c1"], "methods": ["dp-fedavg", "private-evaluation"]})
+
+
+@st.composite
+def told(draw: st.DrawFn) -> RecordDict:
+    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: ANSWER})})
+    if draw(st.integers(0, 5)) == 0:
+        table = {name: draw(values()) for name in draw(st.lists(st.sampled_from(["clients", "methods", "error", "unable", "x"])))}
+        try:
+            return RecordDict({wire.KEY: ConfigRecord({wire.KEY: json.dumps(table)})})
+        except ValueError:  # a number of some thousands of digits
+            return content
+    return draw(contents(content))
+
+
+@examples(80)
+@given(content=told(), most=st.integers(1, 50))
+def test_no_answer_to_the_query_names_more_or_other_than_lines(content: RecordDict, most: int) -> None:
+    with bounded():
+        try:
+            hosted = hosted_of(content, most_names=most)
+        except ValueError as error:
+            assert len(str(error)) < 2000
+            return
+    if hosted is not None:
+        assert len(hosted.names) <= most
+        assert len(set(hosted.names)) == len(hosted.names)
+        for name in (*hosted.names, *hosted.methods):
+            assert name.isprintable()
+            assert 0 < len(name) <= 200
+        assert not hosted.unable or hosted.unable.isprintable()
+
+
+class Forging(LocalGrid):
+    """A grid whose node 1 answers every query with forged contents, in turn."""
+
+    forged: list[Any]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        out = []
+        for reply in super().send_and_receive(messages, timeout=timeout):
+            if reply.metadata.src_node_id == 1 and self.forged:
+                other = self.forged.pop(0)
+                reply = error_reply(reply, *other) if isinstance(other, tuple) else reply_with(other, reply)  # noqa: PLW2901
+            out.append(reply)
+        return out
+
+
+@examples(30)
+@given(
+    answers=st.lists(
+        st.one_of(told(), st.tuples(st.sampled_from([0, 2, 3, 99]), st.one_of(st.sampled_from(TEXTS), st.none()))), max_size=4
+    )
+)
+def test_no_answer_to_the_query_keeps_others_from_being_known(answers: list[Any]) -> None:
+    method = BY_LABEL["dp-fedavg"]
+
+    def client_fn(context: Context) -> Any:
+        name = f"c{int(context.node_config['partition-id'])}"
+        return method.client(WORDS, model=linear(), clients={name: data_of(name, False)})
+
+    grid = Forging(client_app(client_fn), 3)
+    grid.forged = list(answers)
+    query = ClientQuery()
+    with bounded() as lines:
+        hosted: dict[int, Hosted] = {}
+        for _ in range(2):
+            hosted |= query.ask(grid, [1, 2, 3], most_names=10)
+    assert {2, 3} <= set(hosted)
+    assert hosted[2].names == ("c1",)
+    assert_told_well(lines)
+    assert all(reason.isprintable() and len(reason) <= LONGEST for reason in query.failures.values())
+
+
+def test_an_inline_payload_is_no_longer_than_its_vector() -> None:
+    text = base64.b64encode(bytes(10**6)).decode()
+    with pytest.raises(ValueError, match="payload values"):
+        compression.decode(compression.Payload(arrays=(), header={"encoding": "inline", "length": 18, "values": text}), 18)

@@ -1,0 +1,75 @@
+"""What a run folder's files must be to be read: anything else is refused with the name of the file."""
+
+import json
+import math
+
+import pytest
+import tomli_w
+
+from flower_dp.reporting.past_run import read_past_run
+
+DEEP = "[" * 100_000
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a run's folder, with some of its files as they are given, and return its path."""
+
+    def written(**files):
+        honest = {
+            "config": tomli_w.dumps({"method": "dp-fedavg"}),
+            "metrics": json.dumps({"round": 1, "accuracy": 0.5}) + "\n",
+            "statement": json.dumps({"private": True, "epsilon": 1.5, "delta": 1e-3}),
+        }
+        names = {"config": "config.toml", "metrics": "metrics.jsonl", "statement": "statement.json"}
+        for key, content in (honest | files).items():
+            (tmp_path / names[key]).write_text(content, encoding="utf-8")
+        return tmp_path
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"config": "a = " + DEEP}, "can't be read: "),
+        ({"config": "a = "}, "can't be read: "),
+        ({"metrics": DEEP + "\n"}, r"metrics\.jsonl, line 1: must be a JSON object"),
+        ({"metrics": '{"round": NaN}\n'}, r"metrics\.jsonl, line 1: round=nan: must be a whole number"),
+        ({"metrics": '{"round": null}\n'}, r"metrics\.jsonl, line 1: round=None: must be a whole number"),
+        ({"metrics": '{"round": -1}\n'}, r"metrics\.jsonl, line 1: round=-1: must be a whole number"),
+        ({"metrics": '{"round": 1' + "0" * 30 + "}\n"}, r"metrics\.jsonl, line 1: round=10*: must be a whole number"),
+        ({"statement": DEEP}, r"statement\.json: must be a JSON object"),
+        ({"statement": "null"}, r"statement\.json: must be a JSON object"),
+        ({"statement": '{"noise": 1}'}, r"statement\.json: noise must be a JSON object"),
+    ],
+)
+def test_a_file_that_is_not_a_runs_is_refused_by_its_name(write, files, why):
+    folder = write(**files)
+    with pytest.raises(ValueError, match=why) as refused:
+        read_past_run(folder)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_number_that_no_float_holds_counts_as_not_finite(write):
+    metrics = '{"round": 1, "accuracy": 1' + "0" * 400 + ', "epsilon": null}\n{"round": 2, "accuracy": 0.5, "epsilon": NaN}\n'
+    past = read_past_run(write(metrics=metrics))
+    assert math.isnan(past.series("accuracy")[1])
+    assert past.series("accuracy")[2] == 0.5
+    assert past.series("epsilon", otherwise=math.inf) == {1: math.inf, 2: math.inf}
+
+
+@pytest.mark.parametrize("private", ["yes", 1, None, [], "false"])
+def test_only_a_statement_that_says_so_is_of_a_private_run(write, private):
+    """Any text counted as true, "false" too."""
+    stated = {"private": private, "epsilon": 1.5, "delta": []}
+    past = read_past_run(write(statement=json.dumps(stated)))
+    assert past.epsilon == math.inf
+    assert past.delta is None
+    past = read_past_run(write())
+    assert (past.epsilon, past.delta) == (1.5, 1e-3)
+
+
+def test_a_setting_that_no_run_config_holds_is_read_as_its_text(write):
+    past = read_past_run(write(config=tomli_w.dumps({"layers": [1, 2], "own": {"a": 1}, "seed": 0, "bias": True})))
+    assert past.config == {"layers": "[1, 2]", "own": "{'a': 1}", "seed": 0, "bias": True}
