@@ -15,15 +15,9 @@ from flower_dp.core import checks
 
 log = logging.getLogger("flwr")
 
-<<<<<<< HEAD
 # Characters of a reason.
 _MOST = 500
 
-||||||| 7b5553a
-=======
-# Characters of what leaves a device, where it repeats what a server has sent.
-_MOST_REASON = 1000
->>>>>>> fuzz
 UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
 # What a dry run finds. None of these depends on a value of a record.
@@ -63,16 +57,8 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
     """
 
     def __init__(self, reason: str) -> None:
-<<<<<<< HEAD
-        super().__init__(reason)
         self.reason = checks.one_line(reason, most=_MOST)
-||||||| 7b5553a
-        super().__init__(reason)
-        self.reason = reason
-=======
-        self.reason = checks.one_line(reason, most=_MOST_REASON)
         super().__init__(self.reason)
->>>>>>> fuzz
 
     def __str__(self) -> str:
         """Return the text as the server gets it."""

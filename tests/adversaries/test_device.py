@@ -648,15 +648,11 @@ def test_evaluations_never_cost_more_than_their_budget(epsilon: float, num_evalu
 def test_a_servers_words_come_back_in_one_line_of_bounded_length(text: str) -> None:
     """A server's text in a device's error ended the line in the log of the SuperNode, which could forge others."""
     (name,) = model()
-    for answer in (
-        lambda: device(None).answer({text: model()[name]}, config_of(training())),
-        lambda: device(None).answer(model(), config_of(replace(training(), method=text))),
-    ):
-        with pytest.raises(Declined) as declined:
-            answer()
-        assert str(declined.value).isprintable()
-        assert declined.value.args[0].isprintable()
-        assert len(str(declined.value)) <= 1100
+    with pytest.raises(Declined) as declined:
+        device(None).answer({text: model()[name]}, config_of(training()))
+    assert str(declined.value).isprintable()
+    assert declined.value.args[0].isprintable()
+    assert len(str(declined.value)) <= 1100
     reason = why_not(
         BUDGET.terms("c0", records("c0")),
         Promise(clip_norm=0.5, noise_multiplier=1.0),

@@ -16,14 +16,8 @@ log = logging.getLogger("flwr")
 
 # The relative difference allowed between the noise multipliers that two machines compute from one budget.
 _TOLERANCE = 1e-6
-<<<<<<< HEAD
 # Characters of a reason: of honest terms it has fewer.
 _MOST_TOLD = 1000
-||||||| 7b5553a
-=======
-# Characters of a reason, which has words of the server's.
-_MOST_REASON = 1000
->>>>>>> fuzz
 
 
 def own_ask(instruction: Instruction, name: str) -> OwnAsk | None:
@@ -93,15 +87,6 @@ def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
 
 
 def _told(reason: str, own: str) -> str:
-<<<<<<< HEAD
     line = checks.one_line(reason, most=_MOST_TOLD)  # it has the server's text
     log.warning("no reply: %s; its own: %s", line, own)
     return f"{line}; {SEE_LOG}"
-||||||| 7b5553a
-    log.warning("no reply: %s; its own: %s", reason, own)
-    return f"{reason}; {SEE_LOG}"
-=======
-    told = checks.one_line(reason, most=_MOST_REASON)
-    log.warning("no reply: %s; its own: %s", told, own)
-    return f"{told}; {SEE_LOG}"
->>>>>>> fuzz
