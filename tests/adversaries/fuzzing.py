@@ -27,7 +27,7 @@ THOROUGH = os.environ.get("FUZZ") == "thorough"
 _MORE = 100
 # Address space that may be taken beyond what the process has at the start of an example, in bytes.
 _MEMORY = 2**28
-# Seconds of processor time of one example.
+# Seconds of processor time of one example, where these are many.
 _SECONDS = 10.0
 _NO_MEMORY = re.compile(r"MemoryError|Unable to allocate|can't allocate memory|bad_alloc")
 
@@ -62,7 +62,7 @@ class Lines(logging.Handler):
 
 @contextmanager
 def bounded() -> Iterator[Lines]:
-    """Let a block take little memory and time; return what it logs.
+    """Let a block take little memory; return what it logs.
 
     An allocation far beyond the size of a message fails here, and is found even if the code turns the error into a refusal.
     """
@@ -82,7 +82,7 @@ def bounded() -> Iterator[Lines]:
     for record in lines.records:
         trouble = f"{record.getMessage()} {record.exc_info and record.exc_info[0]} {record.exc_info and record.exc_info[1]}"
         assert not _NO_MEMORY.search(trouble), trouble
-    assert time.process_time() - started < _SECONDS
+    assert not THOROUGH or time.process_time() - started < _SECONDS
 
 
 # Values
