@@ -8,10 +8,12 @@ from apps.cost import cost
 from flower_dp.audit import CASES, Claim, audit
 from flower_dp.audit.audit import claimed_tradeoff, estimator_of
 from flower_dp.audit.case import Case, Trials, quiet
+from flower_dp.audit.methods import client_level
 from flower_dp.audit.presets import case_of
 from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.running import apps
+from flower_dp.strategies import DPFedAvg
 
 CONFIDENCE = 1 - 1e-4
 PRESETS = (
@@ -102,9 +104,6 @@ def test_nonsense_is_refused(wrong):
 
 
 def test_a_case_without_privacy_or_with_fixed_noise_is_refused():
-    from flower_dp.audit.cases import client_level
-    from flower_dp.strategies import DPFedAvg
-
     with pytest.raises(ValueError, match="claims no privacy"):
         audit(client_level("none", DPFedAvg, noise_multiplier=0.0), trials=20)
     with pytest.raises(ValueError, match="fixed seed"):
