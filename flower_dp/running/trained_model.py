@@ -61,15 +61,19 @@ def stored_model(file: Path, description: Path) -> tuple[dict[str, NDArray[np.ge
     """Return the arrays of a model, in the order in which the run had them, and what is said of those that it has not.
 
     Raises:
-        ValueError: there is no model, as in a run that did not end, or it is not the one that is described.
+        ValueError: there is no model, as in a run without a checkpoint, or it is not the one that is described.
     """
     from safetensors.numpy import load  # noqa: PLC0415
 
     if not (file.is_file() and description.is_file()):
-        raise ValueError(f"{file.parent}: has no {file.name} with its {description.name}: only a run that has ended has them")
+        raise ValueError(
+            f"{file.parent}: has no {file.name} with its {description.name}: only a run that began has them, once it has ended or was interrupted"
+        )
     content, said = file.read_bytes(), json.loads(description.read_text(encoding="utf-8"))
     if hashlib.sha256(content).hexdigest() != said["sha256"]:
         raise ValueError(f"{file}: is not the run's model: its SHA-256 is not that in {description.name}")
+    if unfinished := said.get("unfinished"):
+        log.warning("%s: is the model of a run that did not end: %s", file, unfinished)
     arrays = load(content)
     return {name: arrays[name] for name in said["arrays"]}, said["not here"]
 

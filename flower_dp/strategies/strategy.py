@@ -6,6 +6,7 @@ and its statement. Rules never handle messages or the loop over rounds.
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
@@ -18,9 +19,10 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
+from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
-from flower_dp.strategies.journal import Journal, observed
+from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -30,6 +32,7 @@ from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
+from flower_dp.strategies.started import followed
 
 log = logging.getLogger("flwr")
 
@@ -78,18 +81,25 @@ class DPStrategy(Strategy):
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
-        self._begin()
+        self.begin()
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if not hasattr(cls.start, "__wrapped__"):
-            setattr(cls, "start", observed(cls.start))  # noqa: B010
+            setattr(cls, "start", followed(cls.start))  # noqa: B010
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
+
+    def go_on(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint; what was charged after it stays charged."""
+        self._run.go_on(found)
+        if self.journal is not None:
+            self.journal.go_on(found)
 
     @property
     def state(self) -> RunState:
@@ -181,7 +191,7 @@ class DPStrategy(Strategy):
 
     # Flower's Strategy
 
-    @observed
+    @followed
     def start(
         self,
         grid: Grid,
@@ -191,12 +201,17 @@ class DPStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
     ) -> Result:
         """Run up to `num_rounds` rounds, fewer where the target epsilon ends the run first; arguments as Flower's.
 
-        `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. `timeout` bounds each round.
+        `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. `timeout` bounds each round. With a
+        `checkpoint_dir`, charges and checkpoints are on the disk, and after a crash `resume=True` goes on from the last
+        checkpoint: a round that was charged and not finished stays charged. See `docs/resuming.md`.
 
         Raises:
+            CheckpointError: if the folder has a run and `resume` is false, or one that can't go on like this.
             ValueError: for a model with arrays that can't be made private or are not finite, clients that don't fit
                 `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
@@ -210,9 +225,13 @@ class DPStrategy(Strategy):
                 "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
                 "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
             )
-        self._begin()
+        self.begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
-        self.rules.plan(num_rounds)
+        setting = diagnostics.setting(self.rules, layout, self._optimizer, num_rounds)
+        if (found := self._run.durable.begin(setting)) is None:
+            self.rules.plan(num_rounds)
+        else:
+            self.go_on(found)
         known_clients = self._known_clients(grid)
         self.summary()
         diagnostics.log_start(self.rules, known_clients, layout.size)
@@ -227,6 +246,9 @@ class DPStrategy(Strategy):
         try:
             result = rounds.run(self, self._run, grid, initial_arrays)
             diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
+        except BaseException:
+            self._run.leave()
+            raise
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
                 log.info("%s", line)
@@ -241,6 +263,7 @@ class DPStrategy(Strategy):
             self.journal.flush(self)
         run, is_first = self._run, self._manager is None
         known_clients = self._known_clients(grid)
+        run.keep(server_round - 1, arrays, is_over=True)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it
             diagnostics.log_start(self.rules, known_clients, model.layout.size)
@@ -285,6 +308,7 @@ class DPStrategy(Strategy):
         model = now.model.record(vector)
         if self.journal is not None:
             self.journal.released(server_round, model)
+        run.keep(server_round, model, is_over=False)
         return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
