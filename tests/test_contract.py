@@ -33,6 +33,7 @@ from flower_dp.core.stored import from_stored, to_stored
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
+from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
@@ -144,7 +145,9 @@ def start(strategy: DPStrategy, grid: WatchedGrid, arguments: Words, problem: Pr
     def keep(server_round: int, arrays: ArrayRecord) -> None:
         run.models.append(np.concatenate([array.numpy().ravel() for array in arrays.values()]))
 
+    strategy._run.durable = kept = Kept()
     strategy.start(grid, model_arrays(problem.model()), num_rounds=arguments.num_rounds, evaluate_fn=keep)
+    assert_charges_are_the_ledgers(strategy, kept)
     return run
 
 
@@ -858,7 +861,9 @@ def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, trai
     case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
     strategy, num_rounds = case.strategy(), 10
     grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
+    strategy._run.durable = kept = Kept()
     strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
+    assert_charges_are_the_ledgers(strategy, kept)
     asked = Counter((one.metadata.message_type, one.metadata.dst_node_id) for one in grid.sent)
     nodes = {node for kind, node in asked if kind in ("train", "evaluate")}
     evaluations = [asked["evaluate", node] for node in range(1, case.NUM_CLIENTS + 1)]

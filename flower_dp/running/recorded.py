@@ -18,7 +18,8 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import CHECKPOINT, RunFolder
 from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.checkpoint import CheckpointFolder
-from flower_dp.strategies.journal import OBSERVERS, Checkpoints, Observer, OnRound, Unfailing, tracker
+from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
+from flower_dp.strategies.run_checkpoints import CheckpointPlace
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 
@@ -60,7 +61,7 @@ class Recording:
     watch: Watch
     not_covered: tuple[str, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
-    checkpoints: Checkpoints
+    checkpoints: CheckpointPlace
 
     @classmethod
     def begin(
@@ -85,7 +86,7 @@ class Recording:
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch(on_line=lambda line: None)
         watch.folder = folder.path
-        where = Checkpoints(folder=folder.path / CHECKPOINT, resume=resume, only_state=launched == STATED)
+        where = CheckpointPlace(folder=folder.path / CHECKPOINT, resume=resume, only_state=launched == STATED)
         return cls(folder=folder, watch=watch, checkpoints=where, **fields)
 
     def go_on(self, last: int) -> None:

@@ -45,9 +45,10 @@ def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> 
         cohort = _asked(rules.training, names, num_rounds)
         if rules.why_stop(server_round, len(cohort)):
             break
-        rules.training.charge(cohort)
+        rules.training.take(rules.training.next_charge(cohort))
         if rules.evaluation is not None and rules.evaluation.due(server_round):
-            rules.evaluation.release.charge(_asked(rules.evaluation.release, names, num_rounds))
+            evaluation = rules.evaluation.release
+            evaluation.take(evaluation.next_charge(_asked(evaluation, names, num_rounds)))
     return strategy.statement
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -18,6 +17,7 @@ from flower_dp.core import columns, environment
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
+from flower_dp.strategies.run_checkpoints import CheckpointPlace
 
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy
@@ -37,23 +37,8 @@ class Observer(Protocol):
         """Take the statement, and the result of a run that did not fail."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoints:
-    """Where the checkpoints of a run are, which an observer says in an attribute `checkpoints`, if it has a folder for them.
-
-    Attributes:
-        folder: their folder.
-        resume: go on with the run that is there.
-        only_state: make its statement, and end there.
-    """
-
-    folder: Path
-    resume: bool = False
-    only_state: bool = False
-
-
-def checkpoints_of(observers: Iterable[Observer]) -> Checkpoints | None:
-    """Return where the first of the observers that has a folder wants the checkpoints; None for nowhere."""
+def place_of(observers: Iterable[Observer]) -> CheckpointPlace | None:
+    """Return where the first of the observers that has a folder for checkpoints wants them; None for nowhere."""
     found = (getattr(observer, "checkpoints", None) for observer in observers)
     return next((one for one in found if one is not None), None)
 
@@ -75,9 +60,9 @@ class Unfailing:
     name: str
 
     @property
-    def checkpoints(self) -> "Checkpoints | None":
-        """Those of the observer."""
-        return checkpoints_of((self.observer,))
+    def checkpoints(self) -> CheckpointPlace | None:
+        """Where the observer wants those of the run."""
+        return place_of((self.observer,))
 
     def go_on(self, last: int) -> None:
         """Pass on that the run goes on, to an observer that wants to know."""
@@ -195,7 +180,7 @@ class Journal:
             told: whether observers with checkpoints are told; not of a run that could not go on.
         """
         if not told:
-            self._observers = tuple(observer for observer in self._observers if checkpoints_of((observer,)) is None)
+            self._observers = tuple(observer for observer in self._observers if place_of((observer,)) is None)
         if not self._observers:
             return
         if failed or (isinstance(result, Result) and result.arrays):

@@ -42,13 +42,13 @@ class Rounds:
 
         A run that goes on begins with what was left of its last round.
         """
-        found, due = run.durable.found, 0.0
-        run.durable.result = result = Result(arrays=initial_arrays) if found is None else found.result
+        found, due = run.checkpoints.found, 0.0
+        run.checkpoints.result = result = Result(arrays=initial_arrays) if found is None else found.result
         if found is None:
             self._evaluate(0, result)
         elif not found.is_over:
             self._end_round(found.server_round, result, strategy, run, grid)
-        for server_round in range(run.next_round, self.num_rounds + 1):
+        for server_round in range(run.checkpoints.next_round, self.num_rounds + 1):
             if time.monotonic() >= due or server_round == self.num_rounds:
                 log.info("[ROUND %s/%s]", server_round, self.num_rounds)
                 due = time.monotonic() + _LOG_SECONDS

@@ -2,27 +2,24 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
-from flwr.serverapp.strategy import Result
 
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
-from flower_dp.privacy.charge import Charge
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
-from flower_dp.strategies.durable_run import DurableRun, Snapshot
+from flower_dp.strategies.durable import Durable, InMemory
 from flower_dp.strategies.exchange import Asked, Exchange
-from flower_dp.strategies.journal import Checkpoints
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
 from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.run_checkpoints import RunCheckpoints
 from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -36,7 +33,8 @@ class Run:
 
     Attributes:
         asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
-        durable: what of the run is on the disk.
+        durable: keeps the charges where a crash does not reach them.
+        checkpoints: from which the run can go on.
 
     Args:
         rules: the method.
@@ -51,72 +49,12 @@ class Run:
         self._own = RunState()
         self._initial = self.state
         self.asked: dict[str, Asked] = {}
-        self.durable = DurableRun()
+        self.durable: Durable = InMemory()
+        self.checkpoints = RunCheckpoints(self)
 
     def begin(self) -> None:
         """Begin a new run."""
         self.state, self.asked = self._initial, {}
-
-    # What outlives this process
-
-    def open(self, where: Checkpoints | None) -> Checkpoint | None:
-        """Open the folder of the next run; return the checkpoint from which it goes on, None for a new run.
-
-        Raises:
-            CheckpointError: the folder has another run, or no checkpoint where one is needed.
-        """
-        self.durable = DurableRun() if where is None else DurableRun(CheckpointFolder(where.folder), resume=where.resume)
-        if where is not None and where.only_state and self.durable.found is None:
-            raise CheckpointError(f"{where.folder}: has no checkpoint: nothing was charged for this run")
-        return self.durable.found
-
-    def go_on(self, found: Checkpoint) -> None:
-        """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
-
-        Raises:
-            ValueError: if the run had other releases: its charges would get another cost.
-        """
-        self.state = found.state
-        self._leave(self.durable.charged_after(found))
-        self.durable.went_on = True
-
-    @property
-    def next_round(self) -> int:
-        """The round with which a run goes on: the number of charges and of rounds stay the same, whatever was not finished."""
-        found = self.durable.found
-        return max(self.rules.training.num_charged, found.server_round if found else 0) + 1
-
-    def keep(self, server_round: int, arrays: ArrayRecord, *, is_over: bool) -> None:
-        """Take a snapshot after a round: the run can go on from there.
-
-        Raises:
-            CheckpointError: if the run was to go on, and a loop of its own has begun it anew.
-        """
-        if self.durable.found is not None and not self.durable.went_on:
-            raise CheckpointError("resume: this strategy has a loop of its own; a run goes on by super().start(...)")
-        self.durable.keep(Snapshot(server_round=server_round, is_over=is_over, state=self.state, arrays=arrays))
-
-    def close(self, result: Result | None, *, failed: bool) -> None:
-        """Write the last checkpoint; note what was charged and is not finished."""
-        self.durable.end(self.state, None if failed else result)
-        self.leave()
-
-    def leave(self) -> None:
-        """Note what was charged and is not finished: the statement has it."""
-        self._leave(self.durable.unfinished)
-
-    def _leave(self, charges: Iterable[tuple[Charge, int]]) -> None:
-        releases = {release.name: release for release in self.releases}
-        for charge, server_round in charges:
-            release = releases.get(charge.release)
-            if release is None:
-                raise ValueError(f"{charge.release} was charged in round {server_round}, and this strategy has no such release")
-            if charge.number > release.num_charged:
-                release.take(charge)
-            what = "" if release is self.rules.training else "the evaluation of "
-            incident = f"{what}round {server_round} was charged and not finished"
-            if incident not in self._own.incidents:
-                self.note(incidents=(*self._own.incidents, incident))
 
     @property
     def state(self) -> RunState:
@@ -210,7 +148,8 @@ class Run:
         cohort = tuple(name for names in asked.values() for name in names)
         ask = release.ask(length, cohort)
         charge = release.next_charge(cohort)
-        self.durable.charge(charge, server_round)
+        with self.checkpoints.unfinished(charge, server_round):
+            self.durable.charge(charge, server_round)
         release.take(charge)
         now = Round(
             server_round=server_round,
@@ -271,7 +210,7 @@ class Run:
             noised = None
         else:
             self.note(evaluations={**self._own.evaluations, server_round: noised})
-        self.durable.evaluated(self.state)
+        self.checkpoints.evaluated()
         return noised
 
     def report(self, now: Round, collected: Collected, vector: np.ndarray, *, epsilon: float) -> RoundReport:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core import checks
-from flower_dp.strategies.journal import Checkpoints, Journal, checkpoints_of, observers_of
+from flower_dp.strategies.journal import Journal, observers_of, place_of
+from flower_dp.strategies.run_checkpoints import CheckpointPlace, RunCheckpoints
 
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy
@@ -44,11 +45,11 @@ class _Words:
             if name in place:
                 place[name] = value
 
-    def checkpoints(self, own: Checkpoints | None) -> Checkpoints | None:
+    def place(self, own: CheckpointPlace | None) -> CheckpointPlace | None:
         """Return where checkpoints are to be: where the call says, or else where an observer does."""
         resume, folder = checks.flag("resume", self.get("resume") or False), self.get("checkpoint_dir")
         if folder is not None:
-            return Checkpoints(folder=Path(folder), resume=resume)
+            return CheckpointPlace(folder=Path(folder), resume=resume)
         if resume and (own is None or not own.resume):
             raise ValueError("resume=True: needs checkpoint_dir, the folder that the run was started with")
         return own
@@ -74,8 +75,9 @@ def followed(start: Start) -> Start:
         where = None
         result, failed, told = None, True, False
         try:
-            where = words.checkpoints(checkpoints_of(observers))
-            found = self._run.open(where)
+            where = words.place(place_of(observers))
+            self._run.checkpoints = checkpoints = RunCheckpoints(self._run, where)
+            found = checkpoints.found
             told = found is None
             if found is not None and (found.ended or (where is not None and where.only_state)):
                 self.begin()
@@ -87,10 +89,10 @@ def followed(start: Start) -> Start:
         finally:  # what was released before a failure stays released
             self.journal = None
             # A run that could not go on has its statement, and one of this process would have nothing in it.
-            told = told or self._run.durable.went_on
+            told = told or self._run.checkpoints.went_on
             try:
                 if told:
-                    self._run.close(result if isinstance(result, Result) else None, failed=failed)
+                    self._run.checkpoints.close(result if isinstance(result, Result) else None)
             finally:
                 journal.end(self, result, failed=failed, told=told)
         if where is not None and where.only_state:

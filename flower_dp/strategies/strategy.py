@@ -97,7 +97,7 @@ class DPStrategy(Strategy):
 
     def go_on(self, found: Checkpoint) -> None:
         """Go on from a checkpoint; what was charged after it stays charged."""
-        self._run.go_on(found)
+        self._run.checkpoints.go_on(found)
         if self.journal is not None:
             self.journal.go_on(found)
 
@@ -228,7 +228,7 @@ class DPStrategy(Strategy):
         self.begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
         setting = diagnostics.setting(self.rules, layout, self._optimizer, num_rounds)
-        if (found := self._run.durable.begin(setting)) is None:
+        if (found := self._run.checkpoints.begin(setting)) is None:
             self.rules.plan(num_rounds)
         else:
             self.go_on(found)
@@ -247,7 +247,7 @@ class DPStrategy(Strategy):
             result = rounds.run(self, self._run, grid, initial_arrays)
             diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
         except BaseException:
-            self._run.leave()
+            self._run.checkpoints.leave()
             raise
         finally:  # what was released before a failure stays released
             for line in str(self.statement).splitlines():
@@ -263,7 +263,7 @@ class DPStrategy(Strategy):
             self.journal.flush(self)
         run, is_first = self._run, self._manager is None
         known_clients = self._known_clients(grid)
-        run.keep(server_round - 1, arrays, is_over=True)
+        run.checkpoints.keep(server_round - 1, arrays, is_over=True)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it
             diagnostics.log_start(self.rules, known_clients, model.layout.size)
@@ -308,7 +308,7 @@ class DPStrategy(Strategy):
         model = now.model.record(vector)
         if self.journal is not None:
             self.journal.released(server_round, model)
-        run.keep(server_round, model, is_over=False)
+        run.checkpoints.keep(server_round, model, is_over=False)
         return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:

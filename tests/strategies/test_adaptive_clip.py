@@ -74,7 +74,7 @@ def test_epsilon_is_that_of_a_fixed_clip_to_the_last_digit(kind: Any, sampling: 
     for clip_norm in (0.5, CLIP, replace(CLIP, count_noise_std=1.2)):
         strategy = kind(**WORDS | {"clip_norm": clip_norm, "sampling": sampling})
         for _ in range(7):
-            strategy.rules.training.charge(NAMES[:20])
+            strategy.rules.training.take(strategy.rules.training.next_charge(NAMES[:20]))
         answer.append((strategy.epsilon, strategy.statement.epsilon, strategy.rules.outside_ledger.cost(1e-3).epsilon))
     assert answer[0] == answer[1] == answer[2]
     assert 0 < answer[0][0] < math.inf

@@ -60,9 +60,11 @@ def spent(strategy, num_rounds=ROUNDS):
         assert rules.why_stop(number, None) is None
         cohort = [NAMES[place] for place in rules.training.cohort(NAMES, rng)]
         assert rules.why_stop(number, len(cohort)) is None
-        rules.training.charge(cohort)
+        rules.training.take(rules.training.next_charge(cohort))
         if rules.evaluation is not None and rules.evaluation.due(number):
-            rules.evaluation.release.charge([NAMES[place] for place in rules.evaluation.release.cohort(NAMES, rng)])
+            rules.evaluation.release.take(
+                rules.evaluation.release.next_charge([NAMES[place] for place in rules.evaluation.release.cohort(NAMES, rng)])
+            )
     assert strategy.statement.num_rounds == num_rounds
     return strategy.statement
 
@@ -140,7 +142,7 @@ def test_a_loop_of_ones_own_never_passes_epsilon():
     strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
     for number in range(1, 6):
         assert strategy.rules.why_stop(number, None) is strategy.rules.why_stop(number, CLIENTS) is None
-        strategy.rules.training.charge(NAMES)
+        strategy.rules.training.take(strategy.rules.training.next_charge(NAMES))
     assert strategy.rules.why_stop(6, None) == "it would pass target_epsilon=2"
 
 

@@ -595,7 +595,7 @@ def test_placement_means_the_same_for_every_noised_sum(strategy_class, trusted):
     made, sam = strategy_class(**arguments), DPFedSAM(**arguments)
     assert made.rules.noise == sam.rules.noise
     for strategy in (made, sam):
-        strategy.rules.training.charge([f"client-{number}" for number in range(8)])
+        strategy.rules.training.take(strategy.rules.training.next_charge([f"client-{number}" for number in range(8)]))
     said, other = made.statement, sam.statement
     assert said.method in ("DP-FedAvg", "Fed-SMP-rand_k")
     assert (said.epsilon, said.adversary, said.assumptions) == (other.epsilon, other.adversary, other.assumptions)

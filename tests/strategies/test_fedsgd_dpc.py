@@ -663,7 +663,7 @@ def test_a_small_budget_over_many_replies_is_stated_within_it():
     strategy, _ = pair(1, server={"num_replies": 1000}, **arguments)
     strategy.rules.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
-        strategy.rules.training.charge(("c0",))
+        strategy.rules.training.take(strategy.rules.training.next_charge(("c0",)))
     assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.books.ledgers["c0"]).epsilon <= 0.05
 
 

@@ -50,6 +50,7 @@ from flower_dp.strategies import (
     Scaffold,
 )
 from tests.asks import ANSWERED, GONE, config_of, evaluated, forged, forged_total, own_ask
+from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, evaluated_row, private_row
@@ -526,7 +527,9 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
             return super().send_and_receive(out, timeout=timeout)
 
     grid = Watching(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
+    strategy._run.durable = kept = Kept()
     strategy.start(grid, flat(), num_rounds=3)
+    assert_charges_are_the_ledgers(strategy, kept)
     # The third round finds the budgets of evaluation spent.
     assert seen == [[1] * CLIENTS, [2] * CLIENTS]
     assert set(strategy.evaluations) == {1, 2}

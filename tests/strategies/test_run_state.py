@@ -52,9 +52,9 @@ def test_a_ledger_goes_on_where_the_stored_one_has_ended():
     """Evaluations as well: what is stored is charged, and a target that was spent stays so."""
     evaluation = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling(), every=2)
     strategy = DPFedAvg(**WORDS, evaluation=evaluation)
-    strategy.rules.training.charge(("a",) * 4)
-    strategy.rules.training.charge(("a",) * 4)
-    strategy.rules.evaluation.release.charge(("a",) * 4)
+    strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
+    strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
+    strategy.rules.evaluation.release.take(strategy.rules.evaluation.release.next_charge(("a",) * 4))
     other = moved(DPFedAvg(**WORDS, evaluation=evaluation), strategy.state)
     assert other.rules.ledger.lines() == strategy.rules.ledger.lines() != []
     assert other.rules.outside_ledger.lines() == strategy.rules.outside_ledger.lines()
@@ -67,8 +67,8 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     evaluation = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling())
     strategy = DPFedAvg(**WORDS, evaluation=evaluation)
     fresh = strategy.state
-    strategy.rules.training.charge(("a",) * 4)
-    strategy.rules.evaluation.release.charge(("a",) * 4)
+    strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
+    strategy.rules.evaluation.release.take(strategy.rules.evaluation.release.next_charge(("a",) * 4))
     for changed in ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5}):
         with pytest.raises(ValueError, match="state: what was charged is"):
             moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), strategy.state)
@@ -93,8 +93,8 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
     evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
     strategy = DPPASGD(**arguments, evaluation=evaluation)
     strategy.rules.open(("a", "b"))
-    strategy.rules.training.charge(("a",))
-    strategy.rules.evaluation.release.charge(("b",))
+    strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
+    strategy.rules.evaluation.release.take(strategy.rules.evaluation.release.next_charge(("b",)))
     same_terms = moved(DPPASGD(**arguments, evaluation=evaluation), strategy.state)
     assert same_terms.rules.evaluation.release.replies("b") == 1
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}):
@@ -114,7 +114,7 @@ def test_in_turn_the_next_cohort_follows_from_the_stored_state():
     for _ in range(4):
         strategy = moved(DPFedAvg(**arguments), strategy.state)
         drawn.extend(strategy.rules.training.cohort(names, strategy._run.generator("cohort")))
-        strategy.rules.training.charge(names[:1])
+        strategy.rules.training.take(strategy.rules.training.next_charge(names[:1]))
     assert sorted(drawn) == [0, 1, 2, 3]
 
 
@@ -132,7 +132,7 @@ def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begi
     arguments = {"num_clients": 2, "batch_size": 4, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
     strategy = DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1)
     strategy.rules.open(("a", "b"))
-    strategy.rules.training.charge(("a",))
+    strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
     other = moved(DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1), strategy.state)
     other.rules.open(("b",))  # a client that is not there yet
     assert (other.rules.training.replies("a"), other.rules.training.replies("b")) == (1, 0)

@@ -42,7 +42,7 @@ def stated(strategy, rounds=3):
     if hasattr(rules, "open"):
         rules.open(NAMES)
     for _ in range(rounds):
-        rules.training.charge(NAMES)
+        rules.training.take(rules.training.next_charge(NAMES))
     return strategy.statement
 
 
@@ -186,7 +186,7 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     names = tuple(f"c{index}" for index in range(400))
     strategy.plan(20)
     for _ in range(20):
-        strategy.rules.training.charge(names)
+        strategy.rules.training.take(strategy.rules.training.next_charge(names))
     assert bool(relies(strategy.statement, "the cohort of a round is known to nobody")) == relied
 
 
@@ -299,7 +299,7 @@ def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault
     strategy.plan(2)
     names = tuple(f"c{index}" for index in range(400))
     for _ in range(2):
-        strategy.rules.training.charge(names)
+        strategy.rules.training.take(strategy.rules.training.next_charge(names))
     paper = strategy.statement.paper
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
@@ -325,7 +325,7 @@ def test_one_client_without_noise_makes_a_run_not_private():
     waiting = FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8)
     waiting.plan(3)
     waiting.rules.open(NAMES)
-    waiting.rules.training.charge(("c0", "c2"))
+    waiting.rules.training.take(waiting.rules.training.next_charge(("c0", "c2")))
     assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
     assert (pasgd.private, pasgd.paper) == (False, None)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from dp_accounting import DpEvent
 
 from flower_dp.core import compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
 from flower_dp.core.stored import stored
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.release import Release
@@ -91,6 +93,11 @@ class NoisedSum:
         return len(self.state.shares)
 
     @property
+    def kind(self) -> str:
+        """What is charged, as text."""
+        return repr(self.shared)
+
+    @property
     def in_order(self) -> bool:
         """Whether its cohorts and charges follow from whose turn it is."""
         return type(self.sampling) not in _WITHOUT_ORDER
@@ -115,13 +122,28 @@ class NoisedSum:
         """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does."""
         return self.sampling.choose(self.num_charged + 1, len(names), rng)
 
-    def charge(self, names: Sequence[str]) -> None:
-        """Charge a round with this cohort, as its shares of the noise are computed.
+    def next_charge(self, names: Sequence[str]) -> Charge:
+        """Return what the next round costs every client, as the shares of its noise are computed for this cohort.
 
         What it costs follows from how often this release was charged, and not from the number of a round, which a caller may
         repeat or skip.
         """
-        self.state = replace(self.state, shares=(*self.state.shares, self.shared.shares(len(names))), kind=repr(self.shared))
+        number, shares = self.num_charged + 1, self.shared.shares(len(names))
+        return Charge(
+            release=self.name,
+            number=number,
+            kind=self.kind,
+            unit=self.release.unit,
+            relation=self.release.relation,
+            owners=(EVERY_CLIENT,),
+            events=(self._event(shares, number, outside=False),),
+            shares=shares,
+        )
+
+    def take(self, charge: Charge) -> None:
+        """Charge a round: its cost follows from its number and its shares."""
+        charge.check_next(release=self.name, num_charged=self.num_charged, kind=self.kind)
+        self.state = replace(self.state, shares=(*self.state.shares, charge.shares), kind=charge.kind)
 
     def go_on(self, state: SumState | None) -> None:
         """Go on from an earlier state; None: from none.
@@ -130,7 +152,7 @@ class NoisedSum:
             ValueError: if another release was charged, for example with other noise: its charges would get another cost.
         """
         state = SumState() if state is None else state
-        if state.shares and state.kind != repr(self.shared):
+        if state.shares and state.kind != self.kind:
             raise ValueError(f"state: what was charged is {state.kind}, and this strategy releases {self.shared!r}")
         self.state = state
 
@@ -139,8 +161,12 @@ class NoisedSum:
         # In any order the rounds with as many shares cost the same; in turn each costs by its own number.
         kinds = Counter((shares, number if self.in_order else 1) for number, shares in enumerate(self.state.shares, start=1))
         for (shares, number), count in kinds.items():
-            release = self.shared.outside if outside else self.shared.without_one_of(shares)
-            ledger.charge(release.event(number), count)
+            ledger.charge(self._event(shares, number, outside=outside), count)
+
+    def _event(self, shares: int, number: int, *, outside: bool) -> DpEvent:
+        """Return what one charge costs: as any single client sees it, or those who are no clients."""
+        release = self.shared.outside if outside else self.shared.without_one_of(shares)
+        return release.event(number if self.in_order else 1)
 
     def row_length(self, size: int) -> int:
         """Return the length of a client's row, given that of its update: one more with an adaptive clip norm."""

@@ -10,6 +10,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.stored import stored
+from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
@@ -147,11 +148,24 @@ class OwnReplies:
         self.state = replace(self.state, num_unasked=self.state.num_unasked + len(chosen) - len(paying))
         return paying
 
-    def charge(self, names: Sequence[str]) -> None:
+    def next_charge(self, names: Sequence[str]) -> Charge:
+        """Return what one reply of each of these clients costs it."""
+        return Charge(
+            release=self.name,
+            number=self.num_charged + 1,
+            kind=self.state.kind,
+            unit=next(iter(self.terms.values())).release.unit,
+            relation=self.relation,
+            owners=tuple(names),
+            events=tuple(self.terms[name].event for name in names),
+        )
+
+    def take(self, charge: Charge) -> None:
         """Charge one reply to each client."""
+        charge.check_next(release=self.name, num_charged=self.num_charged, kind=self.state.kind)
         replies = self.state.replies.copy()
-        np.add.at(replies, [self._places[name] for name in names], 1)
-        self.state = replace(self.state, replies=replies, num_rounds=self.num_charged + 1)
+        np.add.at(replies, [self._places[name] for name in charge.owners], 1)
+        self.state = replace(self.state, replies=replies, num_rounds=charge.number)
 
     def ask(self, length: int, names: Sequence[str]) -> Ask:
         """Return what is asked of clients: by their own terms, and with the weight of each in the sum."""

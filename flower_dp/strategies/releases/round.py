@@ -9,6 +9,7 @@ import numpy as np
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
+from flower_dp.privacy.charge import Charge
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Ask, Model
@@ -89,8 +90,15 @@ class RoundRelease(Protocol):
     def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
         """Return the indices of the clients that are asked next: those drawn whose budget covers it."""
 
-    def charge(self, names: Sequence[str]) -> None:
-        """Charge the release for this cohort, before any message is sent."""
+    def next_charge(self, names: Sequence[str]) -> Charge:
+        """Return what the next round of this release costs if this cohort is asked; nothing changes."""
+
+    def take(self, charge: Charge) -> None:
+        """Charge the release, before any message is sent.
+
+        Raises:
+            ValueError: if it is not the next charge of this release.
+        """
 
     def ask(self, length: int, names: Sequence[str]) -> Ask:
         """Return what is asked of these clients, of rows [length]; it is kept with the round."""

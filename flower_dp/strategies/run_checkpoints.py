@@ -1,0 +1,218 @@
+"""The checkpoints of one run: when they are written, what they have, and how the run goes on from one."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Result
+
+from flower_dp.privacy.charge import Charge
+from flower_dp.strategies.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, metrics_of
+from flower_dp.strategies.run_state import RunState
+from flower_dp.wire import numpy_arrays
+
+if TYPE_CHECKING:
+    from flower_dp.strategies.run import Run
+
+log = logging.getLogger("flwr")
+
+# The part of a run's time that writing checkpoints takes at most.
+_SHARE = 0.05
+# Of the server's own model.
+_LARGEST_ARRAY = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlace:
+    """Where the checkpoints of a run are, and what is wanted of a run that is there.
+
+    Attributes:
+        folder: their folder.
+        resume: go on with it.
+        only_state: make its statement, and end there.
+    """
+
+    folder: Path
+    resume: bool = False
+    only_state: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """The run as it was when a round was learnt from (`is_over` false), or was over."""
+
+    server_round: int
+    is_over: bool
+    state: RunState
+    arrays: ArrayRecord
+
+
+class RunCheckpoints:
+    """The checkpoints of one run; without a place nothing is written.
+
+    Between two rounds a snapshot is taken, and written where that takes little of the run's time: from there the run goes on if
+    its process is killed. The last snapshot is written whenever the run ends, however it does.
+
+    Attributes:
+        place: where they are; None: nowhere.
+        found: the checkpoint from which the run goes on; None for a new run.
+        went_on: whether it has.
+        result: of the rounds so far; the loop fills it.
+
+    Args:
+        run: the run.
+        place: where to keep its checkpoints.
+
+    Raises:
+        CheckpointError: the place has a run that is not to go on, no whole checkpoint of it, or none where one is needed.
+    """
+
+    def __init__(self, run: "Run", place: CheckpointPlace | None = None) -> None:
+        self._run, self.place = run, place
+        self.found: Checkpoint | None = None
+        self.went_on = False
+        self.result: Result | None = None
+        self._setting: Mapping[str, str] = {}
+        self._last: _Snapshot | None = None
+        self._written: _Snapshot | None = None
+        self._charges: list[tuple[Charge, int]] = []
+        self._num_charges = 0
+        self._began = self._due = time.monotonic()
+        if place is None:
+            return
+        self._folder = CheckpointFolder(place.folder)
+        if not self._folder.is_empty:
+            if not place.resume:
+                raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
+            self.found = self._folder.read()
+            self._began -= self.found.elapsed
+        elif place.only_state:
+            raise CheckpointError(f"{place.folder}: has no checkpoint: nothing was charged for a run here")
+        elif place.resume:
+            log.info("%s has no checkpoint: a new run begins", place.folder)
+        self._folder.create()
+
+    # Going on
+
+    def begin(self, setting: Mapping[str, str]) -> Checkpoint | None:
+        """Return the checkpoint from which a run with this setting goes on, None for a new run.
+
+        Args:
+            setting: see `Checkpoint`.
+
+        Raises:
+            CheckpointError: if the run had another setting.
+        """
+        if self.found is not None:
+            self.found.check(setting)
+        self._setting = setting
+        return self.found
+
+    def go_on(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
+
+        Raises:
+            ValueError: if the run had other releases: its charges would get another cost.
+        """
+        self._run.state = found.state
+        after = self._run.durable.charges()[found.num_charges :]
+        self._leave(after)
+        self._num_charges = found.num_charges + len(after)
+        self.went_on = True
+
+    @property
+    def next_round(self) -> int:
+        """The round with which the run goes on: every round is charged once, whether it was finished or not."""
+        return max(self._run.rules.training.num_charged, 0 if self.found is None else self.found.server_round) + 1
+
+    # What is not finished
+
+    @contextmanager
+    def unfinished(self, charge: Charge, server_round: int) -> Iterator[None]:
+        """Count a charge that is made in this context among those that are not finished, before the next snapshot."""
+        self._charges.append((charge, server_round))
+        try:
+            yield
+        except Exception:  # an interruption is none: then the charge may have been made
+            self._charges.pop()
+            raise
+
+    def leave(self) -> None:
+        """Note what was charged and is not finished: the statement has it."""
+        self._leave(self._charges)
+
+    def _leave(self, charges: Iterable[tuple[Charge, int]]) -> None:
+        run = self._run
+        releases = {release.name: release for release in run.releases}
+        for charge, server_round in charges:
+            release = releases.get(charge.release)
+            if release is None:
+                raise CheckpointError(
+                    f"round {server_round}: {charge.release} was charged, and this strategy has no such release"
+                )
+            if charge.number > release.num_charged:
+                release.take(charge)
+            what = "" if release is run.rules.training else "the evaluation of "
+            incident = f"{what}round {server_round} was charged and not finished"
+            if incident not in run.record.incidents:
+                run.note(incidents=(*run.record.incidents, incident))
+
+    # Snapshots
+
+    def keep(self, server_round: int, arrays: ArrayRecord, *, is_over: bool) -> None:
+        """Take a snapshot after a round; what was charged before is part of it.
+
+        Raises:
+            CheckpointError: if the run was to go on, and a loop of the strategy's own has begun it anew.
+        """
+        if self.found is not None and not self.went_on:
+            raise CheckpointError("resume: this strategy has a loop of its own; a run goes on by super().start(...)")
+        self._take(_Snapshot(server_round=server_round, is_over=is_over, state=self._run.state, arrays=arrays))
+        if is_over and time.monotonic() >= self._due:
+            self._write(ended=False)
+
+    def evaluated(self) -> None:
+        """Clients have evaluated the model of the last snapshot: its state has changed, and their charge is finished."""
+        if self._last is not None:
+            self._take(replace(self._last, state=self._run.state))
+
+    def close(self, result: Result | None) -> None:
+        """Write the last checkpoint: with the result of a run that has ended, or the last snapshot of one that has not."""
+        if self._last is not None and result is not None:
+            self.result = result
+            self._take(replace(self._last, is_over=True, state=self._run.state, arrays=result.arrays))
+        if self._last is not self._written:
+            self._write(ended=result is not None)
+        self.leave()
+
+    def _take(self, snapshot: _Snapshot) -> None:
+        self._num_charges += len(self._charges)
+        self._last, self._charges = snapshot, []
+
+    def _write(self, *, ended: bool) -> None:
+        if self.place is None or self._last is None:
+            return
+        now, started = self._last, time.monotonic()
+        checkpoint = Checkpoint(
+            setting=self._setting,
+            server_round=now.server_round,
+            is_over=now.is_over,
+            state=now.state,
+            arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
+            num_charges=self._num_charges,
+            elapsed=started - self._began,
+            ended=ended,
+        )
+        if self.result is not None:
+            checkpoint = replace(checkpoint, **metrics_of(self.result, now.server_round))
+        try:
+            self._folder.write(checkpoint)
+        except OSError as error:  # the ledger has what was charged
+            log.warning("no checkpoint after round %s: %s; the one before it stays", now.server_round, error)
+        self._written = now
+        self._due = time.monotonic() + (time.monotonic() - started) * (1 - _SHARE) / _SHARE
