@@ -53,12 +53,12 @@ class Accounts:
         """Return why a budget does not cover these charges, of different owners; None if it does, or there is none."""
         if budget is None:
             return None
-        limit = f"its budget, epsilon {budget.epsilon:g} at delta {budget.delta:g} for all runs together"
+        limit = f"the ledger's budget, epsilon {budget.epsilon:g} at delta {budget.delta:g} for all runs together"
         if others := [other for other in self.scopes if other != scope]:
-            return f"has charges {others[0]}, which don't add up with charges {scope}: {limit}, covers one kind alone"
+            return f"charges {scope} don't add up with those {others[0]} under {limit}"
         if not private:
-            return f"can't charge a run with noise from a fixed seed: {limit}, covers none"
-        return None if self.of(scope).covers(budget, charges) else f"would pass {limit}"
+            return f"noise from a fixed seed is within no budget, nor {limit}"
+        return None if self.of(scope).covers(budget, charges) else f"it would pass {limit}"
 
 
 class Histories:

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from flower_dp.privacy.ledger_lock import Lock, Mark
-from flower_dp.privacy.private_file import LedgerError, check_folder, check_owner, create_private, sync_folder
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, check_folder, check_owner, create_private, sync_folder
 from flower_dp.privacy.server_ledger_format import JointBudget, check_database, create_tables
 
 
@@ -121,8 +121,10 @@ def naming(path: Path) -> Iterator[None]:
     """Turn every error into a `LedgerError` that names the file."""
     try:
         yield
+    except BudgetSpentError:
+        raise  # it says all in public statements, which are no place for a path
     except LedgerError as error:
-        raise type(error)(f"ledger {path}: {error}") from None
+        raise LedgerError(f"ledger {path}: {error}") from None
     except FileNotFoundError as error:
         raise LedgerError(f"ledger {path}: does not exist; create it with `flower-dp ledger {path} --create-server`") from error
     except OSError as error:

@@ -9,6 +9,10 @@ class LedgerError(ValueError):
     """A ledger file that can't be used; nothing that it should count may be released."""
 
 
+class BudgetSpentError(LedgerError):
+    """A charge that a ledger's budget does not cover; it was not written, and nothing that it should count may be released."""
+
+
 def open_regular(path: Path, flags: int) -> int:
     """Open a regular file; anything else, which might block or never end, is an error."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)

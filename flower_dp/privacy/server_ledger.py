@@ -23,7 +23,7 @@ from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.joint_cost import EVERYONE, Accounts, Scope
 from flower_dp.privacy.ledger_database import Database, naming
 from flower_dp.privacy.ledger_lock import Mark
-from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.server_ledger_format import (
     Content,
     Entry,
@@ -40,10 +40,6 @@ from flower_dp.privacy.server_ledger_format import (
 )
 
 __all__ = ["BudgetSpentError", "JointBudget", "LedgerError", "ServerLedger"]
-
-
-class BudgetSpentError(LedgerError):
-    """A charge that the ledger's budget does not cover; it was not written, and nothing that it covers may be released."""
 
 
 class ServerLedger:
