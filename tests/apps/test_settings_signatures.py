@@ -38,6 +38,7 @@ WORDS: dict[str, Any] = {
     "mask": ("top-k",),
     "engine": ("one-by-one",),
     "sampling": SAMPLINGS,
+    "server-ledger": ("/srv/ledger.sqlite",),
 }
 BESIDE = {
     "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
