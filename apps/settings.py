@@ -83,6 +83,7 @@ class Settings:
     round_timeout: float = 600.0
     seed: int = 0
     output_dir: str = ""
+    resume: bool = False
     server_ledger: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
 

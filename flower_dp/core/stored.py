@@ -1,5 +1,7 @@
 """Frozen values as named arrays and JSON: what is needed to store a state, read it back, and compare two."""
 
+import hashlib
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -12,6 +14,11 @@ T = TypeVar("T")
 
 # Dataclasses that may be stored, by name.
 _KINDS: dict[str, type] = {}
+
+# The first line of a file: what it is, and the number of its format.
+_MAGIC, FORMAT = b"flower-dp state ", 1
+_LONGEST_LINE = 80
+_TEXT = "text"
 
 
 def stored(kind: type[T]) -> type[T]:
@@ -66,6 +73,46 @@ def from_stored(arrays: Mapping[str, np.ndarray], text: str) -> Any:
         return _get(json.loads(text), arrays)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"stored state: malformed: {error!r}") from error
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as the content of a file: a line with the number of the format, one with a SHA-256, and NumPy's npz.
+
+    Raises:
+        ValueError: as `to_stored`.
+
+    Example:
+        >>> from flower_dp.core.stored import packed, unpacked
+        >>> unpacked(packed({"rounds": 3}))
+        {'rounds': 3}
+    """
+    arrays, text = to_stored(value)
+    names = json.dumps([text, list(arrays)]).encode()
+    body = io.BytesIO()
+    numbered = {str(place): array for place, array in enumerate(arrays.values())}
+    np.savez(body, allow_pickle=False, **{_TEXT: np.frombuffer(names, np.uint8)}, **numbered)
+    content = body.getvalue()
+    return b"%s%d\n%s\n%s" % (_MAGIC, FORMAT, hashlib.sha256(content).hexdigest().encode(), content)
+
+
+def unpacked(content: bytes) -> Any:
+    """Return the value of such a file.
+
+    Raises:
+        ValueError: if it is another file, of a newer format, cut off, or changed.
+    """
+    first, _, rest = content.partition(b"\n")
+    number = first.removeprefix(_MAGIC)
+    if not first.startswith(_MAGIC) or len(first) > _LONGEST_LINE or not number.isdigit():
+        raise ValueError("is no state of flower-dp")
+    if int(number) != FORMAT:
+        raise ValueError(f"has format {int(number)}; this version of flower-dp reads format {FORMAT}")
+    said, _, body = rest.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != said:
+        raise ValueError("is damaged: its SHA-256 is not the one in it")
+    with np.load(io.BytesIO(body), allow_pickle=False) as found:
+        text, names = json.loads(found[_TEXT].tobytes())
+        return from_stored({name: found[str(place)] for place, name in enumerate(names)}, text)
 
 
 def same(one: Any, other: Any) -> bool:  # noqa: PLR0911

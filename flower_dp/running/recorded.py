@@ -13,11 +13,13 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flower_dp.core.environment import RUN_CONFIG
+from flower_dp.core.environment import RESUME, RUN_CONFIG, STATED
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running.run_folder import RunFolder
+from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
 from flower_dp.running.trained_model import rest_of
+from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
+from flower_dp.strategies.run_checkpoints import CheckpointPlace
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.wire import numpy_arrays
 
@@ -52,12 +54,14 @@ class Recording:
         watch: who waits for the run in this process.
         not_covered: added to the statement.
         others: what the whole model has besides the arrays of the run (`rest_of`).
+        checkpoints: where those of the run are.
     """
 
     folder: RunFolder
     watch: Watch
     not_covered: tuple[str, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: CheckpointPlace
 
     @classmethod
     def begin(
@@ -67,18 +71,27 @@ class Recording:
         name: str,
         *,
         over_links: bool = True,
+        resume: bool = False,
         **fields: Any,
     ) -> "Recording":
-        """Create the folder, see `RunFolder.create`.
+        """Create the folder, see `RunFolder.create`; or take that of a run that goes on.
 
         Raises:
-            ValueError: the folder already holds a run.
+            ValueError: the folder already holds a run, and `resume` is false; or that had other settings.
         """
-        folder = RunFolder.create(path, config, name, over_links=over_links)
+        launched = os.environ.pop(RESUME, "") if path is None else ""  # an app's second run is a new one
+        resume = resume or bool(launched)
+        again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / CONFIG).is_file())
+        folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name, over_links=over_links)
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch(on_line=lambda line: None)
         watch.folder = folder.path
-        return cls(folder=folder, watch=watch, **fields)
+        where = CheckpointPlace(folder=folder.path / CHECKPOINT, resume=resume, only_state=launched == STATED)
+        return cls(folder=folder, watch=watch, checkpoints=where, **fields)
+
+    def go_on(self, last: int) -> None:
+        """Forget the lines of rounds after `last`."""
+        self.watch.rounds[:] = self.folder.cut(last)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Write a line of `metrics.jsonl`."""
@@ -87,13 +100,18 @@ class Recording:
         self.watch.on_line(line)
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
-        """Write the statement, and the model of a run that did not fail."""
+        """Write the statement, and the model: of a run that did not end that of its checkpoint."""
         whole = replace(statement, not_covered=(*statement.not_covered, *self.not_covered))
         self.folder.state(whole.to_dict(), str(whole))
         self.watch.statement = whole
         if result is not None:
             self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
+            return
+        log.info("The run did not end. It goes on with resume=True and this folder: %s", self.folder.path)
+        if not (kept := CheckpointFolder(self.checkpoints.folder)).is_empty:
+            found = kept.read()
+            self.folder.finish(found.arrays, self.others, unfinished=f"after round {found.server_round}")
 
 
 def record_run(
@@ -109,6 +127,7 @@ def record_run(
     not_covered: Sequence[str] = (),
     on_round: OnRound | None = None,
     model: "nn.Module | None" = None,
+    resume: bool = False,
     **arguments: Any,
 ) -> Result:
     """Run a strategy and write its run folder: configuration, one line of metrics per round, statement, model and plot.
@@ -129,10 +148,11 @@ def record_run(
         on_round: called with every line, as the strategies' argument of this name.
         model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
             rest, and `RunFolder.model_into` takes no other base.
+        resume: go on with the run in the folder `path`, from its last checkpoint; if there is no run, a new one begins there.
         arguments: further arguments of `strategy.start`.
 
     Raises:
-        ValueError: the folder already holds a run.
+        ValueError: the folder already holds a run, and `resume` is false; or the run that is to go on had other settings.
         Exception: as `strategy.start`; the folder then has the statement of what was released before.
 
     Example:
@@ -143,7 +163,7 @@ def record_run(
     """
     trackers = () if on_round is None else (tracker(on_round),)
     others = {} if model is None else rest_of(model)
-    recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others)
+    recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
     observers = (recording, *trackers)
     token = OBSERVERS.set(lambda: observers)
     try:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,11 +31,15 @@ MODEL = "model.safetensors"
 MODEL_JSON = "model.json"
 PLOT = "progress.png"
 LOG = "flower.log"
-# Files that only a run writes. A `config.toml` may also be an app's own file.
-RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG)
+# The folder of checkpoints and of the server's ledger, and in it what `flower-dp run` was asked for.
+CHECKPOINT = "checkpoint"
+# What only a run writes. A `config.toml` may also be an app's own file.
+RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG, CHECKPOINT)
 # Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 _MOST_ROUNDS = 2**31 - 1
+# Settings that say where a run is kept, and nothing of what it does.
+_FREE = {"output-dir", "resume"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,43 @@ class RunFolder:
             write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
         return folder
 
+    @classmethod
+    def again(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
+        """Return the folder of a run that goes on.
+
+        Args:
+            path: The folder; None for the one that `flower-dp run` has passed.
+            config: The run's settings, those with which it began.
+
+        Raises:
+            ValueError: There is no such run, or it had other settings.
+        """
+        place = os.environ.get(RUN_FOLDER) if path is None else path
+        if not place:
+            raise ValueError("resume: needs the path of the run folder")
+        folder = cls(path=Path(place).absolute())
+        file = folder.path / CONFIG
+        if file.is_file() and not file.is_symlink():  # a link is the app's own file
+            before = tomllib.loads(file.read_text(encoding="utf-8"))
+            now = tomllib.loads(tomli_w.dumps(dict(config)))
+            for key in sorted({*before, *now} - _FREE):
+                if before.get(key) != now.get(key):
+                    raise ValueError(f"{key}={now.get(key)!r}: was {before.get(key)!r} in {folder.path}: it can't change")
+        return folder
+
+    def cut(self, last: int) -> list[dict[str, Any]]:
+        """Drop the lines of `metrics.jsonl` of rounds after `last`, and the statement, which the run is about to outgrow.
+
+        Returns:
+            The lines that stay.
+        """
+        lines = [line for line in read_metrics(self.path) if line.get("round", 0) <= last]
+        content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        write_whole(self.path / METRICS, content.encode())
+        for name in (STATEMENT_JSON, STATEMENT_TEXT):
+            (self.path / name).unlink(missing_ok=True)
+        return lines
+
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Add one line to `metrics.jsonl`, on disk when this returns; NaN and infinity become null."""
         line = json.dumps(_plain(metrics), allow_nan=False)
@@ -101,21 +143,29 @@ class RunFolder:
         write_whole(self.path / STATEMENT_JSON, content.encode())
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
-    def finish(self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None) -> None:
-        """Write the final model, which only a completed run has, what it consists of, and the plot of the metrics.
+    def finish(
+        self,
+        arrays: Mapping[str, NDArray[np.generic]],
+        others: Mapping[str, Any] | None = None,
+        *,
+        unfinished: str = "",
+    ) -> None:
+        """Write the final model, what it consists of, and the plot of the metrics.
 
         Without matplotlib there is no plot.
 
         Args:
             arrays: The model's named arrays, of any shape (0-d too) and memory layout.
             others: The arrays of the whole model that the run did not have, such as a frozen base (`trained_model.rest_of`).
+            unfinished: Of a run that did not end: after which round this was its model, in words.
 
         Raises:
             ValueError: An array's dtype is one that safetensors cannot hold.
         """
         content = _safetensors(arrays)
         write_whole(self.path / MODEL, content)
-        write_whole(self.path / MODEL_JSON, (json.dumps(described(arrays, content, others or {}), indent=2) + "\n").encode())
+        said = described(arrays, content, others or {}) | ({"unfinished": unfinished} if unfinished else {})
+        write_whole(self.path / MODEL_JSON, (json.dumps(said, indent=2) + "\n").encode())
         if importlib.util.find_spec("matplotlib") is not None:
             from flower_dp.running import plot  # noqa: PLC0415  (slow to load)
 
@@ -146,7 +196,7 @@ class RunFolder:
 
 def _launched_folder(folder: Path) -> Path:
     """Return the folder that `flower-dp run` has created, which may contain links, if it holds no run yet."""
-    names = [name for name in (CONFIG, *RESULTS) if name != LOG and (folder / name).exists()]
+    names = [name for name in (CONFIG, *RESULTS) if name not in (LOG, CHECKPOINT) and (folder / name).exists()]
     if held := [name for name in names if not (folder / name).is_symlink()]:
         raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
     return folder
@@ -190,9 +240,9 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
             return folder
 
 
-def new_log(folder: Path) -> IO[bytes]:
-    """Open the log of a run, empty, in its folder: its owner's alone, also if it was there and was not."""
-    file = _opened(folder / LOG, _OWNERS_FILE)
+def new_log(folder: Path, *, go_on: bool = False) -> IO[bytes]:
+    """Open the log of a run in its folder, empty but of a run that goes on: its owner's alone, also if it was there and was not."""
+    file = _opened(folder / LOG, _OWNERS_FILE, go_on=go_on)
     (folder / LOG).chmod(_OWNERS_FILE)
     return file
 
@@ -210,9 +260,10 @@ def write_whole(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _opened(path: Path, mode: int) -> IO[bytes]:
-    """Open a file to write it anew, with this mode if it is not there yet."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb")
+def _opened(path: Path, mode: int, *, go_on: bool = False) -> IO[bytes]:
+    """Open a file to write it, anew or after what it has, with this mode if it is not there yet."""
+    how = os.O_APPEND if go_on else os.O_TRUNC
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, mode), "ab" if go_on else "wb")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

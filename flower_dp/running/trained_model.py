@@ -62,13 +62,15 @@ def stored_model(file: Path, description: Path) -> tuple[dict[str, NDArray[np.ge
     """Return the arrays of a model, in the order in which the run had them, and what is said of those that it has not.
 
     Raises:
-        ValueError: there is no model, as in a run that did not end, or it is not the one that is described.
+        ValueError: there is no model, as in a run without a checkpoint, or it is not the one that is described.
     """
     if not (file.is_file() and description.is_file()):
         raise ValueError(f"{file.parent}: has no {file.name} with its {description.name}: only a run that has ended has them")
     content, said = file.read_bytes(), checks.json_object(str(description), description.read_bytes())
     if hashlib.sha256(content).hexdigest() != said.get("sha256"):
         raise ValueError(f"{file}: is not the run's model: its SHA-256 is not that in {description.name}")
+    if unfinished := said.get("unfinished"):
+        log.warning("%s: is the model of a run that did not end: %s", file, unfinished)
     arrays, names, others = loaded(file, content), said.get("arrays"), said.get("not here")
     if not isinstance(names, dict) or not isinstance(others, dict) or set(names) != set(arrays):
         raise ValueError(f"{description}: does not describe the arrays of {file.name}")

@@ -23,7 +23,8 @@ class _Link:
 
     @classmethod
     def make(cls, path: Path, target: Path) -> "_Link":
-        path.symlink_to(target, target_is_directory=target.is_dir())
+        if not path.is_symlink():  # that of an earlier process, which was killed
+            path.symlink_to(target, target_is_directory=target.is_dir())
         return cls(path=path, target=target, changed=target.stat().st_mtime_ns)
 
     def remove(self) -> None:
@@ -69,8 +70,10 @@ def _link_all(source: Path, place: Path, run: Path, links: list[_Link], folders:
             continue
         if not entry.exists():
             continue  # a broken link
+        if (place / entry.name).exists() and not (place / entry.name).is_symlink() and not entry.is_dir():
+            continue  # what a run that goes on has made of it
         if entry.is_dir() and not entry.is_symlink() and any(entry.glob("*.py")):
-            (place / entry.name).mkdir()
+            (place / entry.name).mkdir(exist_ok=True)
             folders.append(place / entry.name)
             _link_all(entry, place / entry.name, run, links, folders)
         else:

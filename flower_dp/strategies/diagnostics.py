@@ -1,7 +1,10 @@
 """What a run looks out for: too much noise, arrays that nobody trains, clients that never send anything of use."""
 
+import hashlib
 import logging
 
+from flower_dp.core.vectors import Layout
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
@@ -23,6 +26,19 @@ def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
         log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
+def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:
+    """Return what a run must have again to go on, by name; what its charges cost is compared with the charges."""
+    shapes = hashlib.sha256(repr([layout.names, layout.shapes, layout.dtypes]).encode()).hexdigest()
+    return {
+        "method": rules.title,
+        "num_clients": str(rules.num_clients),
+        "num_rounds": str(num_rounds),
+        "delta": str(rules.delta),
+        "server_optimizer": "none" if optimizer is None else optimizer.name,
+        "model": f"{len(layout.names)} arrays of {layout.size} parameters ({shapes[:12]})",
+    }
+
+
 def log_start(rules: Rules, known_clients: KnownClients, dimension: int) -> None:
     """Log before the first round who takes part, and how the noise compares with the updates."""
     log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
@@ -34,6 +50,12 @@ def log_start(rules: Rules, known_clients: KnownClients, dimension: int) -> None
             "round, less noise or a smaller model help, and so do more rounds within the budget",
             noise / signal,
         )
+
+
+def log_statement(statement: PrivacyStatement) -> None:
+    """Log the statement of a run that has ended, however it did: what was released before a failure stays released."""
+    for line in str(statement).splitlines():
+        log.info("%s", line)
 
 
 def log_constants(now: Round, collected: Collected) -> None:

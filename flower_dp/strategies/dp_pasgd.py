@@ -1,6 +1,7 @@
 """DP-PASGD (Hu et al.): noised local steps on every device, a plain mean of their models, two budgets."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -262,6 +263,8 @@ class DPPASGD(DPStrategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
     ) -> Result:
         """Run as `DPStrategy.start` does; the result's model is the best of the run by `evaluate_fn`, else the last.
 
@@ -271,7 +274,17 @@ class DPPASGD(DPStrategy):
             RuntimeError: as there.
         """
         compared = None if evaluate_fn is None else Around(self._compared(named(evaluate_fn)))
-        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, compared)
+        result = super().start(
+            grid,
+            initial_arrays,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            compared,
+            checkpoint_dir=checkpoint_dir,
+            resume=resume,
+        )
         if (best := self.rules.own.arrays) is not None:
             result.arrays = ArrayRecord({name: Array(array) for name, array in best.items()})
         return result

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Protocol
 
 from flower_dp.privacy.charge import Charge
@@ -44,33 +45,49 @@ class InMemory:
 
 
 class OnLedger:
-    """A run that begins on a server's ledger.
+    """A run that begins, or goes on, on a server's ledger.
+
+    Attributes:
+        run: its id there.
 
     Args:
         path: of the ledger, which exists.
         method: the method's title.
         delta: of the run's statement.
         private: whether its noise is drawn afresh.
+        run: the id of a run that goes on; empty for a new one.
 
     Raises:
-        LedgerError: if the ledger can't be used.
+        LedgerError: if the ledger can't be used, or has no such run.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool, run: str = "") -> None:
         self._ledger: ServerLedger | None = ServerLedger(path)
         self._accounts = self._ledger.accounts
         self._earlier = self._ledger.num_runs_by_scope
         try:
-            self._run = self._ledger.begin_run(method=method, delta=delta, private=private)
+            self.run = run or self._ledger.begin_run(method=method, delta=delta, private=private)
+            own = self.charges({}) if run else ()
+            for scope in {Scope(unit=charge.unit, relation=charge.relation) for _, charge in own}:
+                self._earlier[scope] -= 1  # this run is not before itself
         except BaseException:
             self.close()
             raise
+        self._earlier = {scope: number for scope, number in self._earlier.items() if number}
 
     def charge(self, charge: Charge, server_round: int) -> None:
         """Write a charge down."""
         if self._ledger is None:
             raise RuntimeError("ledger: the run has ended")
-        self._ledger.charge(self._run, charge, server_round)
+        self._ledger.charge(self.run, charge, server_round)
+
+    def charges(self, beyond: Mapping[str, int]) -> tuple[tuple[int, Charge], ...]:
+        """Return what the run was charged with beyond so many charges of each release, with the rounds.
+
+        Raises:
+            LedgerError: if it was charged less often: then this is an older copy.
+        """
+        return () if self._ledger is None else self._ledger.charges(self.run, beyond)
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
         """Return what this run and earlier ones on the ledger have cost the client who was charged most."""

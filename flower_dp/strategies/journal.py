@@ -1,30 +1,29 @@
 """The journal of a run: one line of public numbers a round, for a run folder, a screen, or a tracker."""
 
-import functools
-import inspect
 import logging
 import os
 import pkgutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core import columns, environment
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
+from flower_dp.strategies.run_checkpoints import CheckpointPlace
 
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy
 
 log = logging.getLogger("flwr")
 
-Start = TypeVar("Start", bound=Callable[..., Any])
 OnRound = Callable[[Mapping[str, Any]], None]
 
 
@@ -36,6 +35,12 @@ class Observer(Protocol):
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
         """Take the statement, and the result of a run that did not fail."""
+
+
+def place_of(observers: Iterable[Observer]) -> CheckpointPlace | None:
+    """Return where the first of the observers that has a folder for checkpoints wants them; None for nowhere."""
+    found = (getattr(observer, "checkpoints", None) for observer in observers)
+    return next((one for one in found if one is not None), None)
 
 
 # Makes the observers of a run that begins. Without one it is the function that the environment names, as "module:function".
@@ -53,6 +58,16 @@ class Unfailing:
 
     observer: Observer
     name: str
+
+    @property
+    def checkpoints(self) -> CheckpointPlace | None:
+        """Where the observer wants those of the run."""
+        return place_of((self.observer,))
+
+    def go_on(self, last: int) -> None:
+        """Pass on that the run goes on, to an observer that wants to know."""
+        if callable(call := getattr(self.observer, "go_on", None)):
+            self._try(f"round {last}", call, last)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Pass a line on."""
@@ -118,6 +133,14 @@ class Journal:
         self._metrics: dict[int, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
+    def go_on(self, found: Checkpoint) -> None:
+        """Begin where an earlier process was; an observer that has a `go_on` learns what the last line is that stays."""
+        self._due, self._arrays = None if found.is_over else found.server_round, found.model
+        self._started -= found.elapsed
+        for observer in self._observers:
+            if callable(call := getattr(observer, "go_on", None)):
+                call(found.server_round - (not found.is_over))
+
     def evaluated(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return an `evaluate_fn` whose metrics are in the lines."""
         own = named(evaluate_fn)
@@ -147,8 +170,17 @@ class Journal:
         for observer in self._observers:
             observer.line(line)
 
-    def end(self, strategy: "DPStrategy", result: Any, *, failed: bool) -> None:
-        """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round."""
+    def end(self, strategy: "DPStrategy", result: Any, *, failed: bool, told: bool) -> None:
+        """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round.
+
+        Args:
+            strategy: whose run it is.
+            result: what its `start` has returned.
+            failed: whether it has raised an error instead.
+            told: whether observers with checkpoints are told; not of a run that could not go on.
+        """
+        if not told:
+            self._observers = tuple(observer for observer in self._observers if place_of((observer,)) is None)
         if not self._observers:
             return
         if failed or (isinstance(result, Result) and result.arrays):
@@ -179,42 +211,8 @@ class Journal:
         return {name: value for name, value in metrics.items() if name not in taken}
 
 
-def observed(start: Start) -> Start:
-    """Return a strategy's `start` that keeps a journal of its run.
-
-    The outermost `start` of a class keeps it, since a subclass may choose another final model, or have a loop of its own.
-    """
-    signature = inspect.signature(start)
-
-    @functools.wraps(start)
-    def run(self: "DPStrategy", *arguments: Any, **named: Any) -> Any:
-        if self.journal is not None:
-            return start(self, *arguments, **named)
-        bound = signature.bind(self, *arguments, **named)
-        bound.apply_defaults()
-        rest: dict[str, Any] = next(
-            (bound.arguments[one.name] for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), {}
-        )
-        self.journal = journal = Journal(_observers(self), bound.arguments.get("num_rounds", rest.get("num_rounds")))
-        for place in (bound.arguments, rest):
-            if place.get("evaluate_fn") is not None:
-                place["evaluate_fn"] = journal.evaluated(place["evaluate_fn"])
-        result, failed = None, True
-        try:
-            result = start(*bound.args, **bound.kwargs)
-            failed = False
-        finally:  # what was released before a failure stays released
-            self.journal = None
-            try:
-                journal.end(self, result, failed=failed)
-            finally:
-                self.close()
-        return result
-
-    return cast(Start, run)
-
-
-def _observers(strategy: "DPStrategy") -> tuple[Observer, ...]:
+def observers_of(strategy: "DPStrategy") -> tuple[Observer, ...]:
+    """Return who follows the run that a strategy begins."""
     make = OBSERVERS.get()
     if make is None and (name := os.environ.get(environment.OBSERVERS)):
         make = pkgutil.resolve_name(name)

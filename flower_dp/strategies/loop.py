@@ -38,10 +38,17 @@ class Rounds:
     clients_evaluate: bool
 
     def run(self, strategy: Strategy, run: Run, grid: Grid, initial_arrays: ArrayRecord) -> Result:
-        """Run the rounds by a strategy's own methods, and return their metrics and the last model."""
-        result, due = Result(arrays=initial_arrays), 0.0
-        self._evaluate(0, result)
-        for server_round in range(1, self.num_rounds + 1):
+        """Run the rounds by a strategy's own methods, and return their metrics and the last model.
+
+        A run that goes on begins with what was left of its last round.
+        """
+        found, due = run.checkpoints.found, 0.0
+        run.checkpoints.result = result = Result(arrays=initial_arrays) if found is None else found.result
+        if found is None:
+            self._evaluate(0, result)
+        elif not found.is_over:
+            self._end_round(found.server_round, result, strategy, run, grid)
+        for server_round in range(run.checkpoints.next_round, self.num_rounds + 1):
             if time.monotonic() >= due or server_round == self.num_rounds:
                 log.info("[ROUND %s/%s]", server_round, self.num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
@@ -53,14 +60,17 @@ class Rounds:
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
-            if self.clients_evaluate:
-                messages = strategy.configure_evaluate(server_round, result.arrays, self.evaluate_config, grid)
-                metrics = strategy.aggregate_evaluate(server_round, run.exchange.replies(grid, messages, self.timeout))
-                if metrics is not None:
-                    log.info("round %s: clients: %s", server_round, dict(metrics))
-                    result.evaluate_metrics_clientapp[server_round] = metrics
-            self._evaluate(server_round, result)
+            self._end_round(server_round, result, strategy, run, grid)
         return result
+
+    def _end_round(self, server_round: int, result: Result, strategy: Strategy, run: Run, grid: Grid) -> None:
+        if self.clients_evaluate:
+            messages = strategy.configure_evaluate(server_round, result.arrays, self.evaluate_config, grid)
+            metrics = strategy.aggregate_evaluate(server_round, run.exchange.replies(grid, messages, self.timeout))
+            if metrics is not None:
+                log.info("round %s: clients: %s", server_round, dict(metrics))
+                result.evaluate_metrics_clientapp[server_round] = metrics
+        self._evaluate(server_round, result)
 
     def _evaluate(self, server_round: int, result: Result) -> None:
         metrics = self.evaluate_fn(server_round, result.arrays) if self.evaluate_fn else None

@@ -19,6 +19,7 @@ from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round, RoundRelease
 from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.run_checkpoints import RunCheckpoints
 from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -33,6 +34,7 @@ class Run:
     Attributes:
         asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
         durable: keeps the charges where a crash does not reach them.
+        checkpoints: from which the run can go on.
 
     Args:
         rules: the method.
@@ -48,6 +50,7 @@ class Run:
         self._initial = self.state
         self.asked: dict[str, Asked] = {}
         self.durable: Durable = InMemory()
+        self.checkpoints = RunCheckpoints(self)
 
     def begin(self) -> None:
         """Begin a new run."""
@@ -145,7 +148,8 @@ class Run:
         cohort = tuple(name for names in asked.values() for name in names)
         ask = release.ask(length, cohort)
         charge = release.next_charge(cohort)
-        self.durable.charge(charge, server_round)
+        with self.checkpoints.unfinished(charge, server_round):
+            self.durable.charge(charge, server_round)
         release.take(charge)
         now = Round(
             server_round=server_round,
@@ -203,8 +207,10 @@ class Run:
         except RoundLeftOut as why:
             refusal = next(iter(collected.refused.values()), None)
             log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
-            return None
-        self.note(evaluations={**self._own.evaluations, server_round: noised})
+            noised = None
+        else:
+            self.note(evaluations={**self._own.evaluations, server_round: noised})
+        self.checkpoints.evaluated()
         return noised
 
     def report(self, now: Round, collected: Collected, vector: np.ndarray, *, epsilon: float) -> RoundReport:

@@ -6,7 +6,8 @@ and its statement. Rules never handle messages or the loop over rounds.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
@@ -20,19 +21,21 @@ from flower_dp.privacy.joint_cost import Scope
 from flower_dp.privacy.server_ledger import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
+from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.durable import InMemory, OnLedger
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
-from flower_dp.strategies.journal import Journal, observed
+from flower_dp.strategies.figures import RunFigures
+from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import check_overrides, first_query
-from flower_dp.strategies.releases.replies import Missing
+from flower_dp.strategies.population.fit import check_evaluate_config, check_overrides, first_query
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
-from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
+from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
+from flower_dp.strategies.started import followed
 
 log = logging.getLogger("flwr")
 
@@ -40,7 +43,7 @@ log = logging.getLogger("flwr")
 _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
 
-class DPStrategy(Strategy):
+class DPStrategy(RunFigures, Strategy):
     """A Flower strategy that runs a method's rules; `DPFedAvg` and the other strategies are this class with their own rules.
 
     Attributes:
@@ -82,21 +85,29 @@ class DPStrategy(Strategy):
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
-        self._begin()
+        self.begin()
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if not hasattr(cls.start, "__wrapped__"):
-            setattr(cls, "start", observed(cls.start))  # noqa: B010
+            setattr(cls, "start", followed(cls.start))  # noqa: B010
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget the last run."""
         self._run.begin()
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
-        if self.ledger is not None:
+        if isinstance(self._run.durable, OnLedger):
             self._run.durable.close()
             self._run.durable = InMemory()
+
+    def go_on(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint; what was charged after it stays charged."""
+        self._open_ledger()
+        self._run.checkpoints.go_on(found)
+        if self.journal is not None:
+            self.journal.go_on(found)
 
     @property
     def state(self) -> RunState:
@@ -107,11 +118,6 @@ class DPStrategy(Strategy):
     def state(self, state: RunState) -> None:
         self._run.state = state
 
-    @property
-    def seeded_noise(self) -> bool:
-        """Whether noise or sampling comes from a fixed seed; the run is not private then."""
-        return self._run.seeded_noise
-
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
 
@@ -119,53 +125,6 @@ class DPStrategy(Strategy):
             ValueError: if `num_rounds` is not a whole number >= 0.
         """
         self.rules.plan(checks.integer("num_rounds", num_rounds, at_least=0))
-
-    # What the run has cost
-
-    @property
-    def num_clients(self) -> int:
-        """The number of clients."""
-        return self.rules.num_clients
-
-    @property
-    def delta(self) -> float:
-        """The delta at which epsilon is stated."""
-        return self.rules.delta
-
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
-        return math.inf if self.seeded_noise else self.rules.epsilon
-
-    @property
-    def rounds(self) -> tuple[RoundReport, ...]:
-        """The numbers of every round. Don't publish them as they are: see `RoundReport.public`."""
-        return self._run.record.rounds
-
-    @property
-    def incidents(self) -> tuple[str, ...]:
-        """What happened, in words."""
-        return self._run.record.incidents
-
-    @property
-    def missing(self) -> Missing:
-        """The number of requested updates that did not count, by reason."""
-        return self._run.record.missing
-
-    @property
-    def client_metrics(self) -> Mapping[int, Mapping[str, float]]:
-        """Means of the training metrics that clients were asked for, by round; they are not private."""
-        return self._run.record.client_metrics
-
-    @property
-    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
-        """Value and standard error of every metric of private evaluations, by round."""
-        return self._run.record.evaluations
-
-    @property
-    def secret_cohort(self) -> bool:
-        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        return self._run.secret_cohort
 
     @property
     def facts(self) -> RunFacts:
@@ -190,7 +149,7 @@ class DPStrategy(Strategy):
 
     # Flower's Strategy
 
-    @observed
+    @followed
     def start(
         self,
         grid: Grid,
@@ -200,12 +159,17 @@ class DPStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
     ) -> Result:
         """Run up to `num_rounds` rounds, fewer where the target epsilon ends the run first; arguments as Flower's.
 
-        `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. `timeout` bounds each round.
+        `evaluate_fn(round, arrays)` sees the initial model as round 0; give it public data. `timeout` bounds each round. With a
+        `checkpoint_dir`, charges and checkpoints are on the disk, and after a crash `resume=True` goes on from the last
+        checkpoint: a round that was charged and not finished stays charged. See `docs/resuming.md`.
 
         Raises:
+            CheckpointError: if the folder has a run and `resume` is false, or one that can't go on like this.
             ValueError: for a model with arrays that can't be made private or are not finite, clients that don't fit
                 `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
@@ -214,14 +178,14 @@ class DPStrategy(Strategy):
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         clients_evaluate = self._overrides("configure_evaluate") or self.rules.evaluation is not None
-        if evaluate_config and not clients_evaluate:
-            raise ValueError(
-                "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
-                "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
-            )
-        self._begin()
+        check_evaluate_config(evaluate_config, clients_evaluate=clients_evaluate)
+        self.begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
-        self.rules.plan(num_rounds)
+        setting = diagnostics.setting(self.rules, layout, self._optimizer, num_rounds)
+        if (found := self._run.checkpoints.begin(setting)) is None:
+            self.rules.plan(num_rounds)
+        else:
+            self.go_on(found)
         known_clients = self._known_clients(grid)
         self.summary()
         diagnostics.log_start(self.rules, known_clients, layout.size)
@@ -233,12 +197,8 @@ class DPStrategy(Strategy):
             evaluate_fn=None if evaluate_fn is None else named(evaluate_fn),
             clients_evaluate=clients_evaluate,
         )
-        try:
-            result = rounds.run(self, self._run, grid, initial_arrays)
-            diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
-        finally:  # what was released before a failure stays released
-            for line in str(self.statement).splitlines():
-                log.info("%s", line)
+        result = rounds.run(self, self._run, grid, initial_arrays)
+        diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
         return result
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -250,6 +210,7 @@ class DPStrategy(Strategy):
             self.journal.flush(self)
         run, is_first = self._run, self._manager is None
         known_clients = self._known_clients(grid)
+        run.checkpoints.keep(server_round - 1, arrays, is_over=True)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it
             diagnostics.log_start(self.rules, known_clients, model.layout.size)
@@ -297,6 +258,7 @@ class DPStrategy(Strategy):
         model = now.model.record(vector)
         if self.journal is not None:
             self.journal.released(server_round, model)
+        run.checkpoints.keep(server_round, model, is_over=False)
         return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -332,10 +294,6 @@ class DPStrategy(Strategy):
         noised = self._run.evaluated(server_round, replies)
         return None if noised is None else MetricRecord({**noised})
 
-    def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's numbers for people to see: `RunState.line_of`."""
-        return self._run.record.line_of(server_round)
-
     def summary(self) -> None:
         """Log what the run will do."""
         diagnostics.log_summary(self.rules, self._optimizer)
@@ -350,14 +308,25 @@ class DPStrategy(Strategy):
 
     # Parts of a run
 
+    def _open_ledger(self) -> None:
+        """Open the ledger of the run, once: the strategy's own, or else that beside its checkpoints."""
+        run = self._run
+        if not isinstance(run.durable, OnLedger) and (path := self.ledger or run.checkpoints.ledger()) is not None:
+            found = run.checkpoints.found
+            run.durable = OnLedger(
+                path,
+                method=self.rules.title,
+                delta=self.delta,
+                private=not self.seeded_noise,
+                run=found.run if found else "",
+            )
+
     def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
         if self._manager is not None:
             return self._manager.known_clients(grid)
         check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
-        if self.ledger is not None:
-            private = not self.seeded_noise
-            self._run.durable = OnLedger(self.ledger, method=self.rules.title, delta=self.delta, private=private)
+        self._open_ledger()
         self._manager, known_clients = first_query(
             grid,
             self.rules,

@@ -55,7 +55,7 @@ ADAPTIVE = {
     "largest-clip-norm": 7.0,
 }
 # Settings of words that no argument depends on: data, and the run's folder.
-DATA = ("task", "data-dir", "partition", "output-dir", "method")
+DATA = ("task", "data-dir", "partition", "output-dir", "resume", "method")
 
 # Of the arguments that the app passes, by class and argument: `DPFedSAM.clip_norm`.
 Passed = dict[str, Any]

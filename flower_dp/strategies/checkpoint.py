@@ -1,0 +1,187 @@
+"""Checkpoints: a run's state and model on the disk, so that the run can go on after a crash or an interruption."""
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import Result
+
+from flower_dp.core.stored import packed, stored, unpacked
+from flower_dp.strategies.run_state import RunState
+
+log = logging.getLogger("flwr")
+
+NEWEST, PREVIOUS = "checkpoint.state", "checkpoint.previous.state"
+
+Metrics = Mapping[int, Mapping[str, Any]]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint can't be used: it is damaged, of another run, or there is none."""
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A run as it was between two steps of its loop.
+
+    It holds numbers that must stay on the server, as `RunState` does.
+
+    Attributes:
+        setting: what the run must have again to go on, by name, as text: its method, its model, and so on.
+        server_round: the last round that was learnt from; 0 before the first.
+        is_over: whether that round was evaluated as well, and told to everyone.
+        state: all that the strategy needs to go on.
+        arrays: the model as it is sent; of a run that has ended its result.
+        train: Flower's training metrics so far, by round.
+        evaluate_clients: those of clients' evaluations.
+        evaluate_server: those of `evaluate_fn`.
+        run: the run's id in its ledger; empty without one.
+        elapsed: seconds that the run has taken.
+        ended: whether the run has ended.
+    """
+
+    setting: Mapping[str, str]
+    server_round: int
+    is_over: bool
+    state: RunState
+    arrays: Mapping[str, np.ndarray]
+    train: Metrics = field(default_factory=dict)
+    evaluate_clients: Metrics = field(default_factory=dict)
+    evaluate_server: Metrics = field(default_factory=dict)
+    run: str = ""
+    elapsed: float = 0.0
+    ended: bool = False
+
+    @property
+    def model(self) -> ArrayRecord:
+        """The model as it is sent."""
+        return ArrayRecord({name: Array(array) for name, array in self.arrays.items()})
+
+    @property
+    def result(self) -> Result:
+        """Flower's result so far."""
+        return Result(
+            arrays=self.model,
+            train_metrics_clientapp=_records(self.train),
+            evaluate_metrics_clientapp=_records(self.evaluate_clients),
+            evaluate_metrics_serverapp=_records(self.evaluate_server),
+        )
+
+    def check(self, setting: Mapping[str, str]) -> None:
+        """Refuse a strategy or a model with which this run can't go on.
+
+        Raises:
+            CheckpointError: naming what differs.
+        """
+        for name, before in self.setting.items():
+            if (now := setting.get(name)) != before:
+                raise CheckpointError(f"checkpoint: {name} was {before}, and is {now}: a run goes on as it began")
+
+
+def metrics_of(result: Result, server_round: int) -> dict[str, Any]:
+    """Return the metrics of a result up to a round, as a checkpoint has them."""
+    return {
+        "train": _tables(result.train_metrics_clientapp, server_round),
+        "evaluate_clients": _tables(result.evaluate_metrics_clientapp, server_round),
+        "evaluate_server": _tables(result.evaluate_metrics_serverapp, server_round),
+    }
+
+
+def _tables(records: Mapping[int, MetricRecord], last: int) -> Metrics:
+    return {number: dict(record) for number, record in records.items() if number <= last}
+
+
+def _records(tables: Metrics) -> dict[int, MetricRecord]:
+    return {number: MetricRecord({**table}) for number, table in tables.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """The folder of a run's checkpoints: the newest, and the one before.
+
+    A checkpoint is written completely or not at all. It is this user's alone to read, since it has numbers that must stay on
+    the server.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path).expanduser().absolute())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint."""
+        return not any((self.path / name).exists() for name in (NEWEST, PREVIOUS))
+
+    def create(self) -> None:
+        """Make the folder, this user's alone.
+
+        Raises:
+            OSError: it can't be made, or others can write to it.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CheckpointError(f"{self.path}: others can write to it (mode {mode:o}); chmod 700 makes it its owner's alone")
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, on the disk when this returns; the newest becomes the previous one.
+
+        Raises:
+            OSError: the disk is full, or the folder can't be written: what was there is still there.
+        """
+        newest, part = self.path / NEWEST, self.path / f".{NEWEST}.{os.getpid()}.part"
+        content = packed(checkpoint)
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if newest.exists():
+                newest.replace(self.path / PREVIOUS)
+            part.replace(newest)
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def read(self, usable: Callable[[Checkpoint], None] = lambda checkpoint: None) -> Checkpoint:
+        """Return the newest checkpoint; the previous one if the newest is damaged.
+
+        Args:
+            usable: raises a ValueError for a checkpoint that is whole and can't be used; then there is no other to try.
+
+        Raises:
+            CheckpointError: there is none, or none that is whole.
+        """
+        problems = []
+        for name in (NEWEST, PREVIOUS):
+            if not (self.path / name).exists():
+                continue
+            try:
+                checkpoint = unpacked((self.path / name).read_bytes())
+                if not isinstance(checkpoint, Checkpoint):
+                    raise ValueError("is no checkpoint")
+            except (ValueError, OSError) as error:
+                problems.append(f"{name} {error}")
+                continue
+            for problem in problems:
+                log.warning("%s: %s; the one before it is taken", self.path, problem)
+            usable(checkpoint)
+            return checkpoint
+        raise CheckpointError(f"{self.path}: {'; '.join(problems) or 'has no checkpoint'}")

@@ -1,0 +1,244 @@
+"""The checkpoints of one run: when they are written, what they have, and how the run goes on from one."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Result
+
+from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.strategies.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, metrics_of
+from flower_dp.strategies.durable import OnLedger
+from flower_dp.strategies.run_state import RunState
+from flower_dp.wire import numpy_arrays
+
+if TYPE_CHECKING:
+    from flower_dp.strategies.run import Run
+
+log = logging.getLogger("flwr")
+
+# The server's ledger, beside the checkpoints.
+LEDGER = "ledger.sqlite"
+# The part of a run's time that writing checkpoints takes at most.
+_SHARE = 0.05
+# Of the server's own model.
+_LARGEST_ARRAY = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlace:
+    """Where the checkpoints of a run are, and what is wanted of a run that is there.
+
+    Attributes:
+        folder: their folder.
+        resume: go on with it.
+        only_state: make its statement, and end there.
+    """
+
+    folder: Path
+    resume: bool = False
+    only_state: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """The run as it was when a round was learnt from (`is_over` false), or was over."""
+
+    server_round: int
+    is_over: bool
+    state: RunState
+    arrays: ArrayRecord
+
+
+class RunCheckpoints:
+    """The checkpoints of one run; without a place nothing is written.
+
+    Between two rounds a snapshot is taken, and written where that takes little of the run's time: from there the run goes on if
+    its process is killed. The last snapshot is written whenever the run ends, however it does.
+
+    Attributes:
+        place: where they are; None: nowhere.
+        found: the checkpoint from which the run goes on; None for a new run.
+        went_on: whether it has.
+        result: of the rounds so far; the loop fills it.
+
+    Args:
+        run: the run.
+        place: where to keep its checkpoints.
+
+    Raises:
+        CheckpointError: the place has a run that is not to go on, no whole checkpoint of it, or none where one is needed.
+    """
+
+    def __init__(self, run: "Run", place: CheckpointPlace | None = None) -> None:
+        self._run, self.place = run, place
+        self.found: Checkpoint | None = None
+        self.went_on = False
+        self.result: Result | None = None
+        self._setting: Mapping[str, str] = {}
+        self._last: _Snapshot | None = None
+        self._written: _Snapshot | None = None
+        self._charges: list[tuple[int, Charge]] = []
+        self._began = self._due = time.monotonic()
+        if place is None:
+            return
+        self._folder = CheckpointFolder(place.folder)
+        if not self._folder.is_empty:
+            if not place.resume:
+                raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
+            self.found = self._folder.read()
+            self._began -= self.found.elapsed
+        elif place.only_state:
+            raise CheckpointError(f"{place.folder}: has no checkpoint: nothing was charged for a run here")
+        elif place.resume:
+            log.info("%s has no checkpoint: a new run begins", place.folder)
+        self._folder.create()
+
+    # Going on
+
+    def begin(self, setting: Mapping[str, str]) -> Checkpoint | None:
+        """Return the checkpoint from which a run with this setting goes on, None for a new run.
+
+        Args:
+            setting: see `Checkpoint`.
+
+        Raises:
+            CheckpointError: if the run had another setting.
+        """
+        if self.found is not None:
+            self.found.check(setting)
+        self._setting = setting
+        return self.found
+
+    def go_on(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
+
+        Raises:
+            ValueError: if the run had other releases: its charges would get another cost.
+        """
+        self._run.state = found.state
+        if isinstance(durable := self._run.durable, OnLedger):
+            known = {release.name: release.num_charged for release in self._run.releases}
+            self._leave(durable.charges(known))
+        self.went_on = True
+
+    def ledger(self) -> Path | None:
+        """Return the path of the ledger beside the checkpoints; for a new run it is made. None without a place.
+
+        Raises:
+            LedgerError: if it can't be made.
+        """
+        if self.place is None:
+            return None
+        path = self._folder.path / LEDGER
+        if self.found is None and not path.exists():
+            ServerLedger.create(path)
+        return path
+
+    @property
+    def next_round(self) -> int:
+        """The round with which the run goes on: every round is charged once, whether it was finished or not."""
+        return max(self._run.rules.training.num_charged, 0 if self.found is None else self.found.server_round) + 1
+
+    # What is not finished
+
+    @contextmanager
+    def unfinished(self, charge: Charge, server_round: int) -> Iterator[None]:
+        """Count a charge that is made in this context among those that are not finished, before the next snapshot."""
+        self._charges.append((server_round, charge))
+        try:
+            yield
+        except Exception:  # an interruption is none: then the charge may have been made
+            self._charges.pop()
+            raise
+
+    def _leave(self, charges: Iterable[tuple[int, Charge]]) -> None:
+        run = self._run
+        releases = {release.name: release for release in run.releases}
+        rounds: dict[str, list[int]] = {name: [] for name in releases}
+        for server_round, charge in charges:
+            release = releases.get(charge.release)
+            if release is None:
+                raise CheckpointError(f"{charge.release} was charged in round {server_round}, and is no release of this strategy")
+            if charge.number > release.num_charged:
+                release.take(charge)
+            if release is run.rules.training:
+                run.rules.unfinished(charge)
+            rounds[release.name].append(server_round)
+        for name, numbers in rounds.items():
+            what = "" if name == run.rules.training.name else "the evaluation of "
+            for first, last in _ranges(numbers):
+                which = f"round {first} was" if first == last else f"rounds {first} to {last} were"
+                run.note(incidents=(*run.record.incidents, f"{what}{which} charged and not finished"))
+
+    # Snapshots
+
+    def keep(self, server_round: int, arrays: ArrayRecord, *, is_over: bool) -> None:
+        """Take a snapshot after a round; what was charged before is part of it.
+
+        Raises:
+            CheckpointError: if the run was to go on, and a loop of the strategy's own has begun it anew.
+        """
+        if self.found is not None and not self.went_on:
+            raise CheckpointError("resume: this strategy has a loop of its own; a run goes on by super().start(...)")
+        self._take(_Snapshot(server_round=server_round, is_over=is_over, state=self._run.state, arrays=arrays))
+        if is_over and time.monotonic() >= self._due:
+            self._write(ended=False)
+
+    def evaluated(self) -> None:
+        """Clients have evaluated the model of the last snapshot: its state has changed, and their charge is finished."""
+        if self._last is not None:
+            self._take(replace(self._last, state=self._run.state))
+
+    def close(self, result: Any, *, failed: bool) -> None:
+        """Write the last checkpoint: of a run that has ended with its result, of one that has not the last snapshot."""
+        if self._last is not None and not failed:
+            self.result = result if isinstance(result, Result) else None
+            arrays = self._last.arrays if self.result is None else self.result.arrays
+            self._take(replace(self._last, is_over=True, state=self._run.state, arrays=arrays))
+        if self._last is not self._written:
+            self._write(ended=not failed)
+        self._leave(self._charges)
+
+    def _take(self, snapshot: _Snapshot) -> None:
+        self._last, self._charges = snapshot, []
+
+    def _write(self, *, ended: bool) -> None:
+        if self.place is None or self._last is None:
+            return
+        now, started = self._last, time.monotonic()
+        checkpoint = Checkpoint(
+            setting=self._setting,
+            server_round=now.server_round,
+            is_over=now.is_over,
+            state=now.state,
+            arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
+            run=self._run.durable.run if isinstance(self._run.durable, OnLedger) else "",
+            elapsed=started - self._began,
+            ended=ended,
+        )
+        if self.result is not None:
+            checkpoint = replace(checkpoint, **metrics_of(self.result, now.server_round))
+        try:
+            self._folder.write(checkpoint)
+        except OSError as error:  # the ledger has what was charged
+            log.warning("no checkpoint after round %s: %s; the one before it stays", now.server_round, error)
+        self._written = now
+        self._due = time.monotonic() + (time.monotonic() - started) * (1 - _SHARE) / _SHARE
+
+
+def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last number of every range without a gap."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
