@@ -207,7 +207,7 @@ class _Run:
                 f"num-supernodes={self.num_supernodes} init-args-num-cpus={self.num_workers} "
                 f"client-resources-num-cpus=1 client-resources-num-gpus={self.gpus_per_worker}"
             )
-            with new_log(self.output_dir, go_on=self.resume) as output:
+            with new_log(self.output_dir, go_on=bool(self.resume)) as output:
                 arguments = ["run", str(self.app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
                 client = superlink.start("flwr", arguments, output)
                 superlink.wait(client, read)
@@ -223,7 +223,7 @@ class _Run:
         """Run it in a process of its own, without Flower's runtime."""
         programs = self._programs(signals.check)
         try:
-            with new_log(self.output_dir, go_on=self.resume) as output:
+            with new_log(self.output_dir, go_on=bool(self.resume)) as output:
                 process = RayProcess(
                     programs,
                     self.app,

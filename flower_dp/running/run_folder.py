@@ -241,7 +241,7 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def new_log(folder: Path, *, go_on: bool = False) -> IO[bytes]:
-    """Open the log of a run in its folder, empty but of a run that goes on: its owner's alone, also if it was there and was not."""
+    """Open the log of a run in its folder, empty unless the run goes on: its owner's alone, also if it was there and was not."""
     file = _opened(folder / LOG, _OWNERS_FILE, go_on=go_on)
     (folder / LOG).chmod(_OWNERS_FILE)
     return file
