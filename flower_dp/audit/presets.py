@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flower_dp.audit import cases
+from flower_dp.audit import methods
 from flower_dp.audit.case import Case
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP
@@ -43,15 +43,15 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
         raise ValueError(f"{name}: is not private, so there is nothing to audit")
     if method == "fedsgd-dpc":
         rest = {"mechanism": own["mechanism"], "sampling_rate": own["record_sampling_rate"], "relation": own["relation"]}
-        return cases.fedsgd_dpc(label, **words, **rest)
+        return methods.fedsgd_dpc(label, **words, **rest)
     if method == "nbafl":
-        return cases.nbafl(label, **words)
+        return methods.nbafl(label, **words)
     if method == "dp-pasgd":
         poisson = own["batch_sampling"] == "poisson"
         steps = {"num_local_steps": own["num_local_steps"], "batch_sampling": own["batch_sampling"]}
-        return cases.dp_pasgd(label, **words, **steps, num_records=2 if poisson else 1)
+        return methods.dp_pasgd(label, **words, **steps, num_records=2 if poisson else 1)
     levels = own["quantization_levels"] or None
-    return cases.local_steps(label, **words, scaffold=method == "scaffold", quantization_levels=levels)
+    return methods.local_steps(label, **words, scaffold=method == "scaffold", quantization_levels=levels)
 
 
 def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> Case:
@@ -77,9 +77,9 @@ def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mappi
         raise ValueError(f"{label}: is not private, so there is nothing to audit")
     lossy = method == "dp-fedsam" and (passed.get("keep_ratio", 1) < 1 or "quantization_levels" in passed)
     top_k = lossy and passed.get("keep_ratio", 1) < 1
-    training = cases.training_of(blurs=bool(config["blur-strength"] or config["update-keep-ratio"] < 1))
+    training = methods.BLURS if config["blur-strength"] or config["update-keep-ratio"] < 1 else methods.TRAINING
     sampled = _sampler({**config, "num-clients": 2, "cohort-size": 1})
-    return cases.client_level(
+    return methods.client_level(
         label,
         make,
         noise_multiplier=multiplier,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flower_dp.audit import audit
-from flower_dp.audit.cases import client_level, fedsgd_dpc
+from flower_dp.audit.methods import client_level, fedsgd_dpc
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import noise
 from flower_dp.core.sampling import PoissonSampling

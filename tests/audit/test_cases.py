@@ -1,0 +1,133 @@
+"""Every method has cases, no case is flagged, and their claims are those of the methods' own statements."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from apps.cost import cost
+from flower_dp.audit import CASES, Claim, audit
+from flower_dp.audit.audit import claimed_tradeoff, estimator_of
+from flower_dp.audit.case import Case, Trials, quiet
+from flower_dp.audit.methods import client_level
+from flower_dp.audit.presets import case_of
+from flower_dp.clients.registry import LOCAL
+from flower_dp.clients.reply.client_level import CLIENT_LEVEL
+from flower_dp.running import apps
+from flower_dp.strategies import DPFedAvg
+
+CONFIDENCE = 1 - 1e-4
+PRESETS = (
+    "mnist-dp-fedsam-topk-paper",
+    "mnist-fed-smp-topk",
+    "mnist-dp-fedavg-adaptive",
+    "mnist-blurs",
+    "mnist-nbafl",
+    "mnist-dp-pasgd",
+    "mnist-dp-fedpaq",
+    "breast-cancer-fedsgd-dpc",
+)
+
+
+def test_every_method_has_a_case():
+    assert {case.method for case in CASES.values()} == {*CLIENT_LEVEL, *LOCAL}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.label)
+def test_no_method_is_flagged(case):
+    """With probability 1e-4 at most each, below 0.004 for all of them. So few trials show only what is badly wrong."""
+    found = audit(case, trials=24, confidence=CONFIDENCE)
+    assert not found.violation, f"{found.lower} of {found.claim.epsilon} by {found.rates}"
+    assert 0 < found.claim.epsilon < 20
+    assert found.claim.event
+
+
+@pytest.mark.parametrize("label", ["dp-fedavg", "dp-fedavg, Poisson", "fedsgd-dpc, Laplace", "nbafl", "dp-sgd"])
+def test_a_claim_is_that_of_its_ledger(label):
+    with quiet():
+        runs = Trials(CASES[label])
+        runs.run(present=True)
+        statement, cost = runs.statement, runs.ledger.cost(runs.statement.delta)
+    assert statement.private
+    assert cost.epsilon == pytest.approx(statement.epsilon, rel=1e-3)
+
+
+def test_runs_share_nothing():
+    with quiet():
+        runs = Trials(CASES["fedsgd-dpc, Gaussian"])
+        values = [runs.run(present=present)["projection"] for present in (True, True, False, True)]
+    assert len(set(values)) == 4
+    assert runs.statement.num_rounds == 1
+
+
+def test_the_claimed_trade_off_is_the_exact_one():
+    claim = audit(CASES["dp-fedavg, stock clients"], trials=20).claim
+    rates = np.linspace(0.001, 0.999, 50)
+    exact = stats.norm.cdf(stats.norm.isf(rates) - 2.5)
+    found = claimed_tradeoff(claim, rates)
+    assert (found <= exact + 1e-9).all()
+    np.testing.assert_allclose(found, exact, atol=4e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_case(preset):
+    run = apps.resolve(preset, [])
+    case = case_of(preset, {**run.app.settings(), **run.overrides})
+    with quiet():
+        runs = Trials(case)
+        for present in (True, False):
+            runs.run(present=present)
+        assert runs.statement.private
+
+
+def test_a_preset_keeps_its_noise_and_clip():
+    run = apps.resolve("mnist-dp-fedsam", ["dp-fedsam.epsilon=6", "num-rounds=3", "sampling=full", "num-clients=200"])
+    strategy = case_of("it", {**run.app.settings(), **run.overrides}).strategy()
+    planned = cost({**run.app.defaults, **run.overrides})
+    assert strategy.rules.release.mechanism.noise_multiplier == pytest.approx(planned.noise["noise_multiplier"])
+    assert strategy.rules.release.clip_norm == planned.noise["clip_norm"]
+
+
+def test_a_preset_without_privacy_is_no_case():
+    run = apps.resolve("mnist-fedavg-not-private", [])
+    with pytest.raises(ValueError, match="is not private"):
+        case_of("it", {**run.app.settings(), **run.overrides})
+
+
+@pytest.mark.parametrize("wrong", [{"view": "everybody"}, {"num_rounds": 0}, {"absent": (0.0,)}, {"present": (), "absent": ()}])
+def test_nonsense_is_refused(wrong):
+    case = CASES["dp-fedavg"]
+    fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
+    with pytest.raises(ValueError, match=r"view=|num_rounds=|absent="):
+        Case(**fields | wrong)
+
+
+def test_a_case_without_privacy_or_with_fixed_noise_is_refused():
+    with pytest.raises(ValueError, match="claims no privacy"):
+        audit(client_level("none", DPFedAvg, noise_multiplier=0.0), trials=20)
+    with pytest.raises(ValueError, match="fixed seed"):
+        audit(client_level("seeded", DPFedAvg, noise_multiplier=1.0, noise_seed=3), trials=20)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("dp-fedavg, stock clients", "Gaussian trade-off"),
+        ("dp-fedavg, Poisson", "sampled-Gaussian trade-off"),
+        ("dp-fedavg, fixed size", "sampled-Gaussian trade-off"),
+        ("fedsgd-dpc, Laplace", "Laplace trade-off"),
+        ("dp-pasgd", "Gaussian trade-off"),
+        ("dp-pasgd, Poisson", "sampled-Gaussian trade-off"),
+        ("dp-fedsam, quantised", "Clopper-Pearson"),
+        ("dp-fedpaq, quantised", "Clopper-Pearson"),
+    ],
+)
+def test_an_estimator_is_chosen_by_what_was_charged(label, name):
+    case = CASES[label]
+    with quiet():
+        runs = Trials(case)
+        runs.run(present=True)
+        estimator = estimator_of(case, Claim.of(runs.statement, runs.ledger))
+    assert estimator.name == name
+    assert getattr(estimator, "replaced", False) == (label == "dp-pasgd, Poisson")

@@ -1,0 +1,99 @@
+"""Lower bounds from error rates: they hold, they are sharp, and each estimator's trade-off curve is the exact one."""
+
+import math
+
+import dp_accounting as dp
+import numpy as np
+import pytest
+from scipy import stats
+
+from flower_dp.audit.estimate import GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff, rate_bound, rates
+from flower_dp.privacy import accounting
+
+DELTA = 1e-3
+THRESHOLDS = np.linspace(-3, 5, 41)
+
+
+def test_a_rate_is_above_its_bound_as_rarely_as_promised():
+    """Exactly, from the binomial distribution: for every rate the bound misses with probability at most `miss`."""
+    trials, miss = 60, 0.02
+    bounds = rate_bound(np.arange(trials + 1), trials, miss)
+    for rate in np.linspace(0.001, 0.999, 97):
+        missed = stats.binom.pmf(np.arange(trials + 1), trials, rate)[bounds < rate].sum()
+        assert missed <= miss * (1 + 1e-9)
+    assert bounds[-1] == 1
+    assert bounds[0] == pytest.approx(1 - miss ** (1 / trials))  # closed form
+
+
+def test_gaussian_rates_give_their_mu_and_epsilon_at_every_threshold():
+    estimator, mu = GaussianTradeoff(delta=DELTA), 1.7
+    wrong, missed = stats.norm.sf(THRESHOLDS), stats.norm.cdf(THRESHOLDS - mu)
+    np.testing.assert_allclose(estimator.strength(wrong, missed), mu, rtol=1e-9)
+    assert estimator.epsilon(mu) == pytest.approx(dp.get_epsilon_gaussian(1 / mu, DELTA), rel=1e-6)
+    assert estimator.epsilon(-1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "replaced", "event", "relation"),
+    [
+        (0.5, False, dp.PoissonSampledDpEvent(0.5, dp.GaussianDpEvent(0.5)), "add-or-remove-one"),
+        (0.1, False, dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(0.5)), "add-or-remove-one"),
+        (0.5, False, dp.SampledWithoutReplacementDpEvent(2, 1, dp.GaussianDpEvent(1.0)), "replace-one"),
+        (0.5, True, dp.PoissonSampledDpEvent(0.5, dp.GaussianDpEvent(1.0)), "replace-one"),
+    ],
+)
+def test_sampled_gaussian_rates_give_mu_from_below_and_the_accountants_epsilon(rate, replaced, event, relation):
+    estimator, mu = SampledGaussianTradeoff(delta=DELTA, rate=rate, replaced=replaced), 2.0
+    far = mu / 2 if replaced else mu
+    wrong = (
+        (1 - rate) * stats.norm.sf(THRESHOLDS) + rate * stats.norm.sf(THRESHOLDS + far) if replaced else stats.norm.sf(THRESHOLDS)
+    )
+    missed = (1 - rate) * stats.norm.cdf(THRESHOLDS) + rate * stats.norm.cdf(THRESHOLDS - far)
+    found = estimator.strength(wrong, missed)
+    assert (found <= mu).all()
+    assert found.max() > 0.97 * mu
+    proved = accounting.epsilon(event, delta=DELTA, relation=relation).epsilon
+    assert 0.999 * proved < estimator.epsilon(mu) < proved * (1 + 1e-6)
+
+
+def test_laplace_rates_give_epsilon_at_every_threshold():
+    epsilon = 1.5
+    wrong, missed = stats.laplace.sf(THRESHOLDS), stats.laplace.cdf(THRESHOLDS - epsilon)
+    np.testing.assert_allclose(LaplaceTradeoff().strength(wrong, missed), epsilon, rtol=1e-6)
+
+
+def test_every_mechanism_is_bounded_by_the_hockey_stick():
+    """Never above the least epsilon, for any threshold, and near it for the best one."""
+    multiplier = 0.8
+    wrong, missed = stats.norm.sf(np.linspace(-6, 6, 999)), stats.norm.cdf(np.linspace(-6, 6, 999) - 1 / multiplier)
+    proved = dp.get_epsilon_gaussian(multiplier, DELTA)
+    found = HockeyStick(delta=DELTA).strength(wrong, missed)
+    assert found.max() <= proved
+    assert found.max() > 0.999 * proved
+    assert HockeyStick(delta=0.0).epsilon(-3.0) == 0
+
+
+def test_the_bound_is_above_the_truth_as_rarely_as_promised():
+    """400 audits of Gaussians, each with confidence 0.8: at most 80 of them may be wrong; false-alarm rate 1e-6."""
+    rng, estimator, mu = np.random.default_rng(7), GaussianTradeoff(delta=DELTA), 1.0
+    wrong = 0
+    for _ in range(400):
+        scores = {"a": (rng.normal(0, 1, 200), rng.normal(mu, 1, 200)), "noise": (rng.normal(0, 1, 200), rng.normal(0, 1, 200))}
+        found = rates(scores, estimator, confidence=0.8)
+        wrong += bool(estimator.strength(found.false_positive_rate, found.false_negative_rate) > mu)
+    assert wrong <= stats.binom.isf(1e-6, 400, 0.2)
+
+
+def test_the_best_statistic_is_found_in_both_directions():
+    rng = np.random.default_rng(1)
+    scores = {"none": (rng.normal(size=800), rng.normal(size=800)), "falls": (rng.normal(size=800), rng.normal(size=800) - 3)}
+    found = rates(scores, GaussianTradeoff(delta=DELTA), confidence=0.99)
+    assert (found.statistic, found.falling, found.trials) == ("falls", True, 600)
+    assert found.false_positives == int(np.sum(scores["falls"][0][200:] < found.threshold))
+    assert found.false_negatives == int(np.sum(scores["falls"][1][200:] >= found.threshold))
+
+
+@pytest.mark.parametrize(("confidence", "trials"), [(0.0, 40), (1.0, 40), (math.nan, 40), (0.9, 19)])
+def test_nonsense_is_refused(confidence, trials):
+    with pytest.raises(ValueError, match=r"confidence=|trials="):
+        rates({"a": (np.zeros(trials), np.ones(trials))}, HockeyStick(delta=0.0), confidence=confidence)

@@ -1,0 +1,55 @@
+"""flower-dp audit: exit status, text, JSON and figure."""
+
+import json
+
+import pytest
+
+from flower_dp.strategies.releases import limits
+
+QUICK = ("--trials", "40")
+
+
+def test_a_case_is_audited_and_drawn(call, tmp_path):
+    status, out, _ = call("audit", "dp-fedavg, stock clients", *QUICK, "--plot", str(tmp_path / "it.png"))
+    assert status == 0
+    assert out.splitlines()[0].split("  ")[0] == "case"
+    assert "dp-fedavg, stock clients  0.001" in out
+    assert "40 runs without the unit and 40 with it; each bound with confidence 0.999" in out
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_cases_of_a_method_as_json(call):
+    status, out, _ = call("audit", "scaffold", *QUICK, "--confidence", "0.99", "--json")
+    (found,) = map(json.loads, out.splitlines())
+    assert status == 0
+    assert (found["case"], found["trials"], found["tested"], found["confidence"]) == ("scaffold, two rounds", 40, 30, 0.99)
+    assert found["claimed"] == pytest.approx(8, rel=1e-3)
+    assert found["ratio"] == pytest.approx(found["audited"] / found["claimed"])
+    assert found["violation"] is False
+
+
+def test_a_violation_is_status_1(call, monkeypatch):
+    monkeypatch.setattr(limits, "_clipped", lambda vector, bound: vector)
+    status, out, _ = call("audit", "dp-fedavg, stock clients", "--trials", "200")
+    assert status == 1
+    assert "VIOLATION: dp-fedavg, stock clients: claims epsilon 10.2" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--all: or a method, case or preset is missing"),
+        (("dp-fedavg", "--all"), "--all: belongs to no case"),
+        (("nonsense",), "nonsense: is no method (dp-fedavg, "),
+        (("dp-fedavg", "--trials", "5"), "--trials=5"),
+        (("dp-fedavg", "--confidence", "1"), "--confidence=1"),
+        (("dp-fedavg", "--set", "num-rounds=3"), "--set: belongs to a preset"),
+        (("dp-fedavg", "--plot", "it.mp3"), "--plot=it.mp3: must end in"),
+        (("mnist-fedavg-not-private",), "is not private"),
+    ],
+)
+def test_bad_input_is_status_2(call, arguments, message):
+    status, _, err = call("audit", *arguments)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
