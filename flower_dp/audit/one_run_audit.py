@@ -14,6 +14,7 @@ from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
 from flower_dp.audit.one_run_records import RecordScores, Replies, planted
 from flower_dp.clients import FlatModel, ScaffoldRecipe, client_app, model_arrays
 from flower_dp.core import checks
+from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.running.apps import own_module
 from flower_dp.running.values import Value
 from flower_dp.strategies import DPStrategy
@@ -21,7 +22,7 @@ from flower_dp.strategies.client_level import ClientLevelRules
 
 # Methods whose rows are updates along negative gradients of records.
 RECORD_METHODS = ("dp-fedpaq", "scaffold", "dp-pasgd")
-_MODELS = "the initial model and the model of every round"
+_MODELS = "the initial model and the model of every round; it knows all other clients' data"
 _REPLIES = "every client's replies, and the model of every round"
 
 
@@ -77,9 +78,14 @@ def _clients(
     strategy.start(grid, model_arrays(model), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
     cohort = rules.release.expected_cohort
 
+    # Where others' parts in a round tell nothing of a canary's, the auditor may know them.
+    apart = isinstance(rules.release.sampler, PoissonSampling | FullSampling)
+
     def scores() -> np.ndarray:
         clips = [report.numbers.get("clip-norm", rules.clip_norm) for report in strategy.rounds]
-        return canaries.score(models, scales=[clip / cohort for clip in clips], sampling_rate=cohort / strategy.num_clients)
+        others = [client.others.get(number, 0.0) / clip if apart else 0.0 for number, clip in enumerate(clips, start=1)]
+        scales = [clip / cohort for clip in clips]
+        return canaries.score(models, others=others, scales=scales, sampling_rate=cohort / strategy.num_clients)
 
     return _result(strategy, scores, choices, confidence, unit="client", sees=_MODELS)
 

@@ -4,7 +4,7 @@ A canary takes the place of one of the population's own clients, so that samplin
 Directions as in Andrew et al. 2023, "One-shot empirical privacy estimation for federated learning".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from flower_dp.clients import DPClient
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job, Train, Trained
 from flower_dp.clients.reply.work import Work
+from flower_dp.core.clipping import clip_l2
 from flower_dp.wire import Instruction
 
 # An update is so many times its clip norm: the real clip makes a canary of it.
@@ -74,7 +75,9 @@ class ClientCanaries:
             for name, sign, direction in zip(self.names, self.contributions, self.directions, strict=True)
         }
 
-    def score(self, models: Sequence[np.ndarray], *, scales: Sequence[float], sampling_rate: float) -> np.ndarray:
+    def score(
+        self, models: Sequence[np.ndarray], *, others: Sequence[np.ndarray | float], scales: Sequence[float], sampling_rate: float
+    ) -> np.ndarray:
         """Return how likely the first value of every coin is, from all released models: a log-likelihood ratio [m].
 
         In a round a canary's inner product with the change of the model, over `scale`, is its contribution with probability
@@ -83,13 +86,16 @@ class ClientCanaries:
 
         Args:
             models: the initial model and those of every round [d].
+            others: what all other clients have contributed to the sum of every round [d], over the clip norm; 0.0 if unknown.
             scales: by how much one contribution changes the model of a round: clip norm / expected cohort.
             sampling_rate: with which a client takes part in a round.
         """
         paired = bool((self.contributions < 0).any())
         total = np.zeros(len(self.names))
-        for before, after, scale in zip(models[:-1], models[1:], scales, strict=True):
-            seen = self.directions @ ((after - before) / scale).astype(np.float64)
+        for before, after, known, scale in zip(models[:-1], models[1:], others, scales, strict=True):
+            change = (after - before).astype(np.float64) / scale
+            change -= np.where(change == 0, 0.0, known)  # where a mask or a selection leaves nothing, it leaves nothing of others
+            seen = self.directions @ change
             seen -= np.median(seen) if sampling_rate < 0.5 else 0.0
             variance = max(1.4826 * float(np.median(np.abs(seen))), 1e-3) ** 2
             total += _mixture(seen, variance, sampling_rate)
@@ -114,18 +120,23 @@ class CanaryUpdates:
         train: of all other clients.
         given: rows [d] by client, None for no reply at all; what the pipeline adds behind a row is 0 before the clip.
         length: of a row.
+        see: called with the row [length] of every other client.
     """
 
     train: Train
     given: Mapping[str, np.ndarray | None]
     length: int
+    see: Callable[[Tensor], None]
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's row [length] and training loss, or its error, in order."""
         trained = iter(self.train.rows(vector, [job for job in jobs if job.name not in self.given]))
         for job in jobs:
             if job.name not in self.given:
-                yield next(trained)
+                one = next(trained)
+                if not isinstance(one, Exception):
+                    self.see(one[0])
+                yield one
             elif (update := self.given[job.name]) is None:
                 yield Declined("this canary is not there")
             else:
@@ -136,6 +147,9 @@ class CanaryUpdates:
 
 class CanaryClient(DPClient):
     """A client of client-level methods, some of whose hosted clients are canaries.
+
+    Attributes:
+        others: the sum of the clipped updates of all clients that are no canaries, by round [d].
 
     Args:
         like: the real client, whose recipe, policy and engine it has.
@@ -154,15 +168,20 @@ class CanaryClient(DPClient):
             metrics=like.metrics,
         )
         self._canaries = dict(canaries)
+        self.others: dict[int, np.ndarray] = {}
 
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         work = super()._work(vector, instruction)
         ask = instruction.ask
         if ask.metrics is not None:
             return work
-        length = ask.row_length(vector.numel())
+        length, dimension = ask.row_length(vector.numel()), vector.numel()
+        total = self.others.setdefault(instruction.server_round, np.zeros(dimension))
+
+        def see(row: Tensor) -> None:
+            total[:] += clip_l2(row[:dimension], ask.promise.clip_norm).numpy()
 
         def planted(pipeline: Any) -> Any:
-            return replace(pipeline, train=CanaryUpdates(train=pipeline.train, given=self._canaries, length=length))
+            return replace(pipeline, train=CanaryUpdates(train=pipeline.train, given=self._canaries, length=length, see=see))
 
         return replace(work, groups=[(planted(pipeline), jobs) for pipeline, jobs in work.groups])
