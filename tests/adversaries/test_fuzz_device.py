@@ -243,11 +243,24 @@ def plausible(draw: st.DrawFn, text: str) -> str:
     return json.dumps(table)
 
 
+@st.composite
+def weaker(draw: st.DrawFn, text: str) -> str:
+    """Draw the honest instruction with less protection in one number."""
+    table = json.loads(text)
+    ask = table["ask"]
+    names = [name for name in ("noise_std", "noise_multiplier", "clip_norm") if isinstance(ask.get(name), float)]
+    if not names:
+        return text
+    name, factor = draw(st.sampled_from(names)), draw(st.sampled_from([0.999, 0.5, 1e-2, 2.0**-20]))
+    ask[name] = ask[name] / factor if name == "clip_norm" else ask[name] * factor
+    return json.dumps(table)
+
+
 def instructions(text: str) -> st.SearchStrategy[Any]:
     table = json.loads(text)
     if not isinstance(table, dict) or not isinstance(table.get("ask"), dict) or "placement" not in table["ask"]:
         return texts(text)
-    return st.one_of(plausible(text), plausible(text), plausible(text), texts(text))
+    return st.one_of(weaker(text), plausible(text), plausible(text), texts(text))
 
 
 @st.composite
@@ -298,8 +311,11 @@ def empty(**node: Any) -> Context:
     return Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
 
 
-def assert_within(policy: ClientPolicy, row: Row, kind: str) -> None:
-    """What leaves has a norm and a noise that the device's own policy allows."""
+def assert_within(policy: ClientPolicy, row: Row, message: Message) -> None:
+    """What leaves has a norm and a noise that the device's own policy allows, and so has the release, by the server's word."""
+    kind, promise = message.metadata.message_type, instruction_of_any(message).ask.promise
+    promised = policy.least_evaluation_multiplier if kind == "evaluate" else policy.min_noise_multiplier
+    assert promise.noise_multiplier >= (promised or 0.0) / LOOSE
     norm = float(np.linalg.norm(row.clipped))
     if kind == "evaluate":
         most, least = 1.0, policy.least_evaluation_std
@@ -326,7 +342,7 @@ def test_no_message_makes_a_device_send_more_than_its_policy_allows(label: str, 
         with bounded(), watched() as rows:
             reply, _ = device.ask(message)
         for row in rows:
-            assert_within(policy, row, message.metadata.message_type)
+            assert_within(policy, row, message)
         if reply is not None:
             assert not answer_in(reply, message).metrics  # the policy allows none
 
@@ -344,7 +360,7 @@ def test_the_honest_messages_are_answered(label: str) -> None:
         assert not answer_in(reply, message).refused
         assert rows
         for row in rows if method.target else ():
-            assert_within(limits(method), row, message.metadata.message_type)
+            assert_within(limits(method), row, message)
 
 
 # Devices with terms of their own
@@ -504,6 +520,6 @@ def test_no_message_gets_past_the_mod(label: str, data: st.DataObject) -> None:
                 if kind == "train":
                     assert StateAccount(device.context.state).replies("c0") == before + 1
             else:
-                assert_within(limits(method), row, message.metadata.message_type)
+                assert_within(limits(method), row, message)
         if reply is not None:
             assert not answer_in(reply, message).metrics
