@@ -20,6 +20,9 @@ class Kept:
     def charge(self, charge: Charge, server_round: int) -> None:
         self.charges.append((server_round, charge))
 
+    def of_run(self) -> list[tuple[Charge, int]]:
+        return [(charge, server_round) for server_round, charge in self.charges]
+
 
 def own_ledgers(strategy: Any) -> dict[str, list[Ledger]]:
     """The ledgers that the statement is made of, by owner."""

@@ -14,8 +14,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
@@ -23,10 +23,16 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from flower_dp.core import checks
+from flower_dp.core.environment import STATED
 from flower_dp.running.apps import read_app
-from flower_dp.running.ray_process import run_on_ray
-from flower_dp.running.run_folder import LOG, METRICS, write_whole
+from flower_dp.running.processes import Programs
+from flower_dp.running.ray_process import RayProcess
+from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, write_whole
 from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
+
+
+# How long the statement of a run that was interrupted may take.
+_STATE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +80,13 @@ def launch(
     on_progress: Callable[[dict[str, Any]], None],
     on_log: Callable[[str], None] | None = None,
     engine: Literal["flower", "ray"] = "flower",
+    resume: str = "",
 ) -> Outcome:
     """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
 
-    When this returns or raises, no process that it started is left.
+    When this returns or raises, no process that it started is left. The first signal is passed on to the process that runs the
+    ServerApp, which then writes the statement and the model; a second one ends it at once. Where the process has left no
+    statement of what it charged, as after `kill -9`, the statement is made from the run folder.
 
     Args:
         app_dir: The folder of the app's pyproject.toml.
@@ -90,6 +99,7 @@ def launch(
         on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
         on_log: Called with every line of Flower's output, without colours.
         engine: What runs the app.
+        resume: Whether the run in `output_dir` goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
 
     Raises:
         ValueError: a bad number, or `app_dir` has no pyproject.toml; with `ray`, the app's own check refuses the settings.
@@ -112,7 +122,8 @@ def launch(
         signals = stack.enter_context(_Signals())
         private_folder = Path(stack.enter_context(_temporary_folder()))
         stack.callback(_without_colours, log)
-        readers = [_Tail(output_dir / METRICS, _rows_to(on_progress))]
+        rows = _Tail(output_dir / METRICS, _rows_to(on_progress), anew=bool(resume))
+        readers = [rows]
         if on_log is not None:
             readers.append(_Tail(log, lambda line: on_log(plain(line))))
 
@@ -133,10 +144,12 @@ def launch(
             num_workers=num_workers,
             num_supernodes=num_supernodes or num_workers,
             gpus_per_worker=float(gpus_per_worker),
+            resume=resume,
         )
-        status, details = run.on_ray(signals.check, read) if engine == "ray" else run.on_flower(signals.check, read)
+        status, details = run.result(engine, signals, read)
     if status == "refused":
-        log.unlink()
+        if not resume:
+            log.unlink()
         raise ValueError(details)
     why = "" if status == "completed" else _why(details, log.read_text(encoding="utf-8", errors="replace"))
     return Outcome(status=status, details=why, seconds=time.monotonic() - start)
@@ -154,6 +167,30 @@ class _Run:
     num_workers: int
     num_supernodes: int
     gpus_per_worker: float
+    resume: str = ""
+
+    def result(self, engine: str, signals: "_Signals", read: Callable[[], None]) -> tuple[str, str]:
+        """Run it, and leave a statement of all that was charged, whatever has ended the run."""
+        if self.resume == STATED:
+            return self.on_ray(signals, read)
+        try:
+            status, details = self.on_ray(signals, read) if engine == "ray" else self.on_flower(signals.check, read)
+        except Interrupted:
+            self._state(signals, read)
+            raise
+        if status not in ("completed", "refused"):
+            self._state(signals, read)
+        return status, details
+
+    def _state(self, signals: "_Signals", read: Callable[[], None]) -> None:
+        """Make the statement of a run whose process could not, unless another signal comes."""
+        folder = self.output_dir
+        if (folder / STATEMENT_JSON).exists() or not any((folder / CHECKPOINT).glob("checkpoint*")):
+            return
+        private = self.private_folder / "statement"
+        private.mkdir()
+        with suppress(LaunchError, Interrupted):
+            replace(self, resume=STATED, private_folder=private).on_ray(_Deadline(signals), read)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -164,16 +201,14 @@ class _Run:
     def on_flower(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
         """Run it with `flwr run`."""
         log = self.output_dir / LOG
-        with SuperLink(
-            self.private_folder, check, run_folder=self.output_dir, config=self.config, working_dir=self.working_dir
-        ) as superlink:
+        with SuperLink(self.private_folder, check, programs=self._programs(check)) as superlink:
             config = self.private_folder / "overrides.toml"
             config.write_text(tomli_w.dumps(dict(self.overrides)), encoding="utf-8")
             nodes = (
                 f"num-supernodes={self.num_supernodes} init-args-num-cpus={self.num_workers} "
                 f"client-resources-num-cpus=1 client-resources-num-gpus={self.gpus_per_worker}"
             )
-            with log.open("wb") as output:
+            with log.open("ab" if self.resume else "wb") as output:
                 arguments = ["run", str(self.app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
                 client = superlink.start("flwr", arguments, output)
                 superlink.wait(client, read)
@@ -185,28 +220,58 @@ class _Run:
                     output.write(f"\n--- SuperLink ---\n{superlink.log_text()}".encode())
         return status, details
 
-    def on_ray(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
+    def on_ray(self, signals: "_Signals | _Deadline", read: Callable[[], None]) -> tuple[str, str]:
         """Run it in a process of its own, without Flower's runtime."""
-        processes = programs(
-            self.private_folder, check, run_folder=self.output_dir, config=self.config, working_dir=self.working_dir
-        )
+        programs = self._programs(signals.check)
         try:
-            with (self.output_dir / LOG).open("wb") as output:
-                status, details = run_on_ray(
-                    processes,
+            with (self.output_dir / LOG).open("ab" if self.resume else "wb") as output:
+                process = RayProcess(
+                    programs,
                     self.app,
                     private_folder=self.private_folder,
                     overrides=self.overrides,
                     num_workers=self.num_workers,
                     num_nodes=self.num_supernodes,
                     gpus_per_worker=self.gpus_per_worker,
+                    only_state=self.resume == STATED,
                     output=output,
-                    meanwhile=read,
                 )
+                try:
+                    status, details = process.result(read)
+                except Interrupted:
+                    process.interrupt(signals.again)
+                    raise
             read()
         finally:
-            processes.stop()
+            programs.stop()
         return status, details
+
+    def _programs(self, check: Callable[[], None]) -> Programs:
+        return programs(
+            self.private_folder,
+            check,
+            run_folder=self.output_dir,
+            config=self.config,
+            working_dir=self.working_dir,
+            resume=self.resume,
+        )
+
+
+class _Deadline:
+    """The time in which a statement is made after a run was interrupted; another signal ends it at once."""
+
+    def __init__(self, signals: "_Signals") -> None:
+        self._signals, self._count = signals, signals.count
+        self._end = time.monotonic() + _STATE_SECONDS
+
+    def check(self) -> None:
+        """Raise LaunchError if it is over."""
+        if time.monotonic() > self._end or self.again():
+            raise LaunchError("the statement was not made in time")
+
+    def again(self) -> bool:
+        """Return whether another signal came."""
+        return self._signals.count > self._count
 
 
 class _Signals:
@@ -214,6 +279,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self._came: int | None = None
+        self.count = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -233,6 +299,11 @@ class _Signals:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._came = signum
+        self.count += 1
+
+    def again(self) -> bool:
+        """Return whether a second signal came."""
+        return self.count > 1
 
     def check(self) -> None:
         """Raise Interrupted if a signal came."""
@@ -270,15 +341,16 @@ class _RestoredFile:
 
 
 class _Tail:
-    """Passes on the complete lines that are appended to a file."""
+    """Passes on the complete lines that are appended to a file; with `anew` those of another file that takes its place."""
 
-    def __init__(self, path: Path, take: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, take: Callable[[str], None], *, anew: bool = False) -> None:
         self._path = path
         self._take = take
         self._offset = 0
+        self._not = path.stat().st_ino if anew and path.exists() else None
 
     def read(self) -> None:
-        if not self._path.exists():
+        if not self._path.exists() or self._path.stat().st_ino == self._not:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)

@@ -3,28 +3,21 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flower_dp.running.processes import Programs
+from flower_dp.running.processes import POLL_SECONDS, Programs
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+# How long an interrupted process may take for its statement and its model.
+_LEAVE_SECONDS = 60.0
 
 
-def run_on_ray(
-    programs: Programs,
-    app: Path,
-    *,
-    private_folder: Path,
-    overrides: Mapping[str, Any],
-    num_workers: int,
-    num_nodes: int,
-    gpus_per_worker: float,
-    output: Any,
-    meanwhile: Callable[[], None],
-) -> tuple[str, str]:
-    """Run an app in a process of its own to its end; return the status and details.
+class RayProcess:
+    """An app in a process of its own, which starts at once.
 
     Args:
         programs: what starts the process.
@@ -34,27 +27,59 @@ def run_on_ray(
         num_workers: Ray workers, one CPU core each.
         num_nodes: nodes that they simulate.
         gpus_per_worker: the fraction of a GPU of each.
+        only_state: run the ServerApp alone, up to the statement of the run in the run folder.
         output: the file that the process writes to.
-        meanwhile: called while waiting.
     """
-    request, outcome = private_folder / "request.json", private_folder / "outcome.json"
-    asked = {
-        "folder": str(app),
-        "overrides": dict(overrides),
-        "num_workers": num_workers,
-        "num_nodes": num_nodes,
-        "gpus_per_worker": gpus_per_worker,
-        "ray_folder": str(private_folder),
-        "outcome": str(outcome),
-    }
-    request.write_text(json.dumps(asked), encoding="utf-8")
-    # -P: the working directory holds the app's files, and no module is to be found there.
-    command = [sys.executable, "-P", "-m", "flower_dp.simulation.process", str(request)]
-    programs.wait(programs.start(command, output, {"PYTHONPATH": _python_path(app)}), meanwhile)
-    if not outcome.exists():
-        return "lost", "the process that ran the app ended before the run did"
-    found = json.loads(outcome.read_text(encoding="utf-8"))
-    return str(found["status"]), str(found["details"])
+
+    def __init__(
+        self,
+        programs: Programs,
+        app: Path,
+        *,
+        private_folder: Path,
+        overrides: Mapping[str, Any],
+        num_workers: int,
+        num_nodes: int,
+        gpus_per_worker: float,
+        only_state: bool,
+        output: Any,
+    ) -> None:
+        request, self._outcome = private_folder / "request.json", private_folder / "outcome.json"
+        asked = {
+            "folder": str(app),
+            "overrides": dict(overrides),
+            "num_workers": num_workers,
+            "num_nodes": num_nodes,
+            "gpus_per_worker": gpus_per_worker,
+            "ray_folder": str(private_folder),
+            "only_state": only_state,
+            "outcome": str(self._outcome),
+        }
+        request.write_text(json.dumps(asked), encoding="utf-8")
+        # -P: the working directory holds the app's files, and no module is to be found there.
+        command = [sys.executable, "-P", "-m", "flower_dp.simulation.process", str(request)]
+        self._programs = programs
+        self._process = programs.start(command, output, {"PYTHONPATH": _python_path(app)})
+
+    def result(self, meanwhile: Callable[[], None]) -> tuple[str, str]:
+        """Wait for its end; return the status and details.
+
+        Args:
+            meanwhile: called while waiting.
+        """
+        self._programs.wait(self._process, meanwhile)
+        if not self._outcome.exists():
+            return "lost", "the process that ran the app ended before the run did"
+        found = json.loads(self._outcome.read_text(encoding="utf-8"))
+        return str(found["status"]), str(found["details"])
+
+    def interrupt(self, at_once: Callable[[], bool]) -> None:
+        """End it, and let it write statement, model and checkpoint before, unless `at_once` says otherwise."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline and not at_once():
+            time.sleep(POLL_SECONDS)
 
 
 def _python_path(app: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from flower_dp.core.environment import OBSERVERS, RUN_CONFIG, RUN_FOLDER
+from flower_dp.core.environment import OBSERVERS, RESUME, RUN_CONFIG, RUN_FOLDER
 from flower_dp.running.processes import POLL_SECONDS, Programs
 
 CONNECTION = "flower-dp"
@@ -37,28 +37,18 @@ class SuperLink:
         LaunchError: on entering, if it is not installed or does not start.
     """
 
-    def __init__(
-        self,
-        private_folder: Path,
-        check: Callable[[], None],
-        *,
-        run_folder: Path,
-        config: Mapping[str, Any],
-        working_dir: Path | None = None,
-    ) -> None:
+    def __init__(self, private_folder: Path, check: Callable[[], None], *, programs: Programs) -> None:
         """Prepare the SuperLink without starting it.
 
         Args:
-            private_folder: an empty folder that nothing else uses.
+            private_folder: of the programs; nothing else uses it.
             check: called while waiting; it raises an error to give up.
-            run_folder: the folder that `RunFolder.create` uses in the app.
-            config: the run's settings, for the folder of an app that does not write them itself.
-            working_dir: the working directory of all programs; None for an empty one, from which nothing can be imported.
+            programs: what starts programs (`programs`).
         """
         self._check = check
         self._home = private_folder / "home"
         self._log = private_folder / "superlink.log"
-        self._programs = programs(private_folder, check, run_folder=run_folder, config=config, working_dir=working_dir)
+        self._programs = programs
 
     def __enter__(self) -> Self:
         try:
@@ -130,9 +120,24 @@ class SuperLink:
 
 
 def programs(
-    private_folder: Path, check: Callable[[], None], *, run_folder: Path, config: Mapping[str, Any], working_dir: Path | None
+    private_folder: Path,
+    check: Callable[[], None],
+    *,
+    run_folder: Path,
+    config: Mapping[str, Any],
+    working_dir: Path | None = None,
+    resume: str = "",
 ) -> Programs:
-    """Return the programs of one run, whose FLWR_HOME is `private_folder / "home"`; arguments as for `SuperLink`."""
+    """Return the programs of one run, whose FLWR_HOME is `private_folder / "home"`.
+
+    Args:
+        private_folder: an empty folder that nothing else uses.
+        check: called while waiting; it raises an error to give up.
+        run_folder: the folder that `RunFolder.create` uses in the app.
+        config: the run's settings, for the folder of an app that does not write them itself.
+        working_dir: the working directory of all programs; None for an empty one, from which nothing can be imported.
+        resume: see `launch`.
+    """
     home, place = private_folder / "home", working_dir or private_folder / "empty"
     home.mkdir()
     place.mkdir(exist_ok=True)
@@ -140,6 +145,7 @@ def programs(
         RUN_FOLDER: str(run_folder),
         RUN_CONFIG: json.dumps(dict(config)),
         OBSERVERS: "flower_dp.running.recorded:launched",
+        RESUME: resume,
     }
     return Programs(("FLWR_HOME", str(home)), environment=environment, working_dir=place, check=check)
 

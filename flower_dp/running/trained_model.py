@@ -66,9 +66,7 @@ def stored_model(file: Path, description: Path) -> tuple[dict[str, NDArray[np.ge
     from safetensors.numpy import load  # noqa: PLC0415
 
     if not (file.is_file() and description.is_file()):
-        raise ValueError(
-            f"{file.parent}: has no {file.name} with its {description.name}: only a run that began has them, once it has ended or was interrupted"
-        )
+        raise ValueError(f"{file.parent}: has no {file.name} with its {description.name}: only a run that has ended has them")
     content, said = file.read_bytes(), json.loads(description.read_text(encoding="utf-8"))
     if hashlib.sha256(content).hexdigest() != said["sha256"]:
         raise ValueError(f"{file}: is not the run's model: its SHA-256 is not that in {description.name}")

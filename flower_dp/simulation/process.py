@@ -6,10 +6,12 @@ The workers start and import the ClientApp while this process checks the setting
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from flower_dp.core.checks import SettingsError
 from flower_dp.running import plugins
@@ -21,8 +23,9 @@ log = logging.getLogger("flwr")
 def main(request_file: str) -> None:
     """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
-    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder` and `outcome`. The
-    status is `completed`, `failed`, or `refused` where the app's check has refused the settings.
+    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `only_state` and
+    `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the settings, or `interrupted`
+    after a SIGTERM: the run has then written its statement and a checkpoint.
     """
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     app = read_app(Path(request["folder"]))
@@ -31,6 +34,10 @@ def main(request_file: str) -> None:
     sys.dont_write_bytecode = not app.own  # somebody else's folder stays as it is
     try:
         status, details = _run(app, request)
+    except KeyboardInterrupt:
+        status, details = "interrupted", ""
+    except SystemExit if request["only_state"] else ():  # the statement was made
+        status, details = "completed", ""
     except BaseException as error:
         log.error("Simulation raised an exception", exc_info=error)
         status, details = "failed", f"Simulation failed with exception: {error}"
@@ -43,10 +50,15 @@ def main(request_file: str) -> None:
 def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (after the settings of Python above)
     from flower_dp.simulation.modules import components  # noqa: PLC0415
+    from flower_dp.simulation.silent_grid import SilentGrid  # noqa: PLC0415
     from flower_dp.simulation.workers import Workers, start_ray  # noqa: PLC0415
 
     config = {**app.defaults, **request["overrides"]}
     client, server = components(app)
+    if request["only_state"]:
+        silent = SilentGrid()
+        server()(silent, silent.server_context(config))
+        return "failed", "the app has started no strategy of flower-dp"
     start_ray(request["num_workers"], Path(request["ray_folder"]))
     workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"])
     grid = RayGrid(client, workers, num_nodes=request["num_nodes"], run_config=config)
@@ -56,11 +68,17 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
                 check(config)
     except ValueError as error:
         return "refused", str(error)
+    signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own
     try:
         server()(grid, grid.server_context())
     except SettingsError as error:  # before anything was spent
         return "refused", str(error)
     return "completed", ""
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signum, signal.SIG_IGN)  # what is written now is not interrupted
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

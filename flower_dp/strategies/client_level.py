@@ -10,6 +10,7 @@ from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
+from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import SumEvaluation
@@ -206,6 +207,9 @@ class ClientLevelRules:
         mean = self.training.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
         self.training.keep(mean)
         return np.asarray(now.vector + mean)
+
+    def unfinished(self, charge: Charge) -> None:
+        """Count nothing: the charge has all that a round that was not finished may have released."""
 
     def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of a round: its clip norm, where that moves."""

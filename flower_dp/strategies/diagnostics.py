@@ -4,6 +4,7 @@ import hashlib
 import logging
 
 from flower_dp.core.vectors import Layout
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
@@ -49,6 +50,12 @@ def log_start(rules: Rules, known_clients: KnownClients, dimension: int) -> None
             "round, less noise or a smaller model help, and so do more rounds within the budget",
             noise / signal,
         )
+
+
+def log_statement(statement: PrivacyStatement) -> None:
+    """Log the statement of a run that has ended, however it did: what was released before a failure stays released."""
+    for line in str(statement).splitlines():
+        log.info("%s", line)
 
 
 def log_constants(now: Round, collected: Collected) -> None:

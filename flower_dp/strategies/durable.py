@@ -16,7 +16,7 @@ class Durable(Protocol):
             LedgerError: if it could not be written; nothing may be released then.
         """
 
-    def charges(self) -> Sequence[tuple[Charge, int]]:
+    def of_run(self) -> Sequence[tuple[Charge, int]]:
         """Return all charges of the run, with their rounds, in order."""
 
 
@@ -26,6 +26,6 @@ class InMemory:
     def charge(self, charge: Charge, server_round: int) -> None:
         """Write nothing down: the state of the run alone has the charge."""
 
-    def charges(self) -> Sequence[tuple[Charge, int]]:
+    def of_run(self) -> Sequence[tuple[Charge, int]]:
         """Return nothing."""
         return ()

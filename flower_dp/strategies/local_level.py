@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flower_dp.core.stored import stored
+from flower_dp.privacy.charge import Charge
 from flower_dp.strategies.local_evaluation import OwnEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import BooksState, ClientBooks
@@ -69,6 +70,9 @@ class LocalRules:
     def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
         """Return that every budget is spent, if so."""
         return self.books.why_stop()
+
+    def unfinished(self, charge: Charge) -> None:
+        """Count nothing: the charge has all that a round that was not finished may have released."""
 
     def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of the last round: none."""

@@ -13,6 +13,7 @@ from flower_dp.core import checks, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling
 from flower_dp.core.stored import stored
+from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
@@ -194,6 +195,25 @@ class NbAFLRules(LocalRules):
             added_std=std,
             std=total,
             participant_stds=np.array(left, np.float64),
+        )
+        self.own = (*self.own, broadcast)
+
+    def unfinished(self, charge: Charge) -> None:
+        """Charge the broadcast that the round may have had: that of K equal weights, the one with the least noise.
+
+        With others the noise is at least max(parts) K times as large, for parts of at most max(parts) (`added_noise_std`, K =
+        cohort_size), and what another client knows of it is at most max(parts) times its own.
+        """
+        places = {name: place for place, name in enumerate(self.books.terms)}
+        part, num = 1 / self.cohort_size, len(charge.owners)
+        std = math.sqrt(self.downlink_noise_std**2 + part * self.uplink_noise_std**2)
+        left = math.sqrt(max(0.0, std**2 - (part * self.uplink_noise_std) ** 2))
+        broadcast = Broadcast(
+            clients=np.array([places[name] for name in charge.owners], np.int64),
+            parts=np.full(num, part),
+            added_std=self.downlink_noise_std,
+            std=std,
+            participant_stds=np.full(num, left),
         )
         self.own = (*self.own, broadcast)
 

@@ -8,6 +8,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator
+from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation
 from flower_dp.strategies.journal import OnRound
@@ -136,6 +137,9 @@ class Rules(Protocol):
         Raises:
             RoundLeftOut: if nothing may be released, or the result would be unusable.
         """
+
+    def unfinished(self, charge: Charge) -> None:
+        """Count what a round that was charged and not finished may have released, where its charge does not have all of it."""
 
     def numbers(self, now: Round) -> dict[str, float]:
         """Return further public numbers of a round that was just learnt from, by the names under which they are reported."""

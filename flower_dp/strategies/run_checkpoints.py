@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result
@@ -120,7 +120,7 @@ class RunCheckpoints:
             ValueError: if the run had other releases: its charges would get another cost.
         """
         self._run.state = found.state
-        after = self._run.durable.charges()[found.num_charges :]
+        after = self._run.durable.of_run()[found.num_charges :]
         self._leave(after)
         self._num_charges = found.num_charges + len(after)
         self.went_on = True
@@ -142,10 +142,6 @@ class RunCheckpoints:
             self._charges.pop()
             raise
 
-    def leave(self) -> None:
-        """Note what was charged and is not finished: the statement has it."""
-        self._leave(self._charges)
-
     def _leave(self, charges: Iterable[tuple[Charge, int]]) -> None:
         run = self._run
         releases = {release.name: release for release in run.releases}
@@ -157,7 +153,9 @@ class RunCheckpoints:
                 )
             if charge.number > release.num_charged:
                 release.take(charge)
-            what = "" if release is run.rules.training else "the evaluation of "
+            if training := release is run.rules.training:
+                run.rules.unfinished(charge)
+            what = "" if training else "the evaluation of "
             incident = f"{what}round {server_round} was charged and not finished"
             if incident not in run.record.incidents:
                 run.note(incidents=(*run.record.incidents, incident))
@@ -181,14 +179,15 @@ class RunCheckpoints:
         if self._last is not None:
             self._take(replace(self._last, state=self._run.state))
 
-    def close(self, result: Result | None) -> None:
-        """Write the last checkpoint: with the result of a run that has ended, or the last snapshot of one that has not."""
-        if self._last is not None and result is not None:
-            self.result = result
-            self._take(replace(self._last, is_over=True, state=self._run.state, arrays=result.arrays))
+    def close(self, result: Any, *, failed: bool) -> None:
+        """Write the last checkpoint: of a run that has ended with its result, of one that has not the last snapshot."""
+        if self._last is not None and not failed:
+            self.result = result if isinstance(result, Result) else None
+            arrays = self._last.arrays if self.result is None else self.result.arrays
+            self._take(replace(self._last, is_over=True, state=self._run.state, arrays=arrays))
         if self._last is not self._written:
-            self._write(ended=result is not None)
-        self.leave()
+            self._write(ended=not failed)
+        self._leave(self._charges)
 
     def _take(self, snapshot: _Snapshot) -> None:
         self._num_charges += len(self._charges)

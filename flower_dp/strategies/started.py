@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from flwr.serverapp.strategy import Result
-
 from flower_dp.core import checks
+from flower_dp.strategies import diagnostics
 from flower_dp.strategies.journal import Journal, observers_of, place_of
 from flower_dp.strategies.run_checkpoints import CheckpointPlace, RunCheckpoints
 
@@ -92,7 +91,9 @@ def followed(start: Start) -> Start:
             told = told or self._run.checkpoints.went_on
             try:
                 if told:
-                    self._run.checkpoints.close(result if isinstance(result, Result) else None)
+                    self._run.checkpoints.close(result, failed=failed)
+                    if self._manager is not None:  # before anybody is asked there is nothing to state
+                        diagnostics.log_statement(self.statement)
             finally:
                 journal.end(self, result, failed=failed, told=told)
         if where is not None and where.only_state:

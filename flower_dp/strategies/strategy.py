@@ -4,7 +4,6 @@ A method gives it rules (`flower_dp.strategies.rules`): its releases, the comput
 and its statement. Rules never handle messages or the loop over rounds.
 """
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -26,15 +25,13 @@ from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import check_overrides, first_query
+from flower_dp.strategies.population.fit import check_evaluate_config, check_overrides, first_query
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from flower_dp.strategies.started import followed
-
-log = logging.getLogger("flwr")
 
 # What a subclass overrides together, if its clients evaluate in its own way.
 _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
@@ -220,11 +217,7 @@ class DPStrategy(Strategy):
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         clients_evaluate = self._overrides("configure_evaluate") or self.rules.evaluation is not None
-        if evaluate_config and not clients_evaluate:
-            raise ValueError(
-                "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
-                "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
-            )
+        check_evaluate_config(evaluate_config, clients_evaluate=clients_evaluate)
         self.begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
         setting = diagnostics.setting(self.rules, layout, self._optimizer, num_rounds)
@@ -243,15 +236,8 @@ class DPStrategy(Strategy):
             evaluate_fn=None if evaluate_fn is None else named(evaluate_fn),
             clients_evaluate=clients_evaluate,
         )
-        try:
-            result = rounds.run(self, self._run, grid, initial_arrays)
-            diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
-        except BaseException:
-            self._run.checkpoints.leave()
-            raise
-        finally:  # what was released before a failure stays released
-            for line in str(self.statement).splitlines():
-                log.info("%s", line)
+        result = rounds.run(self, self._run, grid, initial_arrays)
+        diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
         return result
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:

@@ -82,7 +82,7 @@ def test_a_run_that_fails_has_told_what_it_released(tmp_path):
     assert (answer["num_rounds"], answer["epsilon"]) == (2, pytest.approx(2.0))
     assert answer["not_covered"][-1] == "what the app has left out"
     assert "Not covered: what the app has left out" in (tmp_path / "run" / "statement.txt").read_text()
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "run" / "model.json").read_text())["unfinished"] == "after round 2"
 
 
 # Apps that call `strategy.start` themselves, under `flower-dp run`

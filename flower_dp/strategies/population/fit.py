@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -74,4 +75,17 @@ def check_overrides(strategy: str, overridden: Mapping[str, bool]) -> None:
         raise ValueError(
             f"{strategy} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
             "asked and what their replies are read for go together"
+        )
+
+
+def check_evaluate_config(evaluate_config: ConfigRecord | None, *, clients_evaluate: bool) -> None:
+    """Refuse a config for evaluations that no client makes.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    if evaluate_config and not clients_evaluate:
+        raise ValueError(
+            "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
+            "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
         )

@@ -1,0 +1,72 @@
+"""What `flower-dp run` was asked for, kept in the run folder, so that the run can go on by its folder alone."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flower_dp.running.apps import App, Target, own_app, read_app
+from flower_dp.running.run_folder import CHECKPOINT, write_whole
+from flower_dp.running.values import Value
+
+_FILE = "launch.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A run as `flower-dp run` has begun it.
+
+    Attributes:
+        app: the app's folder; empty for flower-dp's own.
+        name: of the run.
+        overrides: settings that differ from the app's.
+        engine: what runs the app.
+        workers: worker processes.
+        supernodes: that they simulate.
+        gpus_per_worker: the fraction of a GPU of each.
+    """
+
+    app: str
+    name: str
+    overrides: dict[str, Value]
+    engine: str
+    workers: int
+    supernodes: int
+    gpus_per_worker: float
+
+    @classmethod
+    def read(cls, folder: Path) -> "Launched":
+        """Return how the run in a folder was begun.
+
+        Raises:
+            ValueError: `flower-dp run` has not begun it.
+        """
+        try:
+            return cls(**json.loads((folder / CHECKPOINT / _FILE).read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder}: holds no run that `flower-dp run` has begun ({error})") from None
+
+    def write(self, folder: Path) -> None:
+        """Keep it in the run's folder."""
+        (folder / CHECKPOINT).mkdir(mode=0o700, exist_ok=True)
+        write_whole(folder / CHECKPOINT / _FILE, (json.dumps(asdict(self), indent=2) + "\n").encode())
+
+    @staticmethod
+    def forget(folder: Path) -> None:
+        """Remove it from the folder of a run that did not begin."""
+        place = folder / CHECKPOINT
+        if place.is_dir() and os.listdir(place) == [_FILE]:
+            (place / _FILE).unlink()
+            place.rmdir()
+
+    @property
+    def target(self) -> Target:
+        """The app, with the run's settings.
+
+        Raises:
+            ValueError: the app is no longer there.
+        """
+        app: App | None = read_app(Path(self.app)) if self.app else own_app()
+        if app is None:
+            raise ValueError(f"{self.app}: is no longer the folder of a Flower app")
+        return Target(app=app, name=self.name, overrides=self.overrides)

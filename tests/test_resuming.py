@@ -1,0 +1,414 @@
+"""Runs that go on: every registered method, interrupted wherever a round can be, and resumed by a new strategy."""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
+
+from flower_dp.clients import model_arrays
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
+from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError, CheckpointFolder
+from tests.charges import Kept
+from tests.contracts import METHODS, Method, Words
+from tests.grids import LocalGrid, asks_to_train
+from tests.stock import arrays, shifted, stock_app
+from tests.test_contract import SEED, SMALL, app_of, evaluating_stock_app, every_method
+
+WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 4, "delta": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def every_round(monkeypatch):
+    """A checkpoint after every round, however short."""
+    monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
+
+
+class Killed(BaseException):
+    """The server's process has ended."""
+
+
+class DyingGrid(LocalGrid):
+    """The process ends in one exchange of rounds, before its messages have left (`push`) or when they are answered (`pull`)."""
+
+    dies: tuple[str, int, str] | None = None
+    folder: Path
+    exchanges: Counter[str]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        kinds = {one.metadata.message_type for one in messages if asks_to_train(one) or one.metadata.message_type == "evaluate"}
+        kind = next(iter(kinds), "")
+        self.exchanges = getattr(self, "exchanges", Counter())
+        self.exchanges[kind] += 1
+        here = self.dies is not None and (kind, self.exchanges[kind]) == self.dies[:2]
+        if here and self.dies[2] != "pull":
+            if self.dies[2] == "kill -9":
+                shutil.copytree(self.folder, self.folder.with_name("killed"))
+            self.dies = None
+            raise Killed
+        replies = super().send_and_receive(messages, timeout=timeout)
+        if here:
+            self.dies = None
+            raise Killed
+        return replies
+
+    def rounds_sent(self, kind: str = "train") -> list[int]:
+        """The rounds in which each node was asked; in every one of them all nodes are."""
+        sent = [one for one in self.sent if one.metadata.message_type == kind and (kind != "train" or asks_to_train(one))]
+        counts = Counter(int(message.metadata.group_id) for message in sent)
+        assert set(counts.values()) <= {len(self.contexts)}
+        return sorted(counts)
+
+
+@dataclass
+class Case:
+    """A run that is started again and again in one folder, each time by a new strategy."""
+
+    make: Any
+    grid: DyingGrid
+    model: ArrayRecord
+    folder: Path
+    num_rounds: int = 3
+    models: dict[int, bytes] = field(default_factory=dict)
+    fails: int | None = None
+    result: Any = None
+    kept: Kept = field(default_factory=Kept)
+
+    def evaluate(self, server_round: int, model: ArrayRecord) -> MetricRecord:
+        if server_round == self.fails:
+            self.fails = None
+            raise Killed
+        self.models[server_round] = b"".join(array.numpy().tobytes() for array in model.values())
+        return MetricRecord({"loss": 1 / (1 + server_round), "round": server_round})
+
+    def start(self, *, resume: bool = True) -> Any:
+        strategy = self.make()
+        strategy._run.durable = self.kept
+        self.grid.folder = self.folder
+        self.result = None
+        try:
+            self.result = strategy.start(
+                self.grid,
+                self.model,
+                num_rounds=self.num_rounds,
+                evaluate_fn=self.evaluate,
+                checkpoint_dir=self.folder,
+                resume=resume,
+            )
+        except Killed:
+            if (killed := self.folder.with_name("killed")).exists():  # nothing was written after
+                shutil.rmtree(self.folder)
+                killed.rename(self.folder)
+        return strategy
+
+
+def case_of(method: Method, folder: Path, arguments: Words, noise_seed: int | None = None) -> Case:
+    app = app_of(method, arguments, SMALL, num_nodes=arguments.num_clients, noise_seed=noise_seed)
+    return Case(lambda: method.strategy(arguments), DyingGrid(app, arguments.num_clients), model_arrays(SMALL.model()), folder)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two parts of statements say the same, numbers up to rounding."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == (pytest.approx(other, rel=1e-6) if isinstance(other, float) else other)
+
+
+def told(strategy: Any) -> dict[str, Any]:
+    """The statement, without what happened and what came of it."""
+    said = strategy.statement.to_dict()
+    said["assumptions"] = [line for line in said["assumptions"] if "was chosen out of" not in line]
+    return {name: value for name, value in said.items() if name not in ("incidents", "missing")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["push", "pull", "kill -9"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+@every_method
+def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_released_again(method, at, when, tmp_path):
+    arguments, numbers = Words(), (1, 2, 3)
+    whole = case_of(method, tmp_path / "whole", arguments).start(resume=False)
+    case = case_of(method, tmp_path / "run", arguments)
+    case.grid.dies = ("train", at, when)
+    first = case.start(resume=False)
+    incident = f"round {at} was charged and not finished"
+    assert first.statement.num_rounds == at
+    assert first.statement.epsilon == pytest.approx(method.epsilon(arguments, at), rel=1e-3)
+    assert incident in first.statement.incidents
+    again = case.start()
+    assert case.result is not None
+    assert again.incidents.count(incident) == 1
+    assert [report.server_round for report in again.rounds] == [number for number in numbers if number != at]
+    assert case.grid.rounds_sent() == [number for number in numbers if number != at or when == "pull"]
+    assert alike(told(again), told(whole))
+    # Noise is new: no two rounds have the same.
+    assert len(set(case.models.values())) == len(case.models)
+
+
+@pytest.mark.slow
+@every_method
+def test_rounds_after_the_last_checkpoint_stay_charged(method, tmp_path, monkeypatch):
+    """The process is killed after rounds so short that no checkpoint was written since the one before the first."""
+    monkeypatch.setattr(run_checkpoints, "_SHARE", 1e-9)
+    arguments = Words()
+    whole = case_of(method, tmp_path / "whole", arguments).start(resume=False)
+    case = case_of(method, tmp_path / "run", arguments)
+    case.grid.dies = ("train", 3, "kill -9")
+    case.start(resume=False)
+    again = case.start()
+    assert list(again.incidents)[:3] == [f"round {number} was charged and not finished" for number in (1, 2, 3)]
+    assert case.grid.rounds_sent() == [1, 2]
+    assert alike(told(again), told(whole))
+
+
+@pytest.mark.slow
+@every_method
+def test_a_run_that_goes_on_between_two_rounds_ends_as_one_that_never_stopped(method, tmp_path):
+    """To the last bit, where noise is from a fixed seed, as only tests have it: in rounds that were not begun it is the same."""
+    arguments = Words(noise_seed=SEED)
+    whole = case_of(method, tmp_path / "whole", arguments, noise_seed=SEED)
+    expected = whole.start(resume=False)
+    case = case_of(method, tmp_path / "run", arguments, noise_seed=SEED)
+    for case.fails in (1, 2, 3):
+        case.start()
+    strategy = case.start()
+    assert case.models == whole.models
+    assert strategy.statement == expected.statement
+    assert strategy.state.method == expected.state.method
+    assert [dict(metrics) for metrics in case.result.evaluate_metrics_serverapp.values()] == [
+        dict(metrics) for metrics in whole.result.evaluate_metrics_serverapp.values()
+    ]
+    assert list(case.result.train_metrics_clientapp) == [1, 2, 3]
+
+
+# What a state has besides
+
+
+def stock_case(folder: Path, num_rounds: int = 4, evaluates: bool = False, **words: Any) -> Case:
+    grid = DyingGrid(evaluating_stock_app() if evaluates else stock_app(shifted(lambda node: 0.1 * node)), 4)
+
+    def make() -> DPFedAvg:
+        return DPFedAvg(**WORDS | {"sampling": FullSampling(), "noise_seed": 3} | words)
+
+    return Case(make, grid, arrays(**{"0.weight": np.zeros((3, 6), np.float32)}), folder, num_rounds)
+
+
+def clip() -> AdaptiveClip:
+    return AdaptiveClip(initial=0.5, smallest=0.01, largest=10.0)
+
+
+def evaluation(every: int) -> PrivateEvaluation:
+    return PrivateEvaluation(noise_multiplier=0.1, sampling=FullSampling(), every=every)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *({"server_optimizer": one} for one in (FedAdam(eta=0.1), FedYogi(), FedAdagrad(), FedAvgM(server_momentum=0.9))),
+        {"clip_norm": clip()},
+        {"sampling": RoundRobinSampling(cohort_size=1)},
+        {"sampling": PoissonSampling(sampling_rate=0.5)},
+        {"evaluation": evaluation(2), "evaluates": True},
+        {"evaluation": evaluation(1), "evaluates": True},
+    ],
+    ids=["adam", "yogi", "adagrad", "momentum", "adaptive clip", "in turn", "poisson", "evaluation", "evaluations"],
+)
+def test_all_that_a_run_carries_on_is_in_its_checkpoint(words, tmp_path):
+    whole, case = stock_case(tmp_path / "whole", **words), stock_case(tmp_path / "run", **words)
+    expected = whole.start()
+    for case.fails in (2, 4, 1):
+        strategy = case.start()
+    strategy = case.start()
+    assert case.models == whole.models
+    assert strategy.statement == expected.statement
+    assert replace(strategy.state, rounds=()) == replace(expected.state, rounds=())
+    for metrics in ("train", "evaluate"):
+        there, here = (getattr(one.result, f"{metrics}_metrics_clientapp") for one in (whole, case))
+        assert list(here) == list(there)
+
+
+@pytest.mark.parametrize("when", ["push", "pull", "kill -9"])
+def test_an_evaluation_that_was_charged_and_not_finished_is_not_made_again(when, tmp_path):
+    case = stock_case(tmp_path / "run", evaluation=evaluation(2), evaluates=True)
+    case.grid.dies = ("evaluate", 1, when)
+    first = case.start(resume=False)
+    # The process that is killed has nothing to say; the next one has.
+    assert "the evaluation of round 2 was charged and not finished" in first.incidents
+    strategy = case.start()
+    assert strategy.rules.evaluation.release.num_charged == 2
+    assert list(strategy.evaluations) == [4]
+    assert case.grid.rounds_sent("evaluate") == ([2, 4] if when == "pull" else [4])
+    lost = ["round 2 was charged and not finished"] if when == "kill -9" else []
+    assert list(strategy.incidents) == [*lost, "the evaluation of round 2 was charged and not finished"]
+
+
+def test_in_turn_everyone_has_a_turn_whatever_is_lost(tmp_path):
+    case = stock_case(tmp_path / "run", num_rounds=8, sampling=RoundRobinSampling(cohort_size=1))
+    case.grid.rounds_sent = lambda: []
+    for case.grid.dies in (("train", 2, "push"), ("train", 4, "pull")):
+        case.start()
+    strategy = case.start()
+    asked = Counter(one.metadata.dst_node_id for one in case.grid.sent if asks_to_train(one))
+    assert sorted(asked.values()) == [1, 2, 2, 2]  # whose message did not leave was charged all the same
+    assert strategy.statement.num_rounds == 8
+
+
+def test_the_best_model_of_all_rounds_is_the_result(tmp_path):
+    """DP-PASGD keeps the best model by `evaluate_fn`, that of a process that has died too."""
+    method = next(method for method in METHODS if method.label == "dp-pasgd")
+    case = case_of(method, tmp_path / "run", Words())
+    losses = {0: 3.0, 1: 1.0, 2: 2.0, 3: 2.0}
+    own = Case.evaluate
+
+    def evaluate(server_round: int, model: ArrayRecord) -> MetricRecord:
+        own(case, server_round, model)
+        return MetricRecord({"loss": losses[server_round]})
+
+    case.evaluate = evaluate
+    case.grid.dies = ("train", 2, "pull")
+    case.start()
+    strategy = case.start()
+    assert isinstance(strategy, DPPASGD)
+    assert (strategy.rules.own.server_round, strategy.rules.own.num_seen) == (1, 3)
+    assert b"".join(array.numpy().tobytes() for array in case.result.arrays.values()) == case.models[1]
+
+
+# What is refused, and what is not run again
+
+
+def test_a_run_that_has_ended_is_not_run_again(tmp_path):
+    case = stock_case(tmp_path / "run")
+    expected = case.start(resume=False)
+    result, sent = case.result, len(case.grid.sent)
+    strategy = case.start()
+    assert len(case.grid.sent) == sent
+    np.testing.assert_array_equal(case.result.arrays["0.weight"].numpy(), result.arrays["0.weight"].numpy())
+    assert case.result.evaluate_metrics_serverapp == result.evaluate_metrics_serverapp
+    assert (strategy.statement, strategy.state) == (expected.statement, expected.state)
+
+
+def test_a_folder_with_a_run_is_refused_and_keeps_it(tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.fails = 2
+    case.start(resume=False)
+    before = {file.name: file.read_bytes() for file in case.folder.iterdir()}
+    with pytest.raises(CheckpointError, match=r"already holds a run; resume=True goes on with it"):
+        case.start(resume=False)
+    assert {file.name: file.read_bytes() for file in case.folder.iterdir()} == before
+    assert case.start().statement.num_rounds == 4
+
+
+def test_with_nothing_to_go_on_from_a_new_run_begins(tmp_path, caplog):
+    case = stock_case(tmp_path / "run")
+    with caplog.at_level("INFO", logger="flwr"):
+        assert case.start().statement.num_rounds == 4
+    assert any("has no checkpoint: a new run begins" in entry.getMessage() for entry in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ({"num_clients": 5}, "num_clients was 4, and is 5"),
+        ({"delta": 1e-4}, "delta was 0.001, and is 0.0001"),
+        ({"server_optimizer": FedAdam()}, "server_optimizer was none, and is FedAdam"),
+        ({"noise_multiplier": 2.0}, "what was charged is"),
+    ],
+)
+def test_a_run_goes_on_as_it_began(words, what, tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.fails = 2
+    case.start(resume=False)
+    other = stock_case(case.folder, **words)
+    other.kept = case.kept
+    with pytest.raises(ValueError, match=what):
+        other.start()
+    other = stock_case(case.folder, num_rounds=5)
+    with pytest.raises(CheckpointError, match="num_rounds was 4, and is 5"):
+        other.start()
+    other = stock_case(case.folder)
+    other.model = arrays(w=np.zeros(3, np.float32))
+    with pytest.raises(CheckpointError, match="model was 1 arrays of 18 parameters"):
+        other.start()
+    assert case.start().statement.num_rounds == 4
+
+
+def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
+    case = stock_case(tmp_path / "run")
+    case.fails = 3
+    case.start(resume=False)
+    newest, previous = case.folder / NEWEST, case.folder / PREVIOUS
+    whole = newest.read_bytes()
+    for changed in (whole[:-1], whole[:200], b"", whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], b"x" + whole):
+        newest.write_bytes(changed)
+        assert CheckpointFolder(case.folder).read().server_round == 2
+    assert "the one before it is taken" in caplog.text
+    newest.write_bytes(whole.replace(b"state 1\n", b"state 2\n", 1))
+    previous.unlink()
+    with pytest.raises(CheckpointError, match="has format 2; this version of flower-dp reads format 1"):
+        case.start()
+    newest.unlink()
+    previous.write_bytes(whole)  # killed between two renames
+    assert case.start().statement.num_rounds == 4
+
+
+def test_a_checkpoint_is_its_owners_alone(tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.start()
+    assert case.folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in case.folder.iterdir()} == {0o600}
+    open_folder = tmp_path / "open"
+    open_folder.mkdir()
+    open_folder.chmod(0o777)
+    with pytest.raises(CheckpointError, match="others can write to it"):
+        stock_case(open_folder).start()
+
+
+def test_a_full_disk_loses_no_run(tmp_path, monkeypatch, caplog):
+    case = stock_case(tmp_path / "run")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flower_dp.strategies.checkpoint.os.fsync", full)
+    assert case.start().statement.num_rounds == 4
+    assert "no checkpoint after round 0: [Errno 28] No space left on device" in caplog.text
+    assert CheckpointFolder(case.folder).is_empty
+    assert not list(case.folder.iterdir())
+
+
+class OwnLoop(DPFedAvg):
+    def start(self, grid, initial_arrays, num_rounds=3, timeout=3600, evaluate_fn=None, checkpoint_dir=None, resume=False):
+        current = initial_arrays
+        for number in range(1, num_rounds + 1):
+            messages = self.configure_train(number, current, ConfigRecord(), grid)
+            current, _ = self.aggregate_train(number, grid.send_and_receive(messages, timeout=timeout))
+            evaluate_fn(number, current)
+        return current
+
+
+def test_a_loop_of_ones_own_does_not_begin_anew_in_the_place_of_a_run(tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.make = lambda: OwnLoop(**WORDS, sampling=FullSampling())
+    case.fails = 2
+    case.start(resume=False)
+    sent = len(case.grid.sent)
+    with pytest.raises(CheckpointError, match="this strategy has a loop of its own"):
+        case.start()
+    assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
+
+
+def test_resume_needs_a_folder():
+    with pytest.raises(ValueError, match="resume=True: needs checkpoint_dir"):
+        DPFedAvg(**WORDS, sampling=FullSampling()).start(
+            LocalGrid(stock_app(shifted(lambda node: 0.1)), 4), arrays(), resume=True
+        )
