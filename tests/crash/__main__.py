@@ -48,6 +48,7 @@ class Kills:
 
     def measure(self) -> tuple[int, float]:
         """Return how many points a run has that is not killed, and how long it takes."""
+        server.warm(self._setup, Path(tempfile.mkdtemp(dir=self._folder)) / "run")
         folder = self._new()
         seconds = seconds_of(lambda: self._live(folder, 1, None, None))
         self._end(folder, ["no kill"])

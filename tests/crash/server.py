@@ -192,6 +192,15 @@ def create(setup: Setup, folder: Path) -> None:
             LedgerFile.create(folder / f"node-{part}.json", NAMES[part::NUM_NODES])
 
 
+def warm(setup: Setup, folder: Path) -> None:
+    """Run once without a checkpoint in this process: what is computed once in a process is known to those that it forks."""
+    create(setup, folder)
+    grid, strategy = grid_of(setup, folder), setup.strategy()
+    grid.witness, grid.points = Witness(folder / "witness", 0), Points(folder, None, print)
+    strategy.start(grid, model_arrays(linear()), num_rounds=NUM_ROUNDS)
+    epsilon_of({setup.event(strategy.rules.training.name) or GaussianDpEvent(NOISE): 1}, DELTA, setup.relation)
+
+
 def run(setup: Setup, folder: Path, life: int, at: int | None) -> None:
     """Run, or go on, until the end or the point `at`."""
     witness = Witness(folder / "witness", life)
