@@ -20,8 +20,11 @@ class Kept:
     def charge(self, charge: Charge, server_round: int) -> None:
         self.charges.append((server_round, charge))
 
-    def of_run(self) -> list[tuple[Charge, int]]:
-        return [(charge, server_round) for server_round, charge in self.charges]
+    def joint(self, scope: Any, delta: float) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 def own_ledgers(strategy: Any) -> dict[str, list[Ledger]]:

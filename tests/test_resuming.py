@@ -16,7 +16,6 @@ from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError, CheckpointFolder
-from tests.charges import Kept
 from tests.contracts import METHODS, Method, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
@@ -80,7 +79,6 @@ class Case:
     models: dict[int, bytes] = field(default_factory=dict)
     fails: int | None = None
     result: Any = None
-    kept: Kept = field(default_factory=Kept)
 
     def evaluate(self, server_round: int, model: ArrayRecord) -> MetricRecord:
         if server_round == self.fails:
@@ -91,7 +89,6 @@ class Case:
 
     def start(self, *, resume: bool = True) -> Any:
         strategy = self.make()
-        strategy._run.durable = self.kept
         self.grid.folder = self.folder
         self.result = None
         try:
@@ -329,7 +326,6 @@ def test_a_run_goes_on_as_it_began(words, what, tmp_path):
     case.fails = 2
     case.start(resume=False)
     other = stock_case(case.folder, **words)
-    other.kept = case.kept
     with pytest.raises(ValueError, match=what):
         other.start()
     other = stock_case(case.folder, num_rounds=5)
@@ -374,16 +370,17 @@ def test_a_checkpoint_is_its_owners_alone(tmp_path):
 
 
 def test_a_full_disk_loses_no_run(tmp_path, monkeypatch, caplog):
+    """Of the checkpoints: what was charged is in the ledger. A ledger that can't be written ends the run."""
     case = stock_case(tmp_path / "run")
 
-    def full(descriptor: int) -> None:
+    def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flower_dp.strategies.checkpoint.os.fsync", full)
+    monkeypatch.setattr("flower_dp.strategies.checkpoint.Path.replace", full)
     assert case.start().statement.num_rounds == 4
     assert "no checkpoint after round 0: [Errno 28] No space left on device" in caplog.text
     assert CheckpointFolder(case.folder).is_empty
-    assert not list(case.folder.iterdir())
+    assert not list(case.folder.glob(".*"))
 
 
 class OwnLoop(DPFedAvg):

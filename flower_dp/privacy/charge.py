@@ -8,7 +8,7 @@ from typing import Literal
 from dp_accounting import DpEvent
 
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.ledger import Ledger, frozen
 
 # The owner of a release that costs all clients alike: known or not, asked or not.
 EVERY_CLIENT = "every client"
@@ -37,6 +37,11 @@ class Charge:
     owners: tuple[str, ...]
     events: tuple[DpEvent, ...]
     shares: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.owners) != len(self.events):
+            raise ValueError(f"events: {len(self.events)} of {len(self.owners)} owners; must be one of each")
+        object.__setattr__(self, "events", tuple(map(frozen, self.events)))
 
     def check_next(self, *, release: str, num_charged: int, kind: str) -> None:
         """Refuse to take this charge for the next one of a release.

@@ -5,7 +5,8 @@ twice that under replace-one; this module is the one place where that factor ent
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import dp_accounting as dp
 
@@ -20,6 +21,18 @@ LARGEST_MULTIPLIER = 1e50
 Leaves = list[tuple[dp.DpEvent, int]]
 _PLAIN = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
 _COMPOSED = (dp.ComposedDpEvent, dp.SelfComposedDpEvent)
+# Those that a file can hold.
+_WRITTEN = {
+    event.__name__: event
+    for event in (
+        *_PLAIN,
+        *_COMPOSED,
+        dp.NoOpDpEvent,
+        dp.NonPrivateDpEvent,
+        dp.PoissonSampledDpEvent,
+        dp.SampledWithoutReplacementDpEvent,
+    )
+}
 
 
 class UnsupportedEventError(ValueError):
@@ -54,6 +67,41 @@ def example_of(leaf: dp.DpEvent) -> dp.DpEvent:
     if isinstance(leaf, dp.PoissonSampledDpEvent):
         return dp.PoissonSampledDpEvent(0.5, plain)
     return dp.SampledWithoutReplacementDpEvent(2, 1, plain)
+
+
+def as_json(event: dp.DpEvent) -> dict[str, Any]:
+    """Return an event as JSON values.
+
+    Raises:
+        UnsupportedEventError: for one that nothing here accounts.
+    """
+    if type(event).__name__ not in _WRITTEN:
+        raise UnsupportedEventError(f"event {event}: can't be written down")
+    fields = {field: getattr(event, field) for field in event.__annotations__}
+    return {"kind": type(event).__name__, **{name: _part_as_json(value) for name, value in fields.items()}}
+
+
+def of_json(table: Mapping[str, Any]) -> dp.DpEvent:
+    """Return the event of JSON values.
+
+    Raises:
+        KeyError, TypeError: if they are not those of an event.
+    """
+    values = {name: _part_of_json(value) for name, value in table.items() if name != "kind"}
+    return _WRITTEN[table["kind"]](**values)
+
+
+def _part_as_json(value: Any) -> Any:
+    if isinstance(value, dp.DpEvent):
+        return as_json(value)
+    return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _part_of_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return of_json(value)
+    # A tuple, which can be a key, as a ledger has it.
+    return tuple(of_json(one) for one in value) if isinstance(value, list) else value
 
 
 def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:

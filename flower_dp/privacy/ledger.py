@@ -37,7 +37,7 @@ class Ledger:
         Raises:
             ValueError: if the event can't be accounted; nothing is written then and nothing may be released.
         """
-        event, count = _frozen(event), checks.integer("count", count, at_least=0)
+        event, count = frozen(event), checks.integer("count", count, at_least=0)
         if event not in self._counts:
             accounting.check(event, relation=self.relation)
         self.num_charges += count
@@ -58,12 +58,12 @@ class Ledger:
         return [f"{count} x {event}" for event, count in self._counts.items()]
 
 
-def _frozen(event: DpEvent) -> DpEvent:
+def frozen(event: DpEvent) -> DpEvent:
     """Return the event with tuples instead of lists: lists can't be keys, and code that holds them could change the ledger."""
     if isinstance(event, ComposedDpEvent):
-        return ComposedDpEvent(tuple(map(_frozen, event.events)))
+        return ComposedDpEvent(tuple(map(frozen, event.events)))
     if isinstance(event, SelfComposedDpEvent):
-        return SelfComposedDpEvent(_frozen(event.event), event.count)
+        return SelfComposedDpEvent(frozen(event.event), event.count)
     try:
         hash(event)
     except TypeError as error:

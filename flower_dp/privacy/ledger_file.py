@@ -11,7 +11,6 @@ its clients.
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +18,16 @@ from pathlib import Path
 from typing import IO
 
 from flower_dp.privacy.client_terms import Spent, Terms
-from flower_dp.privacy.ledger_format import Entry, LedgerError, content_of, entries_of, evaluation_account, owner_of
+from flower_dp.privacy.ledger_format import Entry, content_of, entries_of, evaluation_account, owner_of
+from flower_dp.privacy.private_file import (
+    LedgerError,
+    check_folder,
+    check_owner,
+    create_private,
+    open_regular,
+    sync,
+    sync_folder,
+)
 
 __all__ = ["Entry", "LedgerError", "LedgerFile", "evaluation_account", "owner_of"]
 
@@ -64,9 +72,9 @@ class LedgerFile:
         with ledger._naming_file():
             if not ledger.path.parent.is_dir():
                 raise LedgerError("its folder does not exist")
-            _check_folder(ledger.path.parent)
-            _write(_create(ledger.path), dict.fromkeys(listed, Entry()))
-            _sync_folder(ledger.path.parent)
+            check_folder(ledger.path.parent)
+            _write(create_private(ledger.path), dict.fromkeys(listed, Entry()))
+            sync_folder(ledger.path.parent)
         return ledger
 
     def read(self) -> dict[str, Entry]:
@@ -75,7 +83,7 @@ class LedgerFile:
         Raises:
             LedgerError: if it is missing, unreadable or damaged.
         """
-        with self._naming_file(), os.fdopen(_open(self.path, os.O_RDONLY), "rb") as file:
+        with self._naming_file(), os.fdopen(open_regular(self.path, os.O_RDONLY), "rb") as file:
             return entries_of(file.read())
 
     def charge(
@@ -139,7 +147,7 @@ class LedgerFile:
         while True:
             # Follow links: otherwise a rename would replace a link, and its target would keep the old count.
             path = self.path.resolve(strict=True)
-            with os.fdopen(_open(path, os.O_RDWR | os.O_NOFOLLOW), "rb+") as file:
+            with os.fdopen(open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "rb+") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -148,43 +156,12 @@ class LedgerFile:
                 else:
                     here, held = path.stat(), os.fstat(file.fileno())
                     if (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino):
-                        _check_owner(held)
-                        _check_folder(path.parent)
+                        check_owner(held)
+                        check_folder(path.parent)
                         _clear(path)
                         yield path, file
                         return
             time.sleep(_POLL_SECONDS)
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a regular file; anything else, which might block or never end, is an error."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise LedgerError("is no regular file")
-    return descriptor
-
-
-def _check_owner(status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid():
-        raise LedgerError(f"belongs to user {status.st_uid}; this process is user {os.geteuid()}")
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise LedgerError(
-            f"is open to others (mode {stat.S_IMODE(status.st_mode):o}): who can write it can change it, and who can read it can "
-            "hold its lock; chmod 600 makes it the owner's alone"
-        )
-    if status.st_nlink != 1:
-        raise LedgerError(f"has {status.st_nlink} hard links: must have one")
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder in which others could rename an older copy over the file; with the sticky bit only its owner could."""
-    status = folder.stat()
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
-        mode = stat.S_IMODE(status.st_mode)
-        raise LedgerError(f"is in a folder that others can write to (mode {mode:o}); chmod 700 makes it the owner's alone")
-    if status.st_uid not in (os.geteuid(), 0):
-        raise LedgerError(f"is in a folder of user {status.st_uid}; this process is user {os.geteuid()}")
 
 
 def _clear(path: Path) -> None:
@@ -201,20 +178,13 @@ def _replace(path: Path, entries: Mapping[str, Entry]) -> None:
     # A name that nobody else can guess and take first, in a sticky folder.
     new = path.with_name(f"{path.name}.{secrets.token_hex(16)}.new")
     try:
-        _write(_create(new), entries)
+        _write(create_private(new), entries)
         os.replace(new, path)
     except OSError:
         with suppress(OSError):
             new.unlink()
         raise
-    _sync_folder(path.parent)
-
-
-def _create(path: Path) -> int:
-    """Create a file that is this user's alone; it must not be there yet, not even as a link."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    os.fchmod(descriptor, 0o600)
-    return descriptor
+    sync_folder(path.parent)
 
 
 def _write(descriptor: int, entries: Mapping[str, Entry]) -> None:
@@ -223,20 +193,4 @@ def _write(descriptor: int, entries: Mapping[str, Entry]) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        _sync(file.fileno())
-
-
-def _sync(descriptor: int) -> None:
-    import fcntl  # noqa: PLC0415
-
-    os.fsync(descriptor)
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone leaves it in the drive's cache
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(file.fileno())

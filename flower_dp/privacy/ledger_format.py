@@ -14,23 +14,13 @@ import dp_accounting as dp
 
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms, noise_multiplier_of
-from flower_dp.privacy.events import RELATIONS, Relation
+from flower_dp.privacy.events import RELATIONS, Relation, as_json, of_json
+from flower_dp.privacy.private_file import LedgerError
 
 FORMAT = 2
 _WITHOUT_CHECKSUM = 1
 _EVALUATION = ", evaluation"
 _KEY = "flower-dp-ledger"
-_EVENTS = {
-    event.__name__: event
-    for event in (
-        dp.GaussianDpEvent,
-        dp.LaplaceDpEvent,
-        dp.NoOpDpEvent,
-        dp.NonPrivateDpEvent,
-        dp.PoissonSampledDpEvent,
-        dp.SampledWithoutReplacementDpEvent,
-    )
-}
 
 
 def evaluation_account(name: str) -> str:
@@ -41,10 +31,6 @@ def evaluation_account(name: str) -> str:
 def owner_of(account: str) -> str:
     """Return the client whose account this is."""
     return account.removesuffix(_EVALUATION)
-
-
-class LedgerError(ValueError):
-    """A ledger file that can't be used; nothing that it should count may be released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +117,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         "terms": entry.terms,
         "num_replies": entry.num_replies,
         "relation": entry.relation,
-        "event": _event_as_json(entry.event),
+        "event": as_json(entry.event),
     }
 
 
@@ -148,18 +134,5 @@ def _entry(table: Mapping[str, Any]) -> Entry:
         terms=table["terms"],
         num_replies=checks.integer("num_replies", table["num_replies"], at_least=1),
         relation=cast("Relation", checks.one_of("relation", table["relation"], RELATIONS)),
-        event=_event(table["event"]),
+        event=of_json(table["event"]),
     )
-
-
-def _event_as_json(event: dp.DpEvent) -> Any:
-    if type(event).__name__ not in _EVENTS:
-        raise LedgerError(f"can't hold event {event}")
-    fields = {field: getattr(event, field) for field in event.__annotations__}
-    table = {name: _event_as_json(value) if isinstance(value, dp.DpEvent) else value for name, value in fields.items()}
-    return {"kind": type(event).__name__, **table}
-
-
-def _event(table: Mapping[str, Any]) -> dp.DpEvent:
-    values = {name: _event(value) if isinstance(value, dict) else value for name, value in table.items() if name != "kind"}
-    return _EVENTS[table["kind"]](**values)

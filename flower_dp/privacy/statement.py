@@ -79,6 +79,34 @@ class ClientCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JointEpsilon:
+    """What this run and earlier ones on the same server's ledger have cost together the client who was charged most.
+
+    Attributes:
+        num_runs: how many, this one included.
+        epsilon: of the composition of all their events.
+        delta: at which it holds.
+        accountant: what proves it.
+        apart: runs on the ledger that are not in it, in words: their unit or relation is another one.
+    """
+
+    num_runs: int
+    epsilon: float
+    delta: float
+    accountant: str
+    apart: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        line = (
+            f"All {self.num_runs} runs on this ledger together: epsilon {_shown(self.epsilon)} at delta "
+            f"{delta_in_words(self.delta)}, accountant {self.accountant}, for the client who was charged most"
+        )
+        if self.apart:
+            line += f"; not in it, since no accountant adds them up: {', '.join(self.apart)}"
+        return line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
     """(epsilon, delta)-differential privacy of everything that a run released, with all assumptions and exceptions.
 
@@ -102,6 +130,7 @@ class PrivacyStatement:
             trusted.
         parts: if several kinds of releases were charged, an upper bound of the cost of each kind alone.
         clients: if every client has its own ledger, the epsilons of all clients; `epsilon` is the largest of them.
+        joint: what it has cost together with earlier runs on the same server's ledger; None if there were none.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -134,6 +163,7 @@ class PrivacyStatement:
     adversaries: tuple[Adversary, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     clients: ClientCosts | None = None
+    joint: JointEpsilon | None = None
 
     @property
     def private(self) -> bool:
@@ -185,6 +215,8 @@ class PrivacyStatement:
                 )
                 lines += _by_client("Each client", costs.each)
             lines += _by_client("Each client's evaluations alone", costs.evaluation)
+        if self.joint is not None:
+            lines.append(str(self.joint))
         for title, items in (
             ("Assumes", self.assumptions),
             ("Not covered", self.not_covered),

@@ -30,7 +30,6 @@ from flower_dp.running.ray_process import RayProcess
 from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, write_whole
 from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
 
-
 # How long the statement of a run that was interrupted may take.
 _STATE_SECONDS = 120.0
 

@@ -36,11 +36,12 @@ def main(request_file: str) -> None:
         status, details = _run(app, request)
     except KeyboardInterrupt:
         status, details = "interrupted", ""
-    except SystemExit if request["only_state"] else ():  # the statement was made
-        status, details = "completed", ""
     except BaseException as error:
-        log.error("Simulation raised an exception", exc_info=error)
-        status, details = "failed", f"Simulation failed with exception: {error}"
+        if request["only_state"] and isinstance(error, SystemExit):  # the statement was made
+            status, details = "completed", ""
+        else:
+            log.error("Simulation raised an exception", exc_info=error)
+            status, details = "failed", f"Simulation failed with exception: {error}"
     outcome = Path(request["outcome"])
     part = outcome.with_suffix(".part")
     part.write_text(json.dumps({"status": status, "details": details}), encoding="utf-8")

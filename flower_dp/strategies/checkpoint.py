@@ -44,7 +44,6 @@ class Checkpoint:
         evaluate_clients: those of clients' evaluations.
         evaluate_server: those of `evaluate_fn`.
         run: the run's id in its ledger; empty without one.
-        num_charges: of the run in its ledger, that the state has.
         elapsed: seconds that the run has taken.
         ended: whether the run has ended.
     """
@@ -58,7 +57,6 @@ class Checkpoint:
     evaluate_clients: Metrics = field(default_factory=dict)
     evaluate_server: Metrics = field(default_factory=dict)
     run: str = ""
-    num_charges: int = 0
     elapsed: float = 0.0
     ended: bool = False
 

@@ -1,5 +1,6 @@
 """Rules: one method on the server, as the strategy runs it."""
 
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol, TypedDict
 
@@ -39,6 +40,10 @@ class Options(TypedDict, total=False):
             0, the initial model: a function, or a writer of `flower_dp.running.trackers`. An error in it is logged, and the run
             goes on. If it has methods `open` and `close`, these are called before the run and after it; an error in `open` ends
             the run before any client is asked.
+        ledger: the file of a server's ledger (`flower_dp.privacy.server_ledger.ServerLedger`) that several runs on the same
+            clients share. Every charge is on the disk before its messages leave; the statement has the joint epsilon of all runs;
+            and the run ends before a round that the ledger's budget, if it has one, does not cover. None: this process alone
+            keeps the charges.
     """
 
     report_client_metrics: bool
@@ -50,6 +55,7 @@ class Options(TypedDict, total=False):
     most_clients_per_node: int | None
     most_newcomers: int | None
     on_round: OnRound | None
+    ledger: str | os.PathLike[str] | None
 
 
 def check_options(owner: str, options: Options) -> None:
@@ -70,6 +76,8 @@ def check_options(owner: str, options: Options) -> None:
         checks.integer("most_newcomers", most, at_least=0)
     if (on_round := options.get("on_round")) is not None and not callable(on_round):
         raise ValueError(f"on_round={on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
+    if (ledger := options.get("ledger")) is not None and not (isinstance(ledger, str | os.PathLike) and os.fspath(ledger)):
+        raise ValueError(f"ledger={ledger!r}: must be the path of a server's ledger, or None")
 
 
 class Rules(Protocol):

@@ -12,7 +12,9 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.strategies.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, metrics_of
+from flower_dp.strategies.durable import OnLedger
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import numpy_arrays
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr")
 
+# The server's ledger, beside the checkpoints.
+LEDGER = "ledger.sqlite"
 # The part of a run's time that writing checkpoints takes at most.
 _SHARE = 0.05
 # Of the server's own model.
@@ -80,8 +84,7 @@ class RunCheckpoints:
         self._setting: Mapping[str, str] = {}
         self._last: _Snapshot | None = None
         self._written: _Snapshot | None = None
-        self._charges: list[tuple[Charge, int]] = []
-        self._num_charges = 0
+        self._charges: list[tuple[int, Charge]] = []
         self._began = self._due = time.monotonic()
         if place is None:
             return
@@ -120,10 +123,23 @@ class RunCheckpoints:
             ValueError: if the run had other releases: its charges would get another cost.
         """
         self._run.state = found.state
-        after = self._run.durable.of_run()[found.num_charges :]
-        self._leave(after)
-        self._num_charges = found.num_charges + len(after)
+        if isinstance(durable := self._run.durable, OnLedger):
+            known = {release.name: release.num_charged for release in self._run.releases}
+            self._leave(durable.charges(known))
         self.went_on = True
+
+    def ledger(self) -> Path | None:
+        """Return the path of the ledger beside the checkpoints; for a new run it is made. None without a place.
+
+        Raises:
+            LedgerError: if it can't be made.
+        """
+        if self.place is None:
+            return None
+        path = self._folder.path / LEDGER
+        if self.found is None and not path.exists():
+            ServerLedger.create(path)
+        return path
 
     @property
     def next_round(self) -> int:
@@ -135,17 +151,17 @@ class RunCheckpoints:
     @contextmanager
     def unfinished(self, charge: Charge, server_round: int) -> Iterator[None]:
         """Count a charge that is made in this context among those that are not finished, before the next snapshot."""
-        self._charges.append((charge, server_round))
+        self._charges.append((server_round, charge))
         try:
             yield
         except Exception:  # an interruption is none: then the charge may have been made
             self._charges.pop()
             raise
 
-    def _leave(self, charges: Iterable[tuple[Charge, int]]) -> None:
+    def _leave(self, charges: Iterable[tuple[int, Charge]]) -> None:
         run = self._run
         releases = {release.name: release for release in run.releases}
-        for charge, server_round in charges:
+        for server_round, charge in charges:
             release = releases.get(charge.release)
             if release is None:
                 raise CheckpointError(
@@ -190,7 +206,6 @@ class RunCheckpoints:
         self._leave(self._charges)
 
     def _take(self, snapshot: _Snapshot) -> None:
-        self._num_charges += len(self._charges)
         self._last, self._charges = snapshot, []
 
     def _write(self, *, ended: bool) -> None:
@@ -203,7 +218,7 @@ class RunCheckpoints:
             is_over=now.is_over,
             state=now.state,
             arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
-            num_charges=self._num_charges,
+            run=self._run.durable.run if isinstance(self._run.durable, OnLedger) else "",
             elapsed=started - self._began,
             ended=ended,
         )

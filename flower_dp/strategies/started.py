@@ -95,7 +95,10 @@ def followed(start: Start) -> Start:
                     if self._manager is not None:  # before anybody is asked there is nothing to state
                         diagnostics.log_statement(self.statement)
             finally:
-                journal.end(self, result, failed=failed, told=told)
+                try:
+                    journal.end(self, result, failed=failed, told=told)
+                finally:
+                    self.close()
         if where is not None and where.only_state:
             raise Stated
         return result

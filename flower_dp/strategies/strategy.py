@@ -4,9 +4,10 @@ A method gives it rules (`flower_dp.strategies.rules`): its releases, the comput
 and its statement. Rules never handle messages or the loop over rounds.
 """
 
+import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
@@ -16,28 +17,33 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp import wire
 from flower_dp.core import checks
+from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.server_ledger import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.checkpoint import Checkpoint
+from flower_dp.strategies.durable import InMemory, OnLedger
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
+from flower_dp.strategies.figures import RunFigures
 from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import check_evaluate_config, check_overrides, first_query
-from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
-from flower_dp.strategies.run_state import RoundReport, RunFacts, RunState
+from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from flower_dp.strategies.started import followed
+
+log = logging.getLogger("flwr")
 
 # What a subclass overrides together, if its clients evaluate in its own way.
 _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
 
-class DPStrategy(Strategy):
+class DPStrategy(RunFigures, Strategy):
     """A Flower strategy that runs a method's rules; `DPFedAvg` and the other strategies are this class with their own rules.
 
     Attributes:
@@ -74,6 +80,7 @@ class DPStrategy(Strategy):
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
+        self.ledger = options.get("ledger")
         self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
@@ -91,9 +98,13 @@ class DPStrategy(Strategy):
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
+        if isinstance(self._run.durable, OnLedger):
+            self._run.durable.close()
+            self._run.durable = InMemory()
 
     def go_on(self, found: Checkpoint) -> None:
         """Go on from a checkpoint; what was charged after it stays charged."""
+        self._open_ledger()
         self._run.checkpoints.go_on(found)
         if self.journal is not None:
             self.journal.go_on(found)
@@ -107,11 +118,6 @@ class DPStrategy(Strategy):
     def state(self, state: RunState) -> None:
         self._run.state = state
 
-    @property
-    def seeded_noise(self) -> bool:
-        """Whether noise or sampling comes from a fixed seed; the run is not private then."""
-        return self._run.seeded_noise
-
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
 
@@ -119,53 +125,6 @@ class DPStrategy(Strategy):
             ValueError: if `num_rounds` is not a whole number >= 0.
         """
         self.rules.plan(checks.integer("num_rounds", num_rounds, at_least=0))
-
-    # What the run has cost
-
-    @property
-    def num_clients(self) -> int:
-        """The number of clients."""
-        return self.rules.num_clients
-
-    @property
-    def delta(self) -> float:
-        """The delta at which epsilon is stated."""
-        return self.rules.delta
-
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
-        return math.inf if self.seeded_noise else self.rules.epsilon
-
-    @property
-    def rounds(self) -> tuple[RoundReport, ...]:
-        """The numbers of every round. Don't publish them as they are: see `RoundReport.public`."""
-        return self._run.record.rounds
-
-    @property
-    def incidents(self) -> tuple[str, ...]:
-        """What happened, in words."""
-        return self._run.record.incidents
-
-    @property
-    def missing(self) -> Missing:
-        """The number of requested updates that did not count, by reason."""
-        return self._run.record.missing
-
-    @property
-    def client_metrics(self) -> Mapping[int, Mapping[str, float]]:
-        """Means of the training metrics that clients were asked for, by round; they are not private."""
-        return self._run.record.client_metrics
-
-    @property
-    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
-        """Value and standard error of every metric of private evaluations, by round."""
-        return self._run.record.evaluations
-
-    @property
-    def secret_cohort(self) -> bool:
-        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        return self._run.secret_cohort
 
     @property
     def facts(self) -> RunFacts:
@@ -183,7 +142,9 @@ class DPStrategy(Strategy):
         """The privacy statement of all that was released so far."""
         key = (self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
-            self._stated = (key, self.rules.statement(self.facts))
+            own = self.rules.statement(self.facts)
+            joint = self._run.durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            self._stated = (key, replace(own, joint=joint))
         return self._stated[1]
 
     # Flower's Strategy
@@ -261,18 +222,21 @@ class DPStrategy(Strategy):
         asked = run.drawn(release, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
             return run.stop(server_round, reason)
-        return run.ask(
-            release,
-            server_round,
-            length=release.row_length(model.layout.size),
-            model=model,
-            asked=asked,
-            known_clients=known_clients,
-            arrays=arrays,
-            config=config,
-            report_metrics=self.report_client_metrics,
-            frozen=model.frozen_positions,
-        )
+        try:
+            return run.ask(
+                release,
+                server_round,
+                length=release.row_length(model.layout.size),
+                model=model,
+                asked=asked,
+                known_clients=known_clients,
+                arrays=arrays,
+                config=config,
+                report_metrics=self.report_client_metrics,
+                frozen=model.frozen_positions,
+            )
+        except BudgetSpentError as why:
+            return run.stop(server_round, str(why))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
@@ -307,16 +271,20 @@ class DPStrategy(Strategy):
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
         known_clients, release = self._known_clients(grid), evaluation.release
-        messages = run.ask(
-            release,
-            server_round,
-            length=evaluation.length,
-            model=wire.Model.of(arrays, frozen=self.frozen_arrays),
-            asked=run.drawn(release, known_clients, "evaluating cohort", server_round),
-            known_clients=known_clients,
-            arrays=arrays,
-            config=config,
-        )
+        try:
+            messages = run.ask(
+                release,
+                server_round,
+                length=evaluation.length,
+                model=wire.Model.of(arrays, frozen=self.frozen_arrays),
+                asked=run.drawn(release, known_clients, "evaluating cohort", server_round),
+                known_clients=known_clients,
+                arrays=arrays,
+                config=config,
+            )
+        except BudgetSpentError as why:
+            log.warning("the evaluation of round %s was left out: %s", server_round, why)
+            return []
         if self.rounds:
             run.note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
         return messages
@@ -326,10 +294,6 @@ class DPStrategy(Strategy):
         noised = self._run.evaluated(server_round, replies)
         return None if noised is None else MetricRecord({**noised})
 
-    def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's numbers for people to see: `RunState.line_of`."""
-        return self._run.record.line_of(server_round)
-
     def summary(self) -> None:
         """Log what the run will do."""
         diagnostics.log_summary(self.rules, self._optimizer)
@@ -338,13 +302,31 @@ class DPStrategy(Strategy):
         """Raise `LegacyAppError`: Flower's old server API calls this first, and is not supported."""
         raise LegacyAppError(type(self).__name__)
 
+    def close(self) -> None:
+        """Let other runs write to the ledger; `start` calls it at its end."""
+        self._run.durable.close()
+
     # Parts of a run
+
+    def _open_ledger(self) -> None:
+        """Open the ledger of the run, once: the strategy's own, or else that beside its checkpoints."""
+        run = self._run
+        if not isinstance(run.durable, OnLedger) and (path := self.ledger or run.checkpoints.ledger()) is not None:
+            found = run.checkpoints.found
+            run.durable = OnLedger(
+                path,
+                method=self.rules.title,
+                delta=self.delta,
+                private=not self.seeded_noise,
+                run=found.run if found else "",
+            )
 
     def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
         if self._manager is not None:
             return self._manager.known_clients(grid)
         check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
+        self._open_ledger()
         self._manager, known_clients = first_query(
             grid,
             self.rules,

@@ -219,7 +219,7 @@ def test_who_gets_the_lock_of_a_file_that_has_just_been_replaced_reads_the_new_o
 
 def test_who_has_opened_a_file_that_is_replaced_then_reads_the_new_one(path, monkeypatch):
     """The file that it holds has no link any more, which is no fault of the ledger."""
-    opened, late = ledger_file._open, []
+    opened, late = ledger_file.open_regular, []
 
     def open_late(*arguments):
         descriptor = opened(*arguments)
@@ -228,7 +228,7 @@ def test_who_has_opened_a_file_that_is_replaced_then_reads_the_new_one(path, mon
             LedgerFile(path).charge({"a": terms()})
         return descriptor
 
-    monkeypatch.setattr(ledger_file, "_open", open_late)
+    monkeypatch.setattr(ledger_file, "open_regular", open_late)
     assert LedgerFile(path).charge({"a": terms()})[1] == {"a": 2}
 
 
@@ -239,7 +239,7 @@ def _crash_in(path, owner, function):
 
 @pytest.mark.parametrize(
     ("owner", "function", "count"),
-    [(ledger_file, "_sync", 1), (os, "replace", 1), (ledger_file, "_sync_folder", 2)],
+    [(ledger_file, "sync", 1), (os, "replace", 1), (ledger_file, "sync_folder", 2)],
     ids=["half written", "between write and rename", "after the rename"],
 )
 def test_a_crash_leaves_a_whole_file_that_counts_all_that_may_have_left(path, owner, function, count):

@@ -1,0 +1,203 @@
+"""What all runs on one population have cost together: every owner's events of all runs, composed.
+
+Owners who were charged alike share one history: what a million clients have cost is accounted once for each history.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dp_accounting import ComposedDpEvent, DpEvent, LaplaceDpEvent, NoOpDpEvent, SelfComposedDpEvent
+
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
+from flower_dp.privacy.server_ledger_format import JointBudget
+
+# Owner of what every client is charged with: the others' ids are above 0.
+EVERYONE = 0
+_NOTHING = 0
+# How many more charges are accounted at once, at least; later as many as there were.
+_AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What costs add up for: events that protect the same unit under the same relation."""
+
+    unit: str
+    relation: Relation
+
+    def __str__(self) -> str:
+        return f"for each {self.unit} ({self.relation})"
+
+
+class Accounts:
+    """What every owner was charged with, by what adds up."""
+
+    def __init__(self) -> None:
+        self._histories: dict[Scope, Histories] = {}
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """Those of all charges."""
+        return tuple(scope for scope, histories in self._histories.items() if not histories.empty)
+
+    def of(self, scope: Scope) -> "Histories":
+        """Return what owners were charged with in a scope."""
+        return self._histories.setdefault(scope, Histories(scope.relation))
+
+    def why_not(
+        self, budget: JointBudget | None, scope: Scope, charges: Iterable[tuple[int, DpEvent]], *, private: bool
+    ) -> str | None:
+        """Return why a budget does not cover these charges, of different owners; None if it does, or there is none."""
+        if budget is None:
+            return None
+        limit = f"the ledger's budget, epsilon {budget.epsilon:g} at delta {budget.delta:g} for all runs together"
+        if others := [other for other in self.scopes if other != scope]:
+            return f"charges {scope} don't add up with those {others[0]} under {limit}"
+        if not private:
+            return f"noise from a fixed seed is within no budget, nor {limit}"
+        return None if self.of(scope).covers(budget, charges) else f"it would pass {limit}"
+
+
+class Histories:
+    """How often every owner was charged with which event, in one scope; every client also has what is everyone's.
+
+    Args:
+        relation: of the events.
+    """
+
+    def __init__(self, relation: Relation) -> None:
+        self._relation = relation
+        self._events: list[DpEvent] = []
+        self._places: dict[DpEvent, int] = {}
+        self._counts: list[tuple[tuple[int, int], ...]] = [()]
+        self._known: dict[tuple[tuple[int, int], ...], int] = {(): _NOTHING}
+        self._after: dict[tuple[int, int], int] = {}
+        self._of = array("q", [_NOTHING])
+        self._costs: dict[tuple[int, int, float], Cost] = {}
+        self._left: dict[tuple[int, int, int], int] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was charged that costs anything."""
+        return len(self._counts) == 1
+
+    def charge(self, owner: int, event: DpEvent) -> None:
+        """Charge an owner with an event."""
+        place = self._place(event)
+        if place is None:
+            return
+        if owner >= len(self._of):
+            self._of.extend([_NOTHING] * (owner + 1 - len(self._of)))
+        before = self._of[owner]
+        after = self._of[owner] = self._next(before, place)
+        if owner == EVERYONE:
+            counted = {key: left for key, left in self._left.items() if key[1:] == (before, place)}
+            self._left |= {(history, after, place): left - 1 for (history, _, _), left in counted.items() if left > 1}
+        elif (left := self._left.get((before, self._of[EVERYONE], place), 0)) > 1:
+            self._left[after, self._of[EVERYONE], place] = left - 1
+
+    def event(self, owner: int) -> DpEvent:
+        """Return all that an owner was charged with, alone and as one of all clients."""
+        return self._event(self._history(owner), self._of[EVERYONE])
+
+    def cost(self, owner: int, delta: float) -> Cost:
+        """Return what an owner was charged with costs."""
+        return self._cost(self._history(owner) if owner != EVERYONE else _NOTHING, delta)
+
+    def worst(self, delta: float) -> Cost:
+        """Return the largest cost of a client."""
+        return max((self._cost(history, delta) for history in self._distinct()), key=lambda cost: cost.epsilon)
+
+    def covers(self, budget: JointBudget, charges: Iterable[tuple[int, DpEvent]]) -> bool:
+        """Return whether these charges, at most one of each owner, leave everyone's cost within a budget."""
+        everyone, wanted = self._of[EVERYONE], set()
+        for owner, event in charges:
+            if (place := self._place(event)) is None:
+                continue
+            histories = self._distinct() if owner == EVERYONE else {self._history(owner)}
+            wanted |= {(history, everyone, place) for history in histories}
+        return all(self._affordable(budget, *one) > 0 for one in wanted)
+
+    def _affordable(self, budget: JointBudget, history: int, everyone: int, place: int) -> int:
+        """Return how many more of an event a history can be charged with; a lower bound above 0, or 0."""
+        key = (history, everyone, place)
+        if key not in self._left:
+            before = self._event(history, everyone)
+
+            def ahead(count: int) -> DpEvent:
+                return ComposedDpEvent([before, SelfComposedDpEvent(self._events[place], count)])
+
+            least = max(_AHEAD, sum(dict(self._counts[one]).get(place, 0) for one in (history, everyone)))
+            left = 0
+            while least and not left:  # a few more than one need no exact number
+                left = least if joint_cost(ahead(least), budget.delta, self._relation).epsilon <= budget.epsilon else 0
+                least //= 2
+            self._left[key] = left
+        return self._left[key]
+
+    def _place(self, event: DpEvent) -> int | None:
+        if isinstance(event, NoOpDpEvent):
+            return None
+        if event not in self._places:
+            self._places[event] = len(self._events)
+            self._events.append(event)
+        return self._places[event]
+
+    def _next(self, history: int, place: int) -> int:
+        """Return the history with one event more."""
+        if (history, place) not in self._after:
+            counts = dict(self._counts[history])
+            counts[place] = counts.get(place, 0) + 1
+            found = tuple(sorted(counts.items()))
+            if found not in self._known:
+                self._known[found] = len(self._counts)
+                self._counts.append(found)
+            self._after[history, place] = self._known[found]
+        return self._after[history, place]
+
+    def _history(self, owner: int) -> int:
+        return self._of[owner] if 0 < owner < len(self._of) else _NOTHING
+
+    def _distinct(self) -> set[int]:
+        return {_NOTHING, *self._of[1:]}
+
+    def _event(self, history: int, everyone: int) -> DpEvent:
+        counts = (*self._counts[history], *self._counts[everyone])
+        return ComposedDpEvent([SelfComposedDpEvent(self._events[place], count) for place, count in counts])
+
+    def _cost(self, history: int, delta: float) -> Cost:
+        key = (history, self._of[EVERYONE], delta)
+        if key not in self._costs:
+            self._costs[key] = joint_cost(self._event(*key[:2]), delta, self._relation)
+        return self._costs[key]
+
+
+def joint_cost(event: DpEvent, delta: float, relation: Relation) -> Cost:
+    """Return the least epsilon that can be proved of a composition.
+
+    Where no accountant takes all of it, epsilons add up: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
+
+    Raises:
+        UnsupportedEventError: if a part alone has no bound at this delta.
+    """
+    try:
+        return accounting.epsilon(event, delta=delta, relation=relation)
+    except UnsupportedEventError:
+        leaves = leaves_of(event)
+    pure = [(leaf, count) for leaf, count in leaves if isinstance(inner_of(leaf)[0], LaplaceDpEvent)]
+    parts = [
+        [SelfComposedDpEvent(leaf, count) for leaf, count in some] for some in (pure, [one for one in leaves if one not in pure])
+    ]
+    first, second = (
+        accounting.epsilon(ComposedDpEvent(part), delta=at, relation=relation)
+        for part, at in zip(parts, (0.0, delta), strict=True)
+    )
+    return Cost(
+        epsilon=first.epsilon + second.epsilon,
+        delta=delta,
+        relation=relation,
+        accountant=f"{first.accountant} + {second.accountant}",
+    )

@@ -1,0 +1,259 @@
+"""Runs on a server's ledger: charged in the file before a message leaves, a budget of all runs, and their joint epsilon."""
+
+import math
+import sqlite3
+from collections.abc import Iterable
+
+import pytest
+from dp_accounting import ComposedDpEvent, SelfComposedDpEvent
+from flwr.app import ConfigRecord, Message
+
+from flower_dp.clients import model_arrays
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy import accounting, ledger_lock
+from flower_dp.privacy.charge import EVERY_CLIENT, ledgers_of
+from flower_dp.privacy.server_ledger import JointBudget, LedgerError, ServerLedger
+from flower_dp.strategies import DPPASGD, DPFedAvg, EvaluationBudget, LocalEvaluation, PrivateEvaluation
+from tests.charges import events_of, own_ledgers
+from tests.contracts import METHODS, Words
+from tests.grids import LocalGrid, asks_to_train
+from tests.local_grids import linear
+from tests.stock import shifted, stock_app
+from tests.test_contract import SMALL, app_of, evaluating_stock_app
+
+WORDS = {"clip_norm": 0.5, "noise_multiplier": 4.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+
+
+class LookingGrid(LocalGrid):
+    """Looks into a ledger's file, by a connection of its own, when messages leave."""
+
+    path = None
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.seen = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        kinds = {message.metadata.message_type for message in messages}
+        if self.path is not None and ("evaluate" in kinds or any(map(asks_to_train, messages))):
+            db = sqlite3.connect(self.path)
+            found = db.execute(
+                "SELECT releases.name, charges.server_round FROM charges JOIN releases ON releases.id = release"
+            ).fetchall()
+            db.close()
+            self.seen.append((next(iter(kinds)), found[-1] if found else None, len(found)))
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.fixture
+def path(tmp_path):
+    tmp_path.chmod(0o700)
+    ServerLedger.create(tmp_path / "ledger.sqlite")
+    return tmp_path / "ledger.sqlite"
+
+
+def grid(path=None):
+    made = LookingGrid(stock_app(shifted(lambda node: 0.01 * node)), 4)
+    made.path = path
+    return made
+
+
+def run(strategy, path, num_rounds=3, looking=None):
+    strategy.start(looking or grid(), model_arrays(linear()), num_rounds=num_rounds)
+    return strategy
+
+
+def written(path):
+    with ServerLedger(path, read_only=True) as ledger:
+        return [ledger.charges(one.name) for one in ledger.runs]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(method, path):
+    arguments = Words()
+    strategy = method.strategy(arguments)
+    strategy.ledger = path
+    nodes = LookingGrid(app_of(method, arguments, SMALL, num_nodes=4), 4)
+    nodes.path = path
+    run(strategy, path, arguments.num_rounds, nodes)
+    trained = [entry for entry in nodes.seen if entry[1] is not None]
+    assert [(name, rounds, count) for _, (name, rounds), count in trained] == [(method.name, one, one) for one in (1, 2, 3)]
+    (charges,) = written(path)
+    found = {owner: events_of(ledger) for owner, ledger in ledgers_of(charge for _, charge in charges).items()}
+    assert found == {owner: events_of(*ledgers) for owner, ledgers in own_ledgers(strategy).items()}
+    assert strategy.statement.joint is None
+
+
+def test_evaluations_are_in_the_file_before_their_messages_leave(path):
+    evaluation = PrivateEvaluation(noise_multiplier=8.0, sampling=FullSampling(), every=2)
+    nodes = LookingGrid(evaluating_stock_app(), 4)
+    nodes.path = path
+    run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 4, nodes)
+    assert [(kind, *entry, count) for kind, entry, count in nodes.seen if entry] == [
+        ("train", "dp-fedavg", 1, 1),
+        ("train", "dp-fedavg", 2, 2),
+        ("evaluate", "private-evaluation", 2, 3),
+        ("train", "dp-fedavg", 3, 4),
+        ("train", "dp-fedavg", 4, 5),
+        ("evaluate", "private-evaluation", 4, 6),
+    ]
+
+
+def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, monkeypatch):
+    strategy, nodes = DPFedAvg(**WORDS, ledger=path), grid(path)
+    charge, calls = ServerLedger.charge, []
+
+    def full(self, *arguments, **named):
+        calls.append(1)
+        if len(calls) == 3:
+            raise LedgerError("ledger x: database or disk is full")
+        return charge(self, *arguments, **named)
+
+    monkeypatch.setattr(ServerLedger, "charge", full)
+    with pytest.raises(LedgerError, match="disk is full"):
+        run(strategy, path, 5, nodes)
+    assert [count for kind, entry, count in nodes.seen if entry] == [1, 2]
+    assert len(nodes.sent) == len([one for one in nodes.sent if one.metadata.message_type != "train"]) + 8
+    assert strategy.statement.num_rounds == 2 == len(written(path)[0])
+    # The lock is free again.
+    ServerLedger(path).close()
+
+
+def test_a_run_on_a_ledger_in_use_or_missing_ends_before_any_client_is_asked(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_lock, "_LOCK_SECONDS", 0.05)
+    nodes = grid()
+    with ServerLedger(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
+        run(DPFedAvg(**WORDS, ledger=path), path, 2, nodes)
+    with pytest.raises(LedgerError, match="does not exist"):
+        run(DPFedAvg(**WORDS, ledger=tmp_path / "other"), path, 2, nodes)
+    assert nodes.sent == []
+
+
+@pytest.mark.parametrize("value", ["", 3, b"x", object()])
+def test_what_is_no_path_is_refused(value):
+    with pytest.raises(ValueError, match=r"ledger=.*: must be the path of a server's ledger"):
+        DPFedAvg(**WORDS, ledger=value)
+
+
+# Several runs
+
+
+def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
+    first = run(DPFedAvg(**WORDS, ledger=path), path, 3)
+    evaluation = PrivateEvaluation(noise_multiplier=8.0, sampling=PoissonSampling(sampling_rate=0.5))
+    other = WORDS | {"noise_multiplier": 3.0, "sampling": PoissonSampling(sampling_rate=0.5), "delta": 1e-4}
+    second = run(DPFedAvg(**other, evaluation=evaluation, ledger=path), path, 4, LookingGrid(evaluating_stock_app(), 4))
+    events = ComposedDpEvent([one.rules.ledger.event for one in (first, second)])
+    expected = accounting.epsilon(events, delta=1e-4, relation="add-or-remove-one").epsilon
+    joint = second.statement.joint
+    assert (joint.num_runs, joint.delta, joint.apart) == (2, 1e-4, ())
+    assert joint.epsilon == pytest.approx(expected, rel=1e-9)
+    assert joint.epsilon > second.statement.epsilon * 1.01
+    line = f"All 2 runs on this ledger together: epsilon {math.ceil(expected * 1e4) / 1e4:.4f} at delta 0.0001, accountant"
+    assert line in str(second.statement)
+    assert second.statement.to_dict()["joint"]["epsilon"] == joint.epsilon
+    assert first.statement.joint is None
+    assert "together" not in str(first.statement)
+
+
+def test_one_strategy_that_runs_twice_is_two_runs(path):
+    strategy = run(DPFedAvg(**WORDS, ledger=path), path, 2)
+    run(strategy, path, 3)
+    event = SelfComposedDpEvent(WORDS["sampling"].event(strategy.rules.release.mechanism.event(), 1, 4), 5)
+    expected = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
+    assert strategy.statement.joint.epsilon == pytest.approx(expected, rel=1e-9)
+    assert [len(charges) for charges in written(path)] == [2, 3]
+
+
+def local(path, **changes):
+    arguments = {"num_clients": 4, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3}
+    return DPPASGD(**arguments | {"num_steps": 3, "num_local_steps": 1, "learning_rate": 0.1} | changes, ledger=path)
+
+
+def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
+    method = next(one for one in METHODS if one.name == "dp-pasgd")
+    evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
+    charged = []
+    for changes in ({}, {"num_steps": 2}):
+        strategy = local(path, **changes, evaluation=evaluation)
+        strategy._manager = None
+        strategy.rules.plan(2)
+        strategy.rules.open(tuple(f"c{place}" for place in range(4)))
+        with ServerLedger(path) as ledger:
+            name = ledger.begin_run(method=strategy.rules.title, delta=1e-3)
+            for names in (("c0", "c1"), ("c1", "c2")):
+                charge = strategy.rules.training.next_charge(names)
+                ledger.charge(name, charge, charge.number)
+                strategy.rules.training.take(charge)
+        charged.append(strategy.rules.books.ledgers["c1"].event)
+    with ServerLedger(path) as ledger:
+        scope = next(iter(ledger.num_runs_by_scope))
+        assert scope.unit == method.unit
+        expected = accounting.epsilon(ComposedDpEvent(charged), delta=1e-3, relation="replace-one").epsilon
+        assert ledger.accounts.of(scope).worst(1e-3).epsilon == pytest.approx(expected, rel=1e-9)
+
+
+def test_runs_of_another_relation_are_told_apart(path):
+    run(DPFedAvg(**WORDS, relation="replace-one", ledger=path), path, 2)
+    second = run(DPFedAvg(**WORDS, ledger=path), path, 2)
+    joint = second.statement.joint
+    assert joint.num_runs == 1
+    assert joint.epsilon == pytest.approx(second.statement.epsilon, rel=1e-9)
+    assert joint.apart == ("1 runs for each client (replace-one)",)
+    assert "not in it, since no accountant adds them up: 1 runs for each client (replace-one)" in str(second.statement)
+
+
+def test_after_a_run_with_a_fixed_seed_nothing_is_private(path):
+    first = run(DPFedAvg(**WORDS, noise_seed=3, ledger=path), path, 1)
+    assert not first.statement.private
+    second = run(DPFedAvg(**WORDS, ledger=path), path, 1)
+    assert second.statement.private
+    assert second.statement.joint.epsilon == math.inf
+    assert second.statement.to_dict()["joint"]["epsilon"] is None
+    assert "together: epsilon infinite" in str(second.statement)
+
+
+# A budget of all runs
+
+
+def test_a_run_ends_before_the_round_that_the_ledgers_budget_does_not_cover(tmp_path):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "ledger.sqlite"
+    event = FullSampling().event(DPFedAvg(**WORDS).rules.release.mechanism.event(), 1, 4)
+
+    def cost(count):
+        return accounting.epsilon(SelfComposedDpEvent(event, count), delta=1e-3, relation="add-or-remove-one").epsilon
+
+    ServerLedger.create(path, JointBudget(epsilon=(cost(7) + cost(8)) / 2, delta=1e-3))
+    first = run(DPFedAvg(**WORDS, ledger=path), path, 5)
+    assert first.statement.num_rounds == 5
+    assert not first.incidents
+    nodes = grid(path)
+    second = run(DPFedAvg(**WORDS, ledger=path), path, 5, nodes)
+    assert second.statement.num_rounds == 2
+    assert [count for kind, entry, count in nodes.seen if entry] == [6, 7]
+    (incident,) = second.incidents
+    assert incident.startswith("ended before round 3: it would pass the ledger's budget, epsilon ")
+    assert second.statement.joint.epsilon <= (cost(7) + cost(8)) / 2
+    # It stays so, also for a caller with a loop of its own.
+    assert not second.configure_train(4, model_arrays(linear()), ConfigRecord(), grid())
+    with pytest.raises(ValueError, match="no round was run: ended before round 1: it would pass the ledger's budget"):
+        run(DPFedAvg(**WORDS, ledger=path), path, 5)
+    assert sum(map(len, written(path))) == 7
+
+
+def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_path, caplog):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "ledger.sqlite"
+    evaluation = PrivateEvaluation(noise_multiplier=0.5, sampling=FullSampling())
+    ServerLedger.create(path, JointBudget(epsilon=2.5, delta=1e-3))
+    strategy = run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 2, LookingGrid(evaluating_stock_app(), 4))
+    assert [charge.release for _, charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
+    assert "the evaluation of round 1 was left out: it would pass the ledger's budget" in caplog.text
+    assert not strategy.evaluations
+
+
+def test_the_owner_of_a_client_level_run_is_every_client(path):
+    run(DPFedAvg(**WORDS, ledger=path), path, 1)
+    assert written(path)[0][0][1].owners == (EVERY_CLIENT,)
