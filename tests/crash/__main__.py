@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import random
 import shutil
@@ -20,6 +21,8 @@ from tests.crash.witness import Heard
 
 # Of a run's first lives; the last one is not killed.
 MOST_KILLS = 3
+# So many of the points raise KeyboardInterrupt, in place of SIGKILL.
+INTERRUPTED = 0.25
 
 
 @dataclass(slots=True)
@@ -56,30 +59,31 @@ class Kills:
         shutil.rmtree(folder)
         return sum(line["passed"].values()), seconds
 
-    def run(self, at: int | None, num_points: int, seconds: float, least: int) -> None:
+    def run(self, at: int | None, num_points: int, seconds: float) -> None:
         """Kill a run at a point, or at a random time, go on, kill it perhaps again, and let it end."""
         folder, killed = self._new(), []
         for life in range(1, MOST_KILLS + 1):
             late = None if at else self._draw.uniform(0, seconds)
-            told = f"point {at}" if at else f"{late:.3f} s"
-            status = self._live(folder, life, at, late)
+            interrupts = at is not None and self._draw.random() < INTERRUPTED
+            told = f"{late:.3f} s" if at is None else f"point {at}{' (interrupted)' if interrupts else ''}"
+            status = self._live(folder, life, at, late, interrupts=interrupts)
             if status == 0:
                 break
-            if status != -9:
+            if status != (1 if interrupts else -9):
                 self._hole(folder, killed, f"life {life} failed: {self._tail(folder)}")
                 return
             killed.append(told)
-            self._count(folder, at)
+            self._count(folder, at, interrupts)
             holes = Holes()
             server.check_now(self._setup, folder, holes)
             for hole in holes.found:
                 self._hole(folder, killed, hole)
             if holes.found:
                 return
-            if self.tally.points >= least and self._draw.random() < 0.5:
+            if self._draw.random() < 0.5:
                 break
             at = self._draw.randrange(1, num_points) if self._draw.random() < 0.5 else None
-        if self._live(folder, MOST_KILLS + 1, None, None) != 0:
+        if status != 0 and self._live(folder, MOST_KILLS + 1, None, None) != 0:
             self._hole(folder, killed, f"it does not go on: {self._tail(folder)}")
             return
         self._end(folder, killed)
@@ -94,18 +98,18 @@ class Kills:
         if not holes.found and killed != ["no kill"]:
             shutil.rmtree(folder)
 
-    def _live(self, folder: Path, life: int, at: int | None, seconds: float | None) -> int:
-        return live(lambda: server.run(self._setup, folder, life, at), folder / "output", seconds)
+    def _live(self, folder: Path, life: int, at: int | None, seconds: float | None, *, interrupts: bool = False) -> int:
+        return live(lambda: server.run(self._setup, folder, life, at, interrupts=interrupts), folder / "output", seconds)
 
     def _new(self) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self._folder)) / "run"
         server.create(self._setup, folder)
         return folder
 
-    def _count(self, folder: Path, at: int | None) -> None:
+    def _count(self, folder: Path, at: int | None, interrupts: bool) -> None:
         self.tally.points += 1
         words = [line["kind"] for line in Heard.of(folder / "witness").all("killed")]
-        self.tally.kinds[words[-1] if at else "at a time"] += 1
+        self.tally.kinds["interrupted" if interrupts else words[-1] if at else "at a random time"] += 1
 
     def _hole(self, folder: Path, killed: Sequence[str], what: str) -> None:
         self.tally.holes.append(f"{self.name}: killed at {', '.join(killed)}: {what} [{folder}]")
@@ -130,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="an existing one; what failed stays there")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(dir=chosen.folder, prefix="crash-"))
     tallies = {}
     for name in chosen.methods:
@@ -137,9 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kills = Kills(name, server.SETUPS[name], folder, draw)
         total, seconds = kills.measure()
         for at in points_of(total, chosen.points, draw):
-            kills.run(at, total, seconds, least=0)
+            kills.run(at, total, seconds)
         for _ in range(chosen.times):
-            kills.run(None, total, seconds, least=0)
+            kills.run(None, total, seconds)
         tallies[name] = kills.tally
         print(f"{name:30} {total:5} points a run, {seconds:.1f} s; {kills.tally.points:5} killed {kills.tally.runs:5} runs {len(kills.tally.holes):3} holes", flush=True)
     kinds = sum((tally.kinds for tally in tallies.values()), Counter[str]())

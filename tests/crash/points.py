@@ -1,4 +1,4 @@
-"""Points at which a process kills itself: around everything that it does to files and messages."""
+"""Points at which a process is killed or interrupted: around everything that it does to files and messages."""
 
 import os
 import signal
@@ -15,24 +15,27 @@ _OF_DESCRIPTORS = ("fsync", "write", "pwrite", "ftruncate")
 
 
 class Points:
-    """Counts what a process does, and kills it (SIGKILL) when it gets to a number.
+    """Counts what a process does, and kills it (SIGKILL) when it gets to a number; or raises what Ctrl-C and Flower raise there.
 
     Each call of `os` that changes a file of the folder is two points, before and after; so is each statement of SQLite.
 
     Args:
         folder: whose files count.
         at: the number; None: it is never killed.
+        interrupts: whether a KeyboardInterrupt is raised instead.
         last_words: is told the kind of the point, right before.
     """
 
-    def __init__(self, folder: Path, at: int | None, last_words: Callable[[str], None]) -> None:
-        self._folder, self._at, self._last_words = str(folder.resolve()) + os.sep, at, last_words
+    def __init__(self, folder: Path, at: int | None, last_words: Callable[[str], None], *, interrupts: bool = False) -> None:
+        self._folder, self._at, self._last_words, self._interrupts = str(folder.resolve()) + os.sep, at, last_words, interrupts
         self.passed: Counter[str] = Counter()
 
     def here(self, kind: str) -> None:
         self.passed[kind] += 1
         if self.passed.total() == self._at:
             self._last_words(kind)
+            if self._interrupts:
+                raise KeyboardInterrupt
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, name: str, call: Callable[..., Any], counts: Callable[[Any], bool]) -> Callable[..., Any]:

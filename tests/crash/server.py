@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAdam
+from flwr.serverapp.strategy import FedAdam, Result
 
 from flower_dp import wire
 from flower_dp.clients import (
@@ -31,8 +31,11 @@ from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedPAQ, DPStrategy, LocalEvaluation, PrivateEvaluation, Scaffold
+from flower_dp.strategies.journal import OBSERVERS
 from flower_dp.strategies.run import Run
+from flower_dp.strategies.run_checkpoints import CheckpointPlace
 from tests.crash.points import Points
 from tests.crash.witness import Heard, Witness
 from tests.grids import LocalGrid, asks_to_train
@@ -171,6 +174,21 @@ class TellingGrid(LocalGrid):
         return replies
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Tells the witness of the statement that a run leaves behind; its checkpoints are where it says, as those of a run folder are."""
+
+    witness: Witness
+    checkpoints: CheckpointPlace
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        self.witness.say("line", round=line["round"])
+
+    def end(self, statement: PrivacyStatement, result: Result | None) -> None:
+        said = statement.to_dict()
+        self.witness.say("stated", **{name: said[name] for name in ("epsilon", "delta", "num_rounds", "incidents")})
+
+
 def digest(arrays: ArrayRecord) -> str:
     return hashlib.sha256(b"".join(array.numpy().tobytes() for array in arrays.values())).hexdigest()
 
@@ -201,10 +219,10 @@ def warm(setup: Setup, folder: Path) -> None:
     epsilon_of({setup.event(strategy.rules.training.name) or GaussianDpEvent(NOISE): 1}, DELTA, setup.relation)
 
 
-def run(setup: Setup, folder: Path, life: int, at: int | None) -> None:
+def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False) -> None:
     """Run, or go on, until the end or the point `at`."""
     witness = Witness(folder / "witness", life)
-    points = Points(folder, at, lambda kind: witness.say("killed", kind=kind))
+    points = Points(folder, at, lambda kind: witness.say("killed", kind=kind), interrupts=interrupts)
     grid, strategy = grid_of(setup, folder), setup.strategy()
     grid.witness, grid.points = witness, points
     learn = Run.learn
@@ -221,6 +239,8 @@ def run(setup: Setup, folder: Path, life: int, at: int | None) -> None:
         return MetricRecord({"loss": 0.0})
 
     setattr(Run, "learn", learnt)  # noqa: B010
+    place = CheckpointPlace(folder=folder / "checkpoint", resume=life > 1)
+    OBSERVERS.set(lambda: (Reader(witness=witness, checkpoints=place),))
     points.install()
     try:
         result = strategy.start(
@@ -228,19 +248,12 @@ def run(setup: Setup, folder: Path, life: int, at: int | None) -> None:
             model_arrays(linear()),
             num_rounds=NUM_ROUNDS,
             evaluate_fn=evaluate,
-            checkpoint_dir=folder / "checkpoint",
-            resume=life > 1,
         )
     finally:
         witness.say("points", passed=dict(points.passed))
-    said = strategy.statement.to_dict()
     witness.say(
         "ended",
         digest=digest(result.arrays),
-        epsilon=said["epsilon"],
-        delta=said["delta"],
-        num_rounds=said["num_rounds"],
-        incidents=list(said["incidents"]),
         reported=[report.server_round for report in strategy.rounds],
         evaluated=list(strategy.evaluations),
     )
@@ -291,6 +304,12 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
         models.setdefault(line["round"], set()).add(line["digest"])
     for number, digests in models.items():
         holes.unless(len(digests) == 1, f"round {number} has {len(digests)} models")
+    rounds: set[int] = set()
+    for line in heard.lines:
+        if line["what"] == "sent" and line["release"] != EVALUATION:
+            rounds.add(line["round"])
+        if line["what"] == "stated":
+            holes.unless(line["num_rounds"] >= len(rounds), f"{line['num_rounds']} rounds are stated, and {sorted(rounds)} were asked")
     noised = Counter(line["round"] for line in heard.all("noised"))
     holes.unless(all(count == 1 for count in noised.values()), f"noise was added twice in a round: {dict(noised)}")
     if setup.local:
@@ -311,10 +330,10 @@ def check_devices(folder: Path, told: Counter[Any], charged: Mapping[Any, set[st
 def check_end(setup: Setup, folder: Path, holes: Holes) -> None:
     """After the last life: every round was charged, the statement has the cost of all that was released, and names what is not finished."""
     heard = Heard.of(folder / "witness")
-    (ended,) = list(heard.all("ended"))[-1:] or [None]
-    if ended is None:
+    if not list(heard.all("ended")):
         holes.found.append("the run did not end")
         return
+    ended = {**list(heard.all("stated"))[-1], **list(heard.all("ended"))[-1]}
     charges = charges_of(folder)
     trained = {number for number, charge in charges if charge.release != EVALUATION}
     evaluated = {number for number, charge in charges if charge.release == EVALUATION}
