@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from tests.crash import server
+from tests.crash import device, server
 from tests.crash.lives import live, seconds_of
 from tests.crash.server import Holes, Setup
 from tests.crash.witness import Heard
@@ -23,6 +24,10 @@ from tests.crash.witness import Heard
 MOST_KILLS = 3
 # So many of the points raise KeyboardInterrupt, in place of SIGKILL.
 INTERRUPTED = 0.25
+WHOM: dict[str, tuple[ModuleType, Setup]] = {
+    **{name: (server, setup) for name, setup in server.SETUPS.items()},
+    **{f"device, {name}": (device, setup) for name, setup in device.DEVICES.items()},
+}
 
 
 @dataclass(slots=True)
@@ -40,13 +45,14 @@ class Kills:
 
     Args:
         name: of the method.
+        who: what is killed: the module `server` or `device`.
         setup: the method.
         folder: where the runs are.
         draw: points and times.
     """
 
-    def __init__(self, name: str, setup: Setup, folder: Path, draw: random.Random) -> None:
-        self.name, self._setup, self._folder, self._draw = name, setup, folder, draw
+    def __init__(self, name: str, who: ModuleType, setup: Setup, folder: Path, draw: random.Random) -> None:
+        self.name, self._who, self._setup, self._folder, self._draw = name, who, setup, folder, draw
         self.tally = Tally()
 
     def measure(self) -> tuple[int, float]:
@@ -75,7 +81,7 @@ class Kills:
             killed.append(told)
             self._count(folder, at, interrupts)
             holes = Holes()
-            server.check_now(self._setup, folder, holes)
+            self._who.check_now(self._setup, folder, holes)
             for hole in holes.found:
                 self._hole(folder, killed, hole)
             if holes.found:
@@ -91,15 +97,15 @@ class Kills:
     def _end(self, folder: Path, killed: Sequence[str]) -> None:
         self.tally.runs += 1
         holes = Holes()
-        server.check_now(self._setup, folder, holes)
-        server.check_end(self._setup, folder, holes)
+        self._who.check_now(self._setup, folder, holes)
+        self._who.check_end(self._setup, folder, holes)
         for hole in holes.found:
             self._hole(folder, killed, hole)
         if not holes.found and killed != ["no kill"]:
             shutil.rmtree(folder)
 
     def _live(self, folder: Path, life: int, at: int | None, seconds: float | None, *, interrupts: bool = False) -> int:
-        return live(lambda: server.run(self._setup, folder, life, at, interrupts=interrupts), folder / "output", seconds)
+        return live(lambda: self._who.run(self._setup, folder, life, at, interrupts=interrupts), folder / "output", seconds)
 
     def _new(self) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self._folder)) / "run"
@@ -130,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--points", type=int, help="of each method, drawn from all; default: all")
     parser.add_argument("--times", type=int, default=20, help="runs of each method that are killed at random times")
-    parser.add_argument("--methods", nargs="*", default=list(server.SETUPS))
+    parser.add_argument("--methods", nargs="*", default=list(WHOM), help=", ".join(WHOM))
     parser.add_argument("--folder", type=Path, help="an existing one; what failed stays there")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -139,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tallies = {}
     for name in chosen.methods:
         draw = random.Random(f"{chosen.seed} {name}")
-        kills = Kills(name, server.SETUPS[name], folder, draw)
+        kills = Kills(name, *WHOM[name], folder, draw)
         total, seconds = kills.measure()
         for at in points_of(total, chosen.points, draw):
             kills.run(at, total, seconds)
