@@ -24,6 +24,8 @@ from tests.crash.witness import Heard
 MOST_KILLS = 3
 # So many of the points raise KeyboardInterrupt, in place of SIGKILL.
 INTERRUPTED = 0.25
+# So many processes write a checkpoint after every round; the others where it takes little of their time.
+OFTEN = 0.5
 WHOM: dict[str, tuple[ModuleType, Setup]] = {
     **{name: (server, setup) for name, setup in server.SETUPS.items()},
     **{f"device, {name}": (device, setup) for name, setup in device.DEVICES.items()},
@@ -105,7 +107,9 @@ class Kills:
             shutil.rmtree(folder)
 
     def _live(self, folder: Path, life: int, at: int | None, seconds: float | None, *, interrupts: bool = False) -> int:
-        return live(lambda: self._who.run(self._setup, folder, life, at, interrupts=interrupts), folder / "output", seconds)
+        often = self._draw.random() < OFTEN
+        run = self._who.run
+        return live(lambda: run(self._setup, folder, life, at, interrupts=interrupts, often=often), folder / "output", seconds)
 
     def _new(self) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self._folder)) / "run"

@@ -41,7 +41,7 @@ def _heard(reply: Message, asked: list[str]) -> list[str]:
     return [name for place, name in enumerate(asked) if place not in refused]
 
 
-def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False) -> None:
+def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False, often: bool = False) -> None:
     """Reply to a server that begins anew in every life, until the run ends, the budget is spent, or the point `at`."""
     witness = Witness(folder / "witness", life)
     points = Points(folder, at, lambda kind: witness.say("killed", kind=kind), interrupts=interrupts)

@@ -41,6 +41,7 @@ def _become(body: Callable[[], None], output: Path) -> NoReturn:
         log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout = sys.stderr = os.fdopen(log, "a", buffering=1)  # a test's runner may have put its own there
         body()
         status = 0
     except BaseException:

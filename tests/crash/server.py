@@ -33,6 +33,7 @@ from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedPAQ, DPStrategy, LocalEvaluation, PrivateEvaluation, Scaffold
+from flower_dp.strategies import run_checkpoints
 from flower_dp.strategies.journal import OBSERVERS
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_checkpoints import CheckpointPlace
@@ -219,8 +220,8 @@ def warm(setup: Setup, folder: Path) -> None:
     epsilon_of({setup.event(strategy.rules.training.name) or GaussianDpEvent(NOISE): 1}, DELTA, setup.relation)
 
 
-def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False) -> None:
-    """Run, or go on, until the end or the point `at`."""
+def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False, often: bool = False) -> None:
+    """Run, or go on, until the end or the point `at`; `often`: with a checkpoint after every round, however short."""
     witness = Witness(folder / "witness", life)
     points = Points(folder, at, lambda kind: witness.say("killed", kind=kind), interrupts=interrupts)
     grid, strategy = grid_of(setup, folder), setup.strategy()
@@ -241,6 +242,8 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
     setattr(Run, "learn", learnt)  # noqa: B010
     place = CheckpointPlace(folder=folder / "checkpoint", resume=life > 1)
     OBSERVERS.set(lambda: (Reader(witness=witness, checkpoints=place),))
+    if often:
+        setattr(run_checkpoints, "_SHARE", 1.0)  # noqa: B010
     points.install()
     try:
         result = strategy.start(
