@@ -143,6 +143,7 @@ def app(
             evaluate_fn=_evaluation(functions.evaluate, model, strategy, settings),
             on_round=on_round,
             model=model,
+            resume=settings.resume,
             timeout=settings.round_timeout,
         )
 

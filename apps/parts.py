@@ -83,6 +83,7 @@ def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
         "trusted_server": own.trusted_server,
         "min_reply_ratio": own.min_reply_ratio or None,
         "report_client_metrics": settings.report_client_metrics,
+        "ledger": settings.ledger_path(),
         "evaluation": evaluation_of(settings),
     }
 
@@ -179,6 +180,7 @@ def local_words(settings: Settings, sizes: Sizes) -> dict[str, Any]:
         "num_clients": settings.num_clients,
         "num_records": dict(sizes()),
         "report_client_metrics": settings.report_client_metrics,
+        "ledger": settings.ledger_path(),
         "evaluation": local_evaluation_of(settings),
     }
 

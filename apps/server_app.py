@@ -41,6 +41,7 @@ def main(grid: Grid, context: Context) -> None:
         path=settings.output_path(),
         evaluate_fn=_evaluation(settings, model, public),
         not_covered=_left_out(settings),
+        resume=settings.resume,
         timeout=settings.round_timeout,
     )
 

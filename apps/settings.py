@@ -83,6 +83,8 @@ class Settings:
     round_timeout: float = 600.0
     seed: int = 0
     output_dir: str = ""
+    resume: bool = False
+    server_ledger: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
 
     def check(self, findings: checks.Findings) -> None:
@@ -156,6 +158,10 @@ class Settings:
     def output_path(self) -> Path | None:
         """The run's folder; None for a new one in the default place."""
         return Path(self.output_dir).expanduser() if self.output_dir else None
+
+    def ledger_path(self) -> Path | None:
+        """The server's ledger, which several runs share; None for none."""
+        return Path(self.server_ledger).expanduser() if self.server_ledger else None
 
 
 def sampled(settings: Settings, samplings: tuple[str, ...], findings: checks.Findings) -> Settings:

@@ -163,7 +163,7 @@ def test_rounds_after_the_last_checkpoint_stay_charged(method, tmp_path, monkeyp
     case.grid.dies = ("train", 3, "kill -9")
     case.start(resume=False)
     again = case.start()
-    assert list(again.incidents)[:3] == [f"round {number} was charged and not finished" for number in (1, 2, 3)]
+    assert again.incidents[0] == "rounds 1 to 3 were charged and not finished"
     assert case.grid.rounds_sent() == [1, 2]
     assert alike(told(again), told(whole))
 

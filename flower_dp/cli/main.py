@@ -17,6 +17,7 @@ app = typer.Typer(
 for _command in (
     new_apps.new,
     runs.run,
+    runs.statement,
     runs.presets,
     comparison.compare,
     accounting.epsilon,

@@ -1,7 +1,9 @@
 """Running an app: flower-dp run | presets."""
 
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,7 @@ import typer
 from flower_dp.cli.errors import fail, refuse
 
 if TYPE_CHECKING:
+    from flower_dp.running.launched import Launched
     from flower_dp.running.progress import Display
 
 
@@ -56,14 +59,26 @@ def run(
     engine: Annotated[
         Engine, typer.Option(help="ray: flower-dp's own, with short rounds; flower: Flower's, by `flwr run`.")
     ] = Engine.RAY,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with the run in this folder, as it was begun.", show_default=False),
+    ] = None,
 ) -> None:
     """Run a Flower app on this machine, and leave no process running.
 
-    Give the name of one of flower-dp's presets or tasks, or the folder of a Flower app; else flower-dp's own app runs.
+    Give the name of one of flower-dp's presets or tasks, or the folder of a Flower app; else flower-dp's own app runs. A run that
+    was interrupted, or whose processes were killed, goes on with --resume RUN: a round that was charged and not finished stays
+    charged.
 
     Exit status: 0 the app ran to its end, 1 it failed, 2 bad options, 130 interrupted.
     """
-    from flower_dp.running import apps, launch, plugins, preflight, progress, run_folder, superlink, workplace
+    if resume is not None:
+        others = {"PRESET": target, "--set": setting, "--output-dir": output_dir}
+        if given := [name for name, value in others.items() if value]:
+            refuse(f"{given[0]}: a run that goes on keeps its app, its settings and its folder")
+        _go_on(resume, workers)
+        return
+    from flower_dp.running import apps, launched, plugins, preflight, run_folder
 
     try:
         what = apps.resolve(target, setting or [])
@@ -83,41 +98,108 @@ def run(
         folder = run_folder.new_folder(wanted or None, what.name)
     except (ValueError, OSError) as error:
         refuse(str(error))
+    begun = launched.Launched(
+        app="" if what.app.own else str(what.app.folder),
+        name=what.name,
+        overrides=overrides,
+        engine=engine.value,
+        workers=num_workers,
+        supernodes=num_supernodes,
+        gpus_per_worker=gpus_per_worker,
+    )
+    with ExitStack() as stack:
+        if is_new:
+            stack.callback(_remove_if_empty, folder)
+        stack.callback(begun.forget, folder)
+        begun.write(folder)
+        if supernodes is None and num_supernodes > num_workers:
+            typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
+        _launch(begun, folder)
+
+
+def _go_on(folder: Path, workers: int | None) -> None:
+    """Go on with a run."""
+    from flower_dp.core.environment import RESUMED
+    from flower_dp.running import launched
+
+    folder = folder.expanduser().absolute()
     try:
+        begun = launched.Launched.read(folder)
+    except ValueError as error:
+        refuse(str(error))
+    _launch(begun if workers is None else replace(begun, workers=workers), folder, resume=RESUMED)
+
+
+def statement(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of `flower-dp run`.", show_default=False)],
+) -> None:
+    """Make a run's statement again, from its folder: of all that was charged, whatever has ended the run.
+
+    The run's ServerApp starts, sends nothing, and ends when the statement and the model of the last checkpoint are written.
+
+    Exit status: 0 the statement is in the folder, 1 it could not be made, 2 bad options.
+    """
+    from flower_dp.core.environment import STATED
+    from flower_dp.running import launched
+
+    folder = run.expanduser().absolute()
+    try:
+        begun = launched.Launched.read(folder)
+    except ValueError as error:
+        refuse(str(error))
+    _launch(begun, folder, resume=STATED)
+
+
+def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
+    """Run an app in a folder, and tell how that ended."""
+    from flower_dp.core.environment import STATED
+    from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
+
+    again = f"It goes on with: flower-dp run --resume {shlex.quote(str(folder))}"
+    try:
+        app = begun.target.app
         with ExitStack() as stack:
-            if is_new:
-                stack.callback(_remove_if_empty, folder)
-            if not what.app.own:
-                stack.enter_context(workplace.app_files_linked(folder, what.app.folder))
-            if supernodes is None and num_supernodes > num_workers:
-                typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
-            screen = _Screen(stack.enter_context(progress.display()), quiet=what.app.own)
+            if not app.own:
+                stack.enter_context(workplace.app_files_linked(folder, app.folder))
+            screen = _Screen(stack.enter_context(progress.display()), quiet=app.own)
             outcome = launch.launch(
-                what.app.folder if engine is Engine.RAY else stack.enter_context(apps.unpacked(what.app, overrides)),
-                overrides=overrides,
+                app.folder if begun.engine == Engine.RAY else stack.enter_context(apps.unpacked(app, begun.overrides)),
+                overrides=begun.overrides,
                 output_dir=folder,
-                working_dir=None if what.app.own else folder,
-                num_workers=num_workers,
-                num_supernodes=num_supernodes,
-                gpus_per_worker=gpus_per_worker,
+                working_dir=None if app.own else folder,
+                num_workers=begun.workers,
+                num_supernodes=begun.supernodes,
+                gpus_per_worker=begun.gpus_per_worker,
                 on_progress=screen.show,
                 on_log=screen.tell,
-                engine=engine.value,
+                engine="flower" if begun.engine == Engine.FLOWER else "ray",
+                resume=resume,
             )
     except ValueError as error:
         refuse(str(error))
     except launch.Interrupted as signal:
+        text = _told(folder)
         where = f"; its folder is {folder}" if folder.exists() else ""
-        fail(f"{signal}; nothing is left running{where}", 128 + signal.signum)
+        more = f"\n{text}{again}" if text else ""
+        fail(f"{signal}; nothing is left running{where}{more}", 128 + signal.signum)
     except (superlink.LaunchError, OSError) as error:
         fail(str(error), 1)
-    statement = folder / run_folder.STATEMENT_TEXT
+    text = _told(folder)
     if not outcome.completed:
-        released = f"\nWhat it released before is in {statement}" if statement.is_file() else ""
-        fail(f"the run failed: {outcome.details}\nFlower's log is {folder / run_folder.LOG}{released}", 1)
+        more = again if text and resume != STATED else ""
+        fail(f"the run failed: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{text}{more}".rstrip(), 1)
+    statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"results: {folder}")
+
+
+def _told(folder: Path) -> str:
+    """Return where the statement of a run that did not end is."""
+    from flower_dp.running import run_folder
+
+    statement = folder / run_folder.STATEMENT_TEXT
+    return f"What it released before is in {statement}\n" if statement.is_file() else ""
 
 
 class _Screen:

@@ -48,9 +48,9 @@ class Accounts:
         return self._histories.setdefault(scope, Histories(scope.relation))
 
     def why_not(
-        self, budget: JointBudget | None, scope: Scope, charges: Iterable[tuple[int, DpEvent]], *, private: bool
+        self, budget: JointBudget | None, scope: Scope, charges: Iterable[tuple[int, int | None]], *, private: bool
     ) -> str | None:
-        """Return why a budget does not cover these charges, of different owners; None if it does, or there is none."""
+        """Return why a budget does not cover charges, each an owner and a place; None if it does, or there is none."""
         if budget is None:
             return None
         limit = f"the ledger's budget, epsilon {budget.epsilon:g} at delta {budget.delta:g} for all runs together"
@@ -84,9 +84,17 @@ class Histories:
         """Whether nothing was charged that costs anything."""
         return len(self._counts) == 1
 
-    def charge(self, owner: int, event: DpEvent) -> None:
-        """Charge an owner with an event."""
-        place = self._place(event)
+    def place(self, event: DpEvent) -> int | None:
+        """Return the place of an event, by which owners are charged with it; None for one that costs nothing."""
+        if isinstance(event, NoOpDpEvent):
+            return None
+        if event not in self._places:
+            self._places[event] = len(self._events)
+            self._events.append(event)
+        return self._places[event]
+
+    def charge(self, owner: int, place: int | None) -> None:
+        """Charge an owner with the event of a place."""
         if place is None:
             return
         if owner >= len(self._of):
@@ -98,6 +106,10 @@ class Histories:
             self._left |= {(history, after, place): left - 1 for (history, _, _), left in counted.items() if left > 1}
         elif (left := self._left.get((before, self._of[EVERYONE], place), 0)) > 1:
             self._left[after, self._of[EVERYONE], place] = left - 1
+
+    def has(self, owner: int) -> bool:
+        """Return whether an owner was charged itself, and not as one of all clients alone."""
+        return owner < len(self._of) and self._of[owner] != _NOTHING
 
     def event(self, owner: int) -> DpEvent:
         """Return all that an owner was charged with, alone and as one of all clients."""
@@ -111,11 +123,11 @@ class Histories:
         """Return the largest cost of a client."""
         return max((self._cost(history, delta) for history in self._distinct()), key=lambda cost: cost.epsilon)
 
-    def covers(self, budget: JointBudget, charges: Iterable[tuple[int, DpEvent]]) -> bool:
-        """Return whether these charges, at most one of each owner, leave everyone's cost within a budget."""
+    def covers(self, budget: JointBudget, charges: Iterable[tuple[int, int | None]]) -> bool:
+        """Return whether charges, each an owner and a place, at most one of each owner, leave everyone within a budget."""
         everyone, wanted = self._of[EVERYONE], set()
-        for owner, event in charges:
-            if (place := self._place(event)) is None:
+        for owner, place in charges:
+            if place is None:
                 continue
             histories = self._distinct() if owner == EVERYONE else {self._history(owner)}
             wanted |= {(history, everyone, place) for history in histories}
@@ -137,14 +149,6 @@ class Histories:
                 least //= 2
             self._left[key] = left
         return self._left[key]
-
-    def _place(self, event: DpEvent) -> int | None:
-        if isinstance(event, NoOpDpEvent):
-            return None
-        if event not in self._places:
-            self._places[event] = len(self._events)
-            self._events.append(event)
-        return self._places[event]
 
     def _next(self, history: int, place: int) -> int:
         """Return the history with one event more."""

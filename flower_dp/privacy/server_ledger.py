@@ -188,6 +188,7 @@ class ServerLedger:
             check_last(db, content)
             key, of = release_of(db, content, run, charge)
             texts = {event: text_of(event) for event in set(charge.events)}
+            said = [texts[event] for event in charge.events]
             terms = {text: row_of(db, "terms", "event", text) for text in texts.values()}
             owners = [row_of(db, "owners", "name", name) for name in charge.owners]
             entry = Entry(
@@ -197,15 +198,17 @@ class ServerLedger:
                 server_round=server_round,
                 shares=charge.shares,
                 owners=owners,
-                terms=[terms[texts[event]] for event in charge.events],
+                terms=[terms[text] for text in said],
             )
             everyone = owners[charge.owners.index(EVERY_CLIENT)] if EVERY_CLIENT in charge.owners else self._everyone
             ids = [EVERYONE if owner == everyone else owner for owner in owners]
-            scope, wanted = Scope(unit=of.unit, relation=of.relation), zip(ids, charge.events, strict=True)
+            scope = Scope(unit=of.unit, relation=of.relation)
+            places = {text: self.accounts.of(scope).place(event) for event, text in texts.items()}
+            wanted = zip(ids, [places[text] for text in said], strict=True)
             if reason := self.accounts.why_not(content.budget, scope, wanted, private=entry.run.private):
                 raise BudgetSpentError(reason)
             number = content.num_charges + 1
-            digest = digest_of(content.digest, entry, charge.owners, [texts[event] for event in charge.events])
+            digest = digest_of(content.digest, entry, charge.owners, said)
             columns = (number, key, entry.number, server_round, entry.shares, digest)
             db.execute("INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?)", columns)
             rows = ((number, owner, one) for owner, one in zip(owners, entry.terms, strict=True))
@@ -294,7 +297,8 @@ class ServerLedger:
     def _count(self, entry: Entry, accounts: Accounts | None = None) -> None:
         """Add a charge to what owners were charged with."""
         scope = Scope(unit=entry.release.unit, relation=entry.release.relation)
-        events = self._content.events
+        events, private = self._content.events, entry.run.private
         histories = (self.accounts if accounts is None else accounts).of(scope)
+        places = {one: histories.place(events[one] if private else NonPrivateDpEvent()) for one in set(entry.terms)}
         for owner, one in zip(entry.owners, entry.terms, strict=True):
-            histories.charge(self._id(owner), events[one] if entry.run.private else NonPrivateDpEvent())
+            histories.charge(self._id(owner), places[one])

@@ -12,7 +12,7 @@ from flower_dp.running.apps import own_module
 Config = Mapping[str, Any]
 
 # Keys in which repetitions of the same run may differ.
-REPEATED = ("seed", "output-dir")
+REPEATED = ("seed", "output-dir", "resume", "server-ledger")
 # Settings that say how much noise there is, by the last part of their keys: a line of accuracy against epsilon goes through them.
 NOISE = ("epsilon", "client-epsilons", "paper-epsilon", "noise-multiplier", "target-epsilon", "delta")
 # Settings whose values name the table of settings that is read.

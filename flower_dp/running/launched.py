@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flower_dp.running.apps import App, Target, own_app, read_app
-from flower_dp.running.run_folder import CHECKPOINT, write_whole
+from flower_dp.running.run_folder import CHECKPOINT, CONFIG, write_whole
 from flower_dp.running.values import Value
 
 _FILE = "launch.json"
@@ -55,7 +55,7 @@ class Launched:
     def forget(folder: Path) -> None:
         """Remove it from the folder of a run that did not begin."""
         place = folder / CHECKPOINT
-        if place.is_dir() and os.listdir(place) == [_FILE]:
+        if not (folder / CONFIG).exists() and place.is_dir() and os.listdir(place) == [_FILE]:
             (place / _FILE).unlink()
             place.rmdir()
 

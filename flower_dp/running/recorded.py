@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.core.environment import RESUME, RUN_CONFIG, STATED
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running.run_folder import CHECKPOINT, RunFolder
+from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
 from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
@@ -81,7 +81,7 @@ class Recording:
         """
         launched = os.environ.pop(RESUME, "") if path is None else ""  # an app's second run is a new one
         resume = resume or bool(launched)
-        again = resume and (path is None or (Path(path).expanduser() / CHECKPOINT).is_dir())
+        again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / CONFIG).is_file())
         folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name, over_links=over_links)
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch(on_line=lambda line: None)
@@ -148,7 +148,7 @@ def record_run(
         on_round: called with every line, as the strategies' argument of this name.
         model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
             rest, and `RunFolder.model_into` takes no other base.
-        resume: go on with the run in the folder `path`, from its last checkpoint; if there is none, a new run begins there.
+        resume: go on with the run in the folder `path`, from its last checkpoint; if there is no run, a new one begins there.
         arguments: further arguments of `strategy.start`.
 
     Raises:

@@ -13,12 +13,12 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core import checks
-from flower_dp.core.environment import RUN_FOLDER
+from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running import progress as screen
 from flower_dp.running.apps import own_module, resolve, with_values
 from flower_dp.running.recorded import WATCH, Watch, unasked
-from flower_dp.running.run_folder import STATEMENT_TEXT, new_folder
+from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.modules import components, forget, own_client_app
 from flower_dp.simulation.worker import Value
@@ -82,6 +82,7 @@ def simulate(
     gpus_per_node: float = 0.0,
     node_config: Callable[[int], Mapping[str, Value]] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Run:
     """Run a Flower app on this machine's cores, and return the run.
@@ -105,6 +106,8 @@ def simulate(
         gpus_per_node: the fraction of a GPU that a worker gets; with 0 it sees none.
         node_config: partition -> further settings of that node, as a device's owner would set them (`ledger-path`, for example).
         output_dir: the run folder, new or empty; None for a new one under `~/.flower-dp/runs`.
+        resume: the folder of a run that was interrupted, or failed: it goes on from its last checkpoint, with the same app and
+            settings. A run that has ended is not run again.
         progress: whether to show a progress bar, or a line a round where no bar can be shown.
 
     Raises:
@@ -131,8 +134,7 @@ def simulate(
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values))
-        folder = new_folder(output_dir, loaded.name) if output_dir is not None else None
-        stack.enter_context(_run_folder(folder))
+        stack.enter_context(_run_folder(_folder(output_dir, resume, loaded.name), resume=resume is not None))
         try:
             workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes)
             nodes = num_nodes or len(workers.actors)
@@ -151,9 +153,10 @@ def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
     observers = OBSERVERS.set(partial(unasked, loaded.run_config, loaded.name))
     try:
         loaded.server(grid, grid.server_context())
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if watch.statement is not None and watch.folder is not None:
             error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
+            error.add_note(f"It goes on with simulate(..., resume={str(watch.folder)!r})")
         raise
     finally:
         OBSERVERS.reset(observers)
@@ -196,21 +199,34 @@ def _from_folder(target: str, values: Mapping[str, Value]) -> Iterator[_Loaded]:
         forget(str(what.app.folder))  # another app may have modules of the same names
 
 
+def _folder(output_dir: Any, resume: Any, name: str) -> Path | None:
+    """Return the run folder; None for one that the app makes."""
+    if resume is None:
+        return new_folder(output_dir, name) if output_dir is not None else None
+    folder = Path(resume).expanduser().absolute()
+    if output_dir is not None:
+        raise ValueError(f"output_dir={str(output_dir)!r}: resume={str(resume)!r} is the folder of the run already")
+    if not (folder / CHECKPOINT).is_dir():
+        raise ValueError(f"resume={str(resume)!r}: is no folder of a run with a checkpoint")
+    return folder
+
+
 @contextmanager
-def _run_folder(folder: Path | None) -> Iterator[None]:
+def _run_folder(folder: Path | None, *, resume: bool) -> Iterator[None]:
     """Pass a folder to `RunFolder.create`, as `flower-dp run` does."""
     if folder is None:
         yield
         return
-    before = os.environ.get(RUN_FOLDER)
-    os.environ[RUN_FOLDER] = str(folder)
+    passed = {RUN_FOLDER: str(folder), RESUME: RESUMED if resume else ""}
+    before = {name: os.environ.get(name) for name in passed}
+    os.environ.update(passed)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[RUN_FOLDER]
-        else:
-            os.environ[RUN_FOLDER] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         with suppress(OSError):
             folder.rmdir()  # a run that did not begin leaves nothing
 

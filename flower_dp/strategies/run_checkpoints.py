@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,20 +161,21 @@ class RunCheckpoints:
     def _leave(self, charges: Iterable[tuple[int, Charge]]) -> None:
         run = self._run
         releases = {release.name: release for release in run.releases}
+        rounds: dict[str, list[int]] = {name: [] for name in releases}
         for server_round, charge in charges:
             release = releases.get(charge.release)
             if release is None:
-                raise CheckpointError(
-                    f"round {server_round}: {charge.release} was charged, and this strategy has no such release"
-                )
+                raise CheckpointError(f"{charge.release} was charged in round {server_round}, and is no release of this strategy")
             if charge.number > release.num_charged:
                 release.take(charge)
-            if training := release is run.rules.training:
+            if release is run.rules.training:
                 run.rules.unfinished(charge)
-            what = "" if training else "the evaluation of "
-            incident = f"{what}round {server_round} was charged and not finished"
-            if incident not in run.record.incidents:
-                run.note(incidents=(*run.record.incidents, incident))
+            rounds[release.name].append(server_round)
+        for name, numbers in rounds.items():
+            what = "" if name == run.rules.training.name else "the evaluation of "
+            for first, last in _ranges(numbers):
+                which = f"round {first} was" if first == last else f"rounds {first} to {last} were"
+                run.note(incidents=(*run.record.incidents, f"{what}{which} charged and not finished"))
 
     # Snapshots
 
@@ -230,3 +231,14 @@ class RunCheckpoints:
             log.warning("no checkpoint after round %s: %s; the one before it stays", now.server_round, error)
         self._written = now
         self._due = time.monotonic() + (time.monotonic() - started) * (1 - _SHARE) / _SHARE
+
+
+def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last number of every range without a gap."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found

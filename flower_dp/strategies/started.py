@@ -71,13 +71,12 @@ def followed(start: Start) -> Start:
         self.journal = journal = Journal(observers, words.get("num_rounds"))
         if words.get("evaluate_fn") is not None:
             words.change("evaluate_fn", journal.evaluated(words.get("evaluate_fn")))
-        where = None
-        result, failed, told = None, True, False
+        where, checkpoints = None, None
+        result, failed = None, True
         try:
             where = words.place(place_of(observers))
             self._run.checkpoints = checkpoints = RunCheckpoints(self._run, where)
             found = checkpoints.found
-            told = found is None
             if found is not None and (found.ended or (where is not None and where.only_state)):
                 self.begin()
                 self.go_on(found)
@@ -88,10 +87,10 @@ def followed(start: Start) -> Start:
         finally:  # what was released before a failure stays released
             self.journal = None
             # A run that could not go on has its statement, and one of this process would have nothing in it.
-            told = told or self._run.checkpoints.went_on
+            told = checkpoints is not None and (checkpoints.found is None or checkpoints.went_on)
             try:
-                if told:
-                    self._run.checkpoints.close(result, failed=failed)
+                if checkpoints is not None and told:
+                    checkpoints.close(result, failed=failed)
                     if self._manager is not None:  # before anybody is asked there is nothing to state
                         diagnostics.log_statement(self.statement)
             finally:

@@ -38,6 +38,7 @@ WORDS: dict[str, Any] = {
     "mask": ("top-k",),
     "engine": ("one-by-one",),
     "sampling": SAMPLINGS,
+    "server-ledger": ("/srv/ledger.sqlite",),
 }
 BESIDE = {
     "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
@@ -54,7 +55,7 @@ ADAPTIVE = {
     "largest-clip-norm": 7.0,
 }
 # Settings of words that no argument depends on: data, and the run's folder.
-DATA = ("task", "data-dir", "partition", "output-dir", "method")
+DATA = ("task", "data-dir", "partition", "output-dir", "resume", "method")
 
 # Of the arguments that the app passes, by class and argument: `DPFedSAM.clip_norm`.
 Passed = dict[str, Any]

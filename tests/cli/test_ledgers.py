@@ -1,13 +1,19 @@
 """flower-dp ledger."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
+from dp_accounting import GaussianDpEvent
 
 from flower_dp.cli import main as cli
+from flower_dp.privacy import accounting
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.server_ledger import JointBudget, ServerLedger
 from tests.privacy.test_ledger_file import terms
+from tests.privacy.test_server_ledger import charge, local
 
 
 @pytest.fixture
@@ -83,3 +89,132 @@ def test_a_file_that_is_no_ledger_and_a_bad_delta(call, tmp_path):
     assert call(path)[2].startswith(f"error: ledger {path}: is damaged, or no ledger (KeyError")
     assert call(tmp_path / "none")[0] == 2
     assert "--delta=1" in call(path, "--delta", "1")[2]
+
+
+# A server's ledger
+
+
+@pytest.fixture
+def path(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path / "ledger.sqlite"
+
+
+def charges(path, *runs):
+    with ServerLedger(path) as ledger:
+        for made in runs:
+            run = ledger.begin_run(method=f"method of {len(made)}", delta=1e-3)
+            for number, one in enumerate(made, start=1):
+                ledger.charge(run, replace(one, number=number), number)
+
+
+def gaussian(*multipliers):
+    together = GaussianDpEvent(1 / math.sqrt(sum(one**-2 for one in multipliers)))
+    return accounting.epsilon(together, delta=1e-5, relation="replace-one").epsilon
+
+
+def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
+    assert call(path, "--create-server", "--budget", 8, "--delta", 1e-6) == (
+        0,
+        "no run yet\nbudget of all runs together: epsilon 8 at delta 1e-06\n",
+        "",
+    )
+    status, out, err = call(path, "--create-server")
+    assert (status, out, err) == (2, "", f"error: ledger {path}: exists already\n")
+    with ServerLedger(path) as ledger:
+        assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6)
+    assert call(path.with_name("other"), "--create-server")[:2] == (0, "no run yet\n")
+    assert ServerLedger(path.with_name("other")).budget is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--create-server", "--budget", "8"], "--delta: a budget has no meaning without it"),
+        (["--create-server", "--budget", "-1", "--delta", "1e-5"], "epsilon=-1.0"),
+        (["--budget", "8"], "--budget: is of a server's ledger; add --create-server"),
+        (["--create-server", "--create", "a"], "--create: is of a device's ledger"),
+        ([], "does not exist; create it with `flower-dp ledger "),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_creates_nothing(call, path, arguments, why):
+    status, out, err = call(path, *arguments)
+    assert (status, out) == (2, "")
+    assert why in err
+    assert list(path.parent.iterdir()) == []
+
+
+def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
+    ServerLedger.create(path)
+    charges(path, [local(), local()], [local(owners=("b", "c"), event=GaussianDpEvent(3.0))], [charge()])
+    status, out, _ = call(path)
+    assert status == 0
+    lines = out.splitlines()
+    shown = [f"{math.ceil(gaussian(*one) * 1e4) / 1e4:.4f}" for one in ((2, 2), (3,), (2, 2, 3))]
+    assert lines[0].startswith("run ")
+    assert lines[0].endswith(f"2 x dp-pasgd; epsilon {shown[0]} (record, replace-one)")
+    assert f"epsilon {shown[1]} (record, replace-one)" in lines[1]
+    assert "method of 1" in lines[2]
+    assert lines[3:6] == [f"  b: epsilon {shown[2]}", f"  a: epsilon {shown[0]}", f"  c: epsilon {shown[1]}"]
+    assert lines[6].startswith(f"all 2 runs together (record, replace-one): epsilon {shown[2]} at delta 1e-05, accountant")
+    assert lines[7].startswith("  every client: epsilon ")
+    assert lines[8].startswith("all 1 runs together (client, add-or-remove-one): epsilon ")
+    assert lines[9] == "no accountant adds up costs of different units or relations: they are apart"
+    status, out, _ = call(path, "--json", "--delta", 1e-5)
+    told = json.loads(out)
+    assert told["joint"][0] == {
+        "unit": "record",
+        "relation": "replace-one",
+        "epsilon": pytest.approx(gaussian(2, 2, 3)),
+        "accountant": "gaussian-exact",
+        "runs": 2,
+    }
+    assert [one["charges"] for one in told["runs"].values()] == [{"dp-pasgd": 2}, {"dp-pasgd": 1}, {"dp-fedavg": 1}]
+    assert set(told["clients"]) == {"a", "b", "c", "every client"}
+    assert told["clients"]["b"][0]["epsilon"] == pytest.approx(gaussian(2, 2, 3))
+
+
+def test_the_delta_is_that_of_the_budget_unless_another_is_given(call, path):
+    ServerLedger.create(path, JointBudget(epsilon=100.0, delta=1e-3))
+    charges(path, [charge()])
+    for arguments, delta in (((), 1e-3), (("--delta", "1e-6"), 1e-6)):
+        told = json.loads(call(path, "--json", *arguments)[1])
+        expected = accounting.epsilon(GaussianDpEvent(2.0), delta=delta, relation="add-or-remove-one").epsilon
+        assert (told["delta"], told["joint"][0]["epsilon"]) == (delta, pytest.approx(expected))
+
+
+def test_the_folder_of_a_run_stands_for_its_ledger(call, path):
+    folder = path.parent / "run" / "checkpoint"
+    folder.mkdir(parents=True, mode=0o700)
+    ServerLedger.create(folder / "ledger.sqlite")
+    assert call(path.parent / "run")[:2] == (0, "no run yet\n")
+    status, out, err = call(path.parent)
+    assert (status, out) == (2, "")
+    assert "is a folder without a ledger: must have checkpoint/ledger.sqlite" in err
+
+
+def test_of_many_clients_those_who_were_charged_most_are_shown(call, path):
+    ServerLedger.create(path)
+    charges(path, [local(owners=tuple(f"c{number:02d}" for number in range(30))), local(owners=("c29",))])
+    lines = call(path)[1].splitlines()
+    assert lines[1].startswith("  c29: epsilon ")
+    assert lines[2].startswith("  c00: epsilon ")
+    assert lines[21] == "  and 10 others, with less: --json has all"
+    assert len(json.loads(call(path, "--json")[1])["clients"]) == 30
+
+
+def test_a_run_with_a_fixed_seed_is_told(call, path):
+    ServerLedger.create(path)
+    with ServerLedger(path) as ledger:
+        ledger.charge(ledger.begin_run(method="m", delta=1e-3, private=False), charge(), 1)
+    out = call(path)[1]
+    assert ", noise from a fixed seed: 1 x dp-fedavg; epsilon infinite: not private" in out
+    assert json.loads(call(path, "--json")[1])["joint"][0]["epsilon"] is None
+
+
+def test_a_damaged_server_ledger_is_an_error(call, path):
+    ServerLedger.create(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    status, out, err = call(path)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: ledger {path}: ")

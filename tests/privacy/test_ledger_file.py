@@ -457,3 +457,12 @@ def test_terms_of_a_numpy_number_are_the_same_line():
     assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
     assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
     assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).public == "its account was opened on other terms"
+
+
+def test_a_reply_of_several_releases_is_written_down_as_all_of_them(path):
+    """DP-PASGD with several local steps charges each of them; a ledger that could not hold that paid for no reply."""
+    steps = Terms(release=terms(mechanism=Gaussian(noise_multiplier=2.0)).release, num_replies=3, num_releases=4)
+    assert LedgerFile(path).charge({"a": steps}) == ({}, {"a": 1})
+    assert LedgerFile(path).charge({"a": steps}) == ({}, {"a": 2})
+    entry = LedgerFile(path).read()["a"]
+    assert entry.spent == SelfComposedDpEvent(SelfComposedDpEvent(GaussianDpEvent(2.0), 4), 2)

@@ -170,7 +170,6 @@ def test_it_is_written_so_that_a_crash_of_the_machine_loses_nothing(path):
         db = ledger._files.db
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert db.execute("PRAGMA synchronous").fetchone() == (2,)
-        assert db.execute("PRAGMA foreign_keys").fetchone() == (1,)
 
 
 def test_nothing_that_was_written_can_be_changed_or_removed(path):

@@ -1,0 +1,119 @@
+"""What a server's ledger costs: a round of a client-level run, and a round of 1,000 clients of a million.
+
+    python benchmarks/server_ledger.py [--clients 1000000] [--cohort 1000] [--rounds 200] [--folder FOLDER]
+
+Every round is drawn from clients who were charged before, and the ledger is on the disk of FOLDER. Beside each time is that of
+one write of 4 KiB with fsync there, which no ledger can do without.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.server_ledger import JointBudget, ServerLedger
+
+EVENT = PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0))
+
+
+def charge(number: int, owners: tuple[str, ...]) -> Charge:
+    """Return the next charge of these clients."""
+    return Charge(
+        release="dp-pasgd",
+        number=number,
+        kind="a benchmark",
+        unit="client",
+        relation="add-or-remove-one",
+        owners=owners,
+        events=(EVENT,) * len(owners),
+    )
+
+
+Times = list[tuple[float, float]]
+
+
+def told(what: str, times: Times) -> None:
+    """Print median, 95th percentile and maximum in milliseconds, and the median of the processor's time."""
+    of, processor = (sorted(1e3 * one for one in column) for column in zip(*times, strict=True))
+    print(
+        f"{what}: median {statistics.median(of):.2f} ms, 95 % below {of[int(0.95 * len(of))]:.2f} ms, at most {of[-1]:.2f} ms; "
+        f"median of the processor's time {statistics.median(processor):.2f} ms"
+    )
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds that a call takes, and those of the processor."""
+    started, busy = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - started, time.process_time() - busy
+
+
+def charged(ledger: ServerLedger, run: str, cohorts: list[tuple[str, ...]], first: int) -> Times:
+    """Charge cohorts, one after the other, and return how long each took."""
+    made = [charge(number, names) for number, names in enumerate(cohorts, start=first)]
+    return [timed(partial(ledger.charge, run, one, one.number)) for one in made]
+
+
+def fsyncs(folder: Path, count: int) -> Times:
+    """Return how long writes of 4 KiB with fsync take, over what is there already."""
+    descriptor = os.open(folder / "fsync", os.O_RDWR | os.O_CREAT, 0o600)
+    os.pwrite(descriptor, bytes(4096), 0)
+    os.fsync(descriptor)
+
+    def write() -> None:
+        os.pwrite(descriptor, os.urandom(4096), 0)
+        os.fsync(descriptor)
+
+    times = [timed(write) for _ in range(count)]
+    os.close(descriptor)
+    return times
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--clients", type=int, default=1_000_000)
+    parser.add_argument("--cohort", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--folder", help="on whose disk the ledger is; default: the folder of temporary files")
+    words = parser.parse_args()
+    rng = np.random.default_rng()
+    with tempfile.TemporaryDirectory(dir=words.folder) as name:
+        folder = Path(name)
+        told("one write of 4 KiB with fsync", fsyncs(folder, words.rounds))
+        for what, budget in (("", None), (", with a budget", JointBudget(epsilon=50.0, delta=1e-6))):
+            path = folder / f"every{bool(budget)}.sqlite"
+            ServerLedger.create(path, budget)
+            with ServerLedger(path) as ledger:
+                run = ledger.begin_run(method="benchmark", delta=1e-6)
+                told(f"a round of a client-level run{what}", charged(ledger, run, [(EVERY_CLIENT,)] * words.rounds, 1))
+        for what, budget in (("", None), (", with a budget", JointBudget(epsilon=50.0, delta=1e-6))):
+            path = folder / f"books{bool(budget)}.sqlite"
+            ServerLedger.create(path, budget)
+            names = [f"client-{number:07d}" for number in rng.permutation(words.clients)]
+            with ServerLedger(path) as ledger:
+                run = ledger.begin_run(method="benchmark", delta=1e-6)
+                parts = [tuple(names[start : start + 50_000]) for start in range(0, len(names), 50_000)]
+                charged(ledger, run, parts, 1)
+                cohorts = [
+                    tuple(names[place] for place in rng.choice(len(names), words.cohort, replace=False))
+                    for _ in range(words.rounds)
+                ]
+                times = charged(ledger, run, cohorts, len(parts) + 1)
+                told(f"a round of {words.cohort:,} of {words.clients:,} clients{what}", times)
+            seconds, busy = timed(lambda path=path: ServerLedger(path).close())  # type: ignore[misc]
+            size = path.stat().st_size / 1e6
+            print(f"  opened again, every charge checked: {seconds:.1f} s, processor {busy:.1f} s, {size:.0f} MB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
