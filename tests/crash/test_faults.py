@@ -12,6 +12,7 @@ import pytest
 
 from flower_dp.privacy import server_ledger
 from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from tests.crash import server
 from tests.crash.lives import live
@@ -194,3 +195,25 @@ def test_an_older_copy_of_everything_is_beyond_the_server_and_the_devices_own_bu
     assert all(count <= NUM_ROUNDS for count in counts)
     (ended,) = list(Heard.of(case.folder / "witness").all("stated"))[-1:]
     assert [line for line in ended["incidents"] if "did not count" in line], ended
+
+
+def test_an_interrupted_evaluation_of_the_last_round_is_made_up_for_and_ends_the_run(tmp_path):
+    """It was not charged: so it is not stated as unfinished, and the run has ended for good when it is made."""
+    case = Case(tmp_path, "private evaluation")
+
+    def before() -> None:
+        charge = ServerLedger.charge
+
+        def interrupted(self, run, one, server_round):
+            if (one.release, server_round) == (server.EVALUATION, NUM_ROUNDS):
+                raise KeyboardInterrupt
+            charge(self, run, one, server_round)
+
+        ServerLedger.charge = interrupted
+
+    assert case.live(before=before) == 1
+    assert case.live() == 0, case.output()[-2000:]
+    assert case.holes(ended=True) == []
+    checkpoint = CheckpointFolder(case.checkpoint).read()
+    assert checkpoint.ended
+    assert NUM_ROUNDS in checkpoint.state.evaluations
