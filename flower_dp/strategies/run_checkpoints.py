@@ -126,6 +126,10 @@ class RunCheckpoints:
         if isinstance(durable := self._run.durable, OnLedger):
             known = {release.name: release.num_charged for release in self._run.releases}
             self._leave(durable.charges(known))
+        if self._setting:  # it runs on; where only its last evaluation is left, no other snapshot comes
+            self._last = self._written = _Snapshot(
+                server_round=found.server_round, is_over=found.is_over, state=self._run.state, arrays=found.model
+            )
         self.went_on = True
 
     def ledger(self) -> Path | None:

@@ -1,0 +1,1 @@
+"""A run that outlives its SuperLink."""

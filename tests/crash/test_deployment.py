@@ -1,0 +1,117 @@
+"""A SuperLink that is killed -9 and started again, with SuperNodes that stay up: a ServerApp that is started again goes on with them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
+from tests.test_deployment import end_group, free_ports, listens, wait_until
+
+HERE = Path(__file__).resolve().parent
+BIN = Path(sys.executable).parent
+OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
+
+
+class Loop:
+    """SuperLink, SuperNodes and operator on one machine; each program has its own log."""
+
+    def __init__(self, folder):
+        self.folder, self.started = folder, []
+        self.port, *self.runtime = free_ports(3)
+        (folder / "operator").mkdir()
+        (folder / "operator" / "config.toml").write_text(f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n')
+
+    def spawn(self, name, program, *words):
+        own = {"FLWR_HOME": str(self.folder / name), "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+        with (self.folder / f"{name}.log").open("a") as log:
+            process = subprocess.Popen(
+                [str(BIN / program), *words],
+                cwd=self.folder,
+                env=os.environ | OFFLINE | own | {"PATH": path},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def link(self):
+        words = ("--insecure", "--database", str(self.folder / "link.db"), "--disable-runtime-dependency-installation")
+        process = self.spawn("link", "flower-superlink", *words, "--host", "127.0.0.1", "--port", str(self.port))
+        wait_until(lambda: listens(self.port), f"the SuperLink doesn't listen: {self.log('link')}")
+        return process
+
+    def node(self, place):
+        words = ("--insecure", "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", str(self.runtime[place]))
+        return self.spawn(f"node{place}", "flower-supernode", *words, "--node-config", f'folder="{self.folder}"')
+
+    def run(self, *, resume):
+        config = f'folder="{self.folder}" resume={str(resume).lower()}'
+        return self.spawn("operator", "flwr", "run", str(HERE / "lasting"), "loop", "--stream", "-c", config)
+
+    def log(self, name):
+        return (self.folder / f"{name}.log").read_text()[-3000:]
+
+    @property
+    def server(self):
+        """The process of the ServerApp."""
+        return int((self.folder / "server.pid").read_text())
+
+    def rounds(self):
+        """The rounds in the ledger."""
+        try:
+            with ServerLedger(self.folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
+                return [number for run in ledger.runs for number, _ in ledger.charges(run.name)]
+        except LedgerError:
+            return []
+
+    def stop(self):
+        for process in reversed(self.started):
+            end_group(process, signal.SIGTERM)
+        for process in self.started:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                end_group(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def loop(tmp_path):
+    made = Loop(tmp_path)
+    try:
+        yield made
+    finally:
+        (tmp_path / "hold").unlink(missing_ok=True)
+        made.stop()
+
+
+@pytest.mark.flwr_run
+@pytest.mark.deployment
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_with_the_same_nodes_after_its_superlink_was_killed(loop):
+    """Round 2 is on the devices when SuperLink and ServerApp are killed; the run ends with round 3, and states all three."""
+    link, nodes = loop.link(), [loop.node(place) for place in (0, 1)]
+    loop.run(resume=False)
+    wait_until(lambda: loop.rounds() == [1, 2], f"round 2 doesn't begin: {loop.log('operator')}")
+    wait_until(lambda: len((loop.folder / "asked").read_text()) >= 4, "nobody is asked in round 2")
+    end_group(link, signal.SIGKILL)
+    # It outlives its SuperLink, and holds the ledger until it notices.
+    os.kill(loop.server, signal.SIGKILL)
+    (loop.folder / "hold").unlink()
+    link.wait(20)
+
+    loop.link()
+    assert loop.run(resume=True).wait(300) == 0
+    assert [node.poll() for node in nodes] == [None, None]
+    statement = json.loads((loop.folder / "statement.json").read_text())
+    assert statement["num_rounds"] == 3
+    assert [line for line in statement["incidents"] if "not finished" in line] == ["round 2 was charged and not finished"]
+    assert loop.rounds() == [1, 2, 3]
+    assert re.search(r"ROUND 3/3", loop.log("operator"))
