@@ -17,8 +17,8 @@ from flower_dp.core import checks
 # Parts of the canaries on which either guess is made, of which one is chosen before the run.
 _PARTS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 _BISECTIONS = 40
-# The smallest delta, and the largest epsilon, for which the Gaussian mechanism of a claim is computed. With an infinite one all would
-# be guessed, also canaries that were never sampled.
+# The smallest delta, and the largest epsilon, for which the Gaussian mechanism of a claim is computed. With an infinite one all
+# would be guessed, also canaries that were never sampled.
 _LEAST_DELTA, _MOST_EPSILON = 1e-9, 8.0
 
 
