@@ -108,6 +108,18 @@ def test_other_settings_are_refused_and_the_statement_stays(tmp_path):
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
+def test_no_statement_is_left_of_less_than_was_charged(tmp_path):
+    """From the first message on, a run that goes on has no statement of its beginning, which `kill -9` would leave behind."""
+    folder, seen = tmp_path / "run", []
+    interrupted(folder, at=2)
+
+    def look(server_round, model):
+        seen.append((server_round, (folder / "statement.json").exists(), (folder / "statement.txt").exists()))
+
+    recorded(folder, look, resume=True)
+    assert seen == [(number, False, False) for number in (2, 3, 4)]
+
+
 def test_a_run_that_has_ended_keeps_what_it_has(tmp_path):
     folder = tmp_path / "run"
     first = recorded(folder)
