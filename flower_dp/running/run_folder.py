@@ -105,9 +105,9 @@ class RunFolder:
         if file.is_file() and not file.is_symlink():  # a link is the app's own file
             before = tomllib.loads(file.read_text(encoding="utf-8"))
             now = tomllib.loads(tomli_w.dumps(dict(config)))
-            for key in sorted({*before, *now} - _FREE):
-                if before.get(key) != now.get(key):
-                    raise ValueError(f"{key}={now.get(key)!r}: was {before.get(key)!r} in {folder.path}: it can't change")
+            for key, value in before.items():  # a newer release may have more settings
+                if key not in _FREE and now.get(key, value) != value:
+                    raise ValueError(f"{key}={now[key]!r}: was {value!r} in {folder.path}: it can't change")
         return folder
 
     def cut(self, last: int) -> list[dict[str, Any]]:

@@ -760,3 +760,22 @@ def test_the_text_of_a_ledger_is_for_people_too(path):
     assert rows[0][:4] == ("DP-FedAvg", "dp-fedavg", 1, EVERY_CLIENT)
     assert json.loads(rows[0][4]) == {"kind": "GaussianDpEvent", "noise_multiplier": 2.0}
     assert len(rows) == sum(len(one.owners) for charges in made.values() for _, one in charges)
+
+
+@pytest.mark.parametrize("owner", ["a", EVERY_CLIENT])
+def test_a_budget_counts_down_to_its_end(tmp_path, owner):
+    tmp_path.chmod(0o700)
+    path, most = tmp_path / "ledger.sqlite", affordable(12.0)
+    assert most > 8  # more than are accounted at once
+    ServerLedger.create(path, JointBudget(epsilon=12.0, delta=DELTA))
+    with ServerLedger(path) as ledger:
+        run = ledger.begin_run(method="m", delta=DELTA)
+        for number in range(1, most + 1):
+            ledger.charge(run, charge(number, (owner,)), number)
+        with pytest.raises(BudgetSpentError):
+            ledger.charge(run, charge(most + 1, (owner,)), 1)
+        if owner == EVERY_CLIENT:
+            with pytest.raises(BudgetSpentError):
+                ledger.charge(run, charge(most + 1, ("b",)), 1)
+        else:
+            ledger.charge(run, charge(most + 1, ("b",)), 1)
