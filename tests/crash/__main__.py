@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -134,6 +135,11 @@ def points_of(total: int, wanted: int | None, draw: random.Random) -> list[int]:
     return every if wanted is None or wanted >= total else sorted(draw.sample(every, wanted))
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table, and the holes as JSON in the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -156,14 +162,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for _ in range(chosen.times):
             kills.run(None, total, seconds)
         tallies[name] = kills.tally
-        print(f"{name:30} {total:5} points a run, {seconds:.1f} s; {kills.tally.points:5} killed {kills.tally.runs:5} runs {len(kills.tally.holes):3} holes", flush=True)
+        done = f"{kills.tally.points:4} killed {kills.tally.runs:4} runs {len(kills.tally.holes):3} holes"
+        _say(f"{name:30} {total:4} points a run, {seconds:.1f} s; {done}")
     kinds = sum((tally.kinds for tally in tallies.values()), Counter[str]())
     for kind, count in sorted(kinds.items()):
-        print(f"  {kind:30} {count:5}")
+        _say(f"  {kind:30} {count:5}")
     holes = [hole for tally in tallies.values() for hole in tally.holes]
     for hole in holes:
-        print(hole)
-    print(json.dumps({"points": sum(one.points for one in tallies.values()), "holes": len(holes), "seed": chosen.seed}))
+        _say(hole)
+    _say(json.dumps({"points": sum(one.points for one in tallies.values()), "holes": len(holes), "seed": chosen.seed}))
     if not holes:
         shutil.rmtree(folder)
     return os.EX_OK if not holes else 1

@@ -25,7 +25,9 @@ class ReplyingGrid(TellingGrid):
         replies: list[Message] = []
         for message in messages:
             answered = list(super().send_and_receive([message], timeout=timeout))
-            texts = [record[wire.messages.KEY] for record in message.content.config_records.values() if wire.messages.KEY in record]
+            texts = [
+                record[wire.messages.KEY] for record in message.content.config_records.values() if wire.messages.KEY in record
+            ]
             for reply in answered if texts and message.metadata.message_type != "query" else ():
                 asked = json.loads(str(texts[0]))
                 if reply.has_content() and "method" in asked:
@@ -68,7 +70,9 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
             name, _, evaluation = account.partition(", ")
             count = left[name, bool(evaluation)]
             holes.unless(entry.replies >= count, f"{account}: {count} replies have left, and the ledger counts {entry.replies}")
-            holes.unless(entry.replies <= NUM_ROUNDS, f"{account}: the budget pays {NUM_ROUNDS} replies, and {entry.replies} are counted")
+            holes.unless(
+                entry.replies <= NUM_ROUNDS, f"{account}: the budget pays {NUM_ROUNDS} replies, and {entry.replies} are counted"
+            )
             holes.unless(entry.replies - count <= lives, f"{account}: {entry.replies - count} replies were lost in {lives} lives")
     for part in range(NUM_NODES):
         left_over = [path.name for path in folder.glob(f"node-{part}.json.*.new")]

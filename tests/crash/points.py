@@ -59,10 +59,12 @@ class Points:
 
         class Connection(sqlite3.Connection):
             def execute(self, statement: str, *rest: Any) -> Any:
-                return points.around(f"SQL {statement.split()[0]}", super().execute, lambda _: True)(statement, *rest)
+                return points.around(f"SQL {statement.split(maxsplit=1)[0]}", super().execute, lambda _: True)(statement, *rest)
 
             def executemany(self, statement: str, *rest: Any) -> Any:
-                return points.around(f"SQL {statement.split()[0]}", super().executemany, lambda _: True)(statement, *rest)
+                return points.around(f"SQL {statement.split(maxsplit=1)[0]}", super().executemany, lambda _: True)(
+                    statement, *rest
+                )
 
             def close(self) -> None:
                 points.here("before SQL close")

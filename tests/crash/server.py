@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,8 +33,16 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedPAQ, DPStrategy, LocalEvaluation, PrivateEvaluation, Scaffold
-from flower_dp.strategies import run_checkpoints
+from flower_dp.strategies import (
+    AdaptiveClip,
+    DPFedAvg,
+    DPFedPAQ,
+    DPStrategy,
+    LocalEvaluation,
+    PrivateEvaluation,
+    Scaffold,
+    run_checkpoints,
+)
 from flower_dp.strategies.journal import OBSERVERS
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_checkpoints import CheckpointPlace
@@ -127,7 +136,10 @@ SETUPS: Mapping[str, Setup] = {
         event=lambda _: GaussianDpEvent(NOISE),
     ),
     "adaptive clip": Setup(
-        strategy=_central(clip_norm=AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)), client=_dp_client, event=_half, drawn=True
+        strategy=_central(clip_norm=AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)),
+        client=_dp_client,
+        event=_half,
+        drawn=True,
     ),
     "private evaluation": Setup(
         strategy=_central(evaluation=PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())),
@@ -312,7 +324,9 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
         if line["what"] == "sent" and line["release"] != EVALUATION:
             rounds.add(line["round"])
         if line["what"] == "stated":
-            holes.unless(line["num_rounds"] >= len(rounds), f"{line['num_rounds']} rounds are stated, and {sorted(rounds)} were asked")
+            holes.unless(
+                line["num_rounds"] >= len(rounds), f"{line['num_rounds']} rounds are stated, and {sorted(rounds)} were asked"
+            )
     noised = Counter(line["round"] for line in heard.all("noised"))
     holes.unless(all(count == 1 for count in noised.values()), f"noise was added twice in a round: {dict(noised)}")
     if setup.local:
@@ -324,7 +338,11 @@ def check_devices(folder: Path, told: Counter[Any], charged: Mapping[Any, set[st
     for part in range(NUM_NODES):
         for account, entry in LedgerFile(folder / f"node-{part}.json").read().items():
             name, _, evaluations = account.partition(", ")
-            asked = sum(count for (release, _, owner), count in told.items() if owner == name and (release == EVALUATION) == bool(evaluations))
+            asked = sum(
+                count
+                for (release, _, owner), count in told.items()
+                if owner == name and (release == EVALUATION) == bool(evaluations)
+            )
             paid = sum(name in owners for (release, _), owners in charged.items() if (release == EVALUATION) == bool(evaluations))
             holes.unless(entry.replies <= paid, f"{account}: counts {entry.replies} replies, and the server has charged {paid}")
             holes.unless(asked - 1 <= entry.replies, f"{account}: counts {entry.replies} replies, and was asked {asked} times")
@@ -343,7 +361,7 @@ def check_end(setup: Setup, folder: Path, holes: Holes) -> None:
     holes.unless(trained == set(range(1, NUM_ROUNDS + 1)), f"rounds {sorted(trained)} were charged")
     holes.unless(ended["num_rounds"] == len(trained), f"the statement has {ended['num_rounds']} rounds of {len(trained)}")
     for what, of, finished in (("", trained, ended["reported"]), ("the evaluation of ", evaluated, ended["evaluated"])):
-        told = {number for number in of if f"{what}round {number} was charged and not finished" in ended["incidents"]}
+        told = unfinished(ended["incidents"], what)
         holes.unless(
             told == of - set(finished),
             f"{what}rounds {sorted(told)} are stated as not finished; of {sorted(of)}, {sorted(finished)} are",
@@ -355,10 +373,21 @@ def check_end(setup: Setup, folder: Path, holes: Holes) -> None:
     holes.unless(ended["epsilon"] >= owned * (1 - 1e-6), f"epsilon {ended['epsilon']} is stated, and the ledger has {owned}")
 
 
+def unfinished(incidents: Iterable[str], what: str) -> set[int]:
+    """The rounds that a statement says were charged and not finished."""
+    pattern = re.compile(rf"{what}rounds? (\d+)(?: to (\d+))? (?:was|were) charged and not finished")
+    found = (pattern.fullmatch(line) for line in incidents)
+    return {number for one in found if one for number in range(int(one[1]), int(one[2] or one[1]) + 1)}
+
+
 def released_epsilon(setup: Setup, heard: Heard, delta: float) -> float:
     """What the messages that were sent cost the client whom they cost most, by hand."""
     counts: dict[str, Counter[str]] = {}
-    sent = {(line["release"], line["round"], owner) for line in heard.all("sent") for owner in (["all"] if setup.drawn else line["owners"])}
+    sent = {
+        (line["release"], line["round"], owner)
+        for line in heard.all("sent")
+        for owner in (["all"] if setup.drawn else line["owners"])
+    }
     for release, _, owner in sent:
         counts.setdefault(owner, Counter())[release] += 1
     distinct = {tuple(sorted(one.items())) for one in counts.values()}

@@ -25,7 +25,9 @@ class Loop:
         self.folder, self.started = folder, []
         self.port, *self.runtime = free_ports(3)
         (folder / "operator").mkdir()
-        (folder / "operator" / "config.toml").write_text(f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n')
+        (folder / "operator" / "config.toml").write_text(
+            f'[superlink.loop]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        )
 
     def spawn(self, name, program, *words):
         own = {"FLWR_HOME": str(self.folder / name), "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}

@@ -191,7 +191,9 @@ def test_an_older_copy_of_everything_is_beyond_the_server_and_the_devices_own_bu
     case.die_in(2)
     case.put_back(older)
     case.live()
-    counts = [entry.replies for part in range(NUM_NODES) for entry in LedgerFile(case.folder / f"node-{part}.json").read().values()]
+    counts = [
+        entry.replies for part in range(NUM_NODES) for entry in LedgerFile(case.folder / f"node-{part}.json").read().values()
+    ]
     assert all(count <= NUM_ROUNDS for count in counts)
     (ended,) = list(Heard.of(case.folder / "witness").all("stated"))[-1:]
     assert [line for line in ended["incidents"] if "did not count" in line], ended
