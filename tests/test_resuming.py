@@ -1,5 +1,6 @@
 """Runs that go on: every registered method, interrupted wherever a round can be, and resumed by a new strategy."""
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -14,8 +15,11 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy.private_file import why_not_own
+from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError, CheckpointFolder
+from flower_dp.strategies.run_checkpoints import LEDGER
 from tests.contracts import METHODS, Method, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
@@ -367,6 +371,71 @@ def test_a_checkpoint_is_its_owners_alone(tmp_path):
     open_folder.chmod(0o777)
     with pytest.raises(CheckpointError, match="others can write to it"):
         stock_case(open_folder).start()
+
+
+@pytest.mark.parametrize("what", [".", NEWEST])
+def test_a_checkpoint_that_somebody_else_could_have_written_is_not_taken(what, tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.fails = 2
+    case.start(resume=False)
+    place = case.folder / what
+    mode = place.stat().st_mode
+    for more in (0o020, 0o002):
+        place.chmod(mode | more)
+        with pytest.raises(CheckpointError, match="others can write to it"):
+            CheckpointFolder(case.folder).read()
+    place.chmod(mode)
+    assert CheckpointFolder(case.folder).read().server_round == 2
+    owned = os.stat_result((0o700, 0, 0, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))
+    assert f"belongs to user {os.geteuid() + 1}" in str(why_not_own(owned))
+
+
+def test_a_run_with_a_fixed_seed_does_not_become_private_when_it_goes_on(tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.fails = 2
+    case.start(resume=False)
+    fresh = stock_case(case.folder, noise_seed=None)
+    with pytest.raises(LedgerError, match="noise_seed: the run began with a fixed one"):
+        fresh.start()
+    assert not case.start().statement.private
+    with pytest.raises(LedgerError, match="noise_seed: the run began with a fixed one"):
+        fresh.start()  # nor when it has ended
+
+
+def test_metrics_of_clients_stay_in_the_statement_of_a_run_that_goes_on_without_them(tmp_path):
+    strategy = stock_case(tmp_path / "run").make()
+    assert not any("CLIENT METRICS" in line for line in strategy.statement.not_covered)
+    strategy.state = replace(strategy.state, client_metrics={1: {"client-loss": 0.5}})
+    assert any("CLIENT METRICS" in line for line in strategy.statement.not_covered)
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_its_ledger(tmp_path):
+    one, other = stock_case(tmp_path / "one"), stock_case(tmp_path / "other")
+    for case in (one, other):
+        case.fails = 2
+        case.start(resume=False)
+    shutil.copy(one.folder / NEWEST, other.folder / NEWEST)
+    with pytest.raises(LedgerError, match="has no run"):
+        other.start()
+    (one.folder / LEDGER).unlink()
+    with pytest.raises(LedgerError, match="does not exist"):
+        one.start()
+
+
+def test_two_copies_of_one_run_pay_for_each_other_on_a_shared_ledger(tmp_path):
+    tmp_path.chmod(0o700)
+    ledger = tmp_path / "shared.sqlite"
+    ServerLedger.create(ledger)
+    one = stock_case(tmp_path / "one", ledger=ledger)
+    one.fails = 2
+    one.start(resume=False)
+    copy = stock_case(tmp_path / "copy", ledger=ledger)
+    shutil.copytree(one.folder, copy.folder)
+    assert one.start().statement.num_rounds == 4
+    again = copy.start()
+    assert again.statement.num_rounds == 4
+    assert "rounds 3 to 4 were charged and not finished" in again.incidents
+    assert [report.server_round for report in again.rounds] == [1, 2]
 
 
 def test_a_full_disk_loses_no_run(tmp_path, monkeypatch, caplog):

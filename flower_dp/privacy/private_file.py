@@ -45,6 +45,15 @@ def check_folder(folder: Path) -> None:
         raise LedgerError(f"is in a folder of user {status.st_uid}; this process is user {os.geteuid()}")
 
 
+def why_not_own(status: os.stat_result) -> str | None:
+    """Return why somebody else could have written a file, or into a folder; None if only this user, or root, could."""
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w makes it its owner's alone"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}; this process is user {os.geteuid()}"
+    return None
+
+
 def create_private(path: Path) -> int:
     """Create a file that is this user's alone; it must not be there yet, not even as a link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)

@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from flower_dp.privacy.private_file import why_not_own
 from flower_dp.running.apps import App, Target, own_app, read_app
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, write_whole
 from flower_dp.running.values import Value
@@ -39,8 +40,11 @@ class Launched:
         """Return how the run in a folder was begun.
 
         Raises:
-            ValueError: `flower-dp run` has not begun it.
+            ValueError: `flower-dp run` has not begun it, or somebody else could have written which app it runs.
         """
+        place = folder / CHECKPOINT
+        if place.is_dir() and (why := why_not_own(place.stat())):
+            raise ValueError(f"{place}: {why}; it says which app runs")
         try:
             return cls(**json.loads((folder / CHECKPOINT / _FILE).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core.stored import packed, stored, unpacked
+from flower_dp.privacy.private_file import why_not_own
 from flower_dp.strategies.run_state import RunState
 
 log = logging.getLogger("flwr")
@@ -131,9 +131,7 @@ class CheckpointFolder:
             OSError: it can't be made, or others can write to it.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = stat.S_IMODE(self.path.stat().st_mode)
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CheckpointError(f"{self.path}: others can write to it (mode {mode:o}); chmod 700 makes it its owner's alone")
+        _check_own(self.path)
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, on the disk when this returns; the newest becomes the previous one.
@@ -167,12 +165,14 @@ class CheckpointFolder:
             usable: raises a ValueError for a checkpoint that is whole and can't be used; then there is no other to try.
 
         Raises:
-            CheckpointError: there is none, or none that is whole.
+            CheckpointError: there is none, none that is whole, or one that somebody else could have written.
         """
         problems = []
         for name in (NEWEST, PREVIOUS):
             if not (self.path / name).exists():
                 continue
+            _check_own(self.path)
+            _check_own(self.path / name)
             try:
                 checkpoint = unpacked((self.path / name).read_bytes())
                 if not isinstance(checkpoint, Checkpoint):
@@ -185,3 +185,9 @@ class CheckpointFolder:
             usable(checkpoint)
             return checkpoint
         raise CheckpointError(f"{self.path}: {'; '.join(problems) or 'has no checkpoint'}")
+
+
+def _check_own(place: Path) -> None:
+    """Refuse what others can write: they would decide what the run goes on from, and what its statement says."""
+    if why := why_not_own(place.stat()):
+        raise CheckpointError(f"{place}: {why}")

@@ -8,7 +8,7 @@ from typing import Protocol
 from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.joint_cost import Scope
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.privacy.statement import JointEpsilon
 
 
@@ -58,7 +58,7 @@ class OnLedger:
         run: the id of a run that goes on; empty for a new one.
 
     Raises:
-        LedgerError: if the ledger can't be used, or has no such run.
+        LedgerError: if the ledger can't be used, has no such run, or that had noise from a fixed seed and this one has not.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool, run: str = "") -> None:
@@ -68,6 +68,8 @@ class OnLedger:
         try:
             self.run = run or self._ledger.begin_run(method=method, delta=delta, private=private)
             own = self.charges({}) if run else ()
+            if private and not all(one.private for one in self._ledger.runs if one.name == run):
+                raise LedgerError("noise_seed: the run began with a fixed one, and is not private: it goes on with one alone")
             for scope in {Scope(unit=charge.unit, relation=charge.relation) for _, charge in own}:
                 self._earlier[scope] -= 1  # this run is not before itself
         except BaseException:

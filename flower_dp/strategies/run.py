@@ -104,7 +104,7 @@ class Run:
             seeded_noise=self.seeded_noise,
             missing=self._own.missing,
             incidents=self._own.incidents,
-            report_client_metrics=report_client_metrics,
+            report_client_metrics=report_client_metrics or bool(self._own.client_metrics),  # also of a run that goes on without
             own_evaluation=own_evaluation,
         )
 

@@ -15,6 +15,7 @@ from torch import nn
 from flower_dp import record_run, wire
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy.charge import EVERY_CLIENT
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
@@ -97,6 +98,7 @@ LIES = {
     "half an escape": '{"clients":["\\',
     "a number": "9" * 5000,
     "no names": naming(3),
+    "the name of all": naming(EVERY_CLIENT),
     "a line end": naming("d\nEPSILON: 0.0"),
     "too long": naming("d" * 201),
     "too many": naming(*(f"d{i}" for i in range(100_000))),

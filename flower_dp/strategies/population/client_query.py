@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core import checks
+from flower_dp.privacy.charge import EVERY_CLIENT
 from flower_dp.strategies.population.held_errors import HeldErrors
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
@@ -290,7 +291,10 @@ class _NoAnswerError(Exception):
 
 def _told(reply: Message, most_names: int) -> Hosted | None:
     try:
-        return wire.hosted_of(reply.content, most_names=most_names)
+        hosted = wire.hosted_of(reply.content, most_names=most_names)
+        if hosted is not None and EVERY_CLIENT in hosted.names:
+            raise ValueError(f"it has no clients: {EVERY_CLIENT!r} is no name of one, it stands for all in ledgers")
+        return hosted
     except Exception as error:  # a forged answer may raise any error, and must not end the run
         raise _NoAnswerError(str(error)) from None
 

@@ -1,0 +1,24 @@
+"""What `flower-dp run` was asked for, kept for a run that goes on."""
+
+import pytest
+
+from flower_dp.running.launched import Launched
+from flower_dp.running.run_folder import CHECKPOINT
+
+BEGUN = Launched(app="", name="run", overrides={"num-rounds": 2}, engine="ray", workers=1, supernodes=2, gpus_per_worker=0.0)
+
+
+def test_how_a_run_was_begun_is_read_back(tmp_path):
+    BEGUN.write(tmp_path)
+    assert Launched.read(tmp_path) == BEGUN
+    assert (tmp_path / CHECKPOINT).stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ValueError, match="holds no run that `flower-dp run` has begun"):
+        Launched.read(tmp_path / "other")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_to_does_not_say_which_app_runs(mode, tmp_path):
+    BEGUN.write(tmp_path)
+    (tmp_path / CHECKPOINT).chmod(mode)
+    with pytest.raises(ValueError, match="others can write to it .* it says which app runs"):
+        Launched.read(tmp_path)
