@@ -13,6 +13,7 @@ from flower_dp.audit.one_run import OneRunAudit, coins
 from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
 from flower_dp.audit.one_run_records import RecordScores, Replies, planted
 from flower_dp.clients import FlatModel, ScaffoldRecipe, client_app, model_arrays
+from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.running.apps import own_module
@@ -53,6 +54,8 @@ def audit_run(
     checks.integer("num_canaries", num_canaries, at_least=2)
     checks.number("confidence", confidence, above=0, below=1)
     run = own_module("methods").Run.of(run_config)
+    if run.settings.method not in (*CLIENT_LEVEL, *RECORD_METHODS):
+        raise ValueError(f"method={run.settings.method!r}: has no canaries; {', '.join((*CLIENT_LEVEL, *RECORD_METHODS))} have")
     clients = own_module("records").deal(own_module("records").config_of(run_config)).clients
     strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
     audited = _clients if isinstance(strategy.rules, ClientLevelRules) else _records
@@ -93,9 +96,6 @@ def _clients(
 def _records(
     run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, *, confidence: float, rng: np.random.Generator
 ) -> OneRunAudit:
-    method = run.settings.method
-    if method not in RECORD_METHODS:
-        raise ValueError(f"method={method!r}: has no record canaries; they are for {', '.join(RECORD_METHODS)}")
     labels = sorted(set(run.task().train_labels.tolist()))
     canaries = planted(clients, choices, labels=labels, clip_norm=run.own.clip_norm, rng=rng)
     sizes = {name: len(records) for name, records in clients.items()}

@@ -90,6 +90,7 @@ def _randomised_response(rng, choices, epsilon, delta):
     return np.where(told | kept, choices, -choices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 0.0), (4.0, 0.0), (2.0, 1e-6)])
 def test_randomised_response_is_covered_and_nearly_reached(epsilon, delta):
     """2,000 audits of 1,000 coins at confidence 0.9: at most 200 + 4 sqrt(180) bounds above epsilon (false alarm below 1e-4)."""

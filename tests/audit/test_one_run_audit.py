@@ -105,6 +105,7 @@ def test_a_run_without_noise_has_a_large_bound():
     assert not audit.refuted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

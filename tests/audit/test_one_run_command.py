@@ -27,6 +27,7 @@ def call(capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_correct_run_ends_with_status_0(call):
     code, out, _ = call(*RUN, "--json")
     found = json.loads(out)
