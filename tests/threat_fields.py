@@ -10,15 +10,18 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import numpy as np
 import torch
+from dp_accounting import GaussianDpEvent
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from apps.device import FUNCTIONS
 from apps.methods import METHODS
 from flower_dp import wire
+from flower_dp.cli import server_ledger as server_ledger_cli
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
 from flower_dp.clients.account import LEDGER_PATH, StateAccount
@@ -26,14 +29,19 @@ from flower_dp.clients.kept import KEY as KEPT_KEY
 from flower_dp.core import columns, environment, stored
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy import statement
+from flower_dp.privacy import server_ledger_format, statement
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.ledger_format import Entry, content_of
-from flower_dp.running import run_folder, trackers
+from flower_dp.privacy.ledger_lock import Mark
+from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.running import launched, run_folder, trackers
 from flower_dp.running.apps import flatten
-from flower_dp.running.trained_model import described
+from flower_dp.running.run_folder import RunFolder
+from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, Checkpoint
 from flower_dp.strategies.population import client_query
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.run_checkpoints import LEDGER
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Ask, Indicator, Instruction, OwnAsk, Promise, RoundMask, SentMask
 from tests.local_grids import context_of
 
@@ -256,7 +264,9 @@ def statement_fields() -> set[str]:
 
 
 def model_json() -> set[str]:
-    said = described({"w": np.zeros(1)}, b"", {})
+    with TemporaryDirectory() as folder:
+        RunFolder(Path(folder)).finish({"w": np.zeros(1)}, unfinished="after round 1")
+        said = json.loads((Path(folder) / run_folder.MODEL_JSON).read_text(encoding="utf-8"))
     return {*said, *said["arrays"]["w"]}
 
 
@@ -289,7 +299,38 @@ def node_state() -> set[str]:
 
 
 def run_state() -> set[str]:
-    return fields_of(*(kind for kind in stored._KINDS.values() if kind.__module__.startswith("flower_dp.")))
+    kinds = (kind for kind in stored._KINDS.values() if kind.__module__.startswith("flower_dp."))
+    return fields_of(*(kind for kind in kinds if kind is not Checkpoint))
+
+
+def server_ledger() -> set[str]:
+    """The columns of the tables of a server's ledger, and what its lock file remembers."""
+    tables = server_ledger_format._TABLES.items()
+    columns = {f"{table}.{column.split()[0]}" for table, text in tables for column in re.sub(r"\(.*?\)", "", text).split(", ")}
+    return {column for column in columns if not column.endswith(".UNIQUE")} | fields_of(Mark)
+
+
+def checkpoints() -> set[str]:
+    """The fields of a checkpoint, and the files beside it."""
+    names = {NEWEST, PREVIOUS, LEDGER, f"{LEDGER}.lock", launched._FILE}
+    return fields_of(Checkpoint) | names | fields_of(launched.Launched)
+
+
+def ledger_told() -> set[str]:
+    """What `flower-dp ledger --json` tells of a server's ledger: keys, those of the lists by their list."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.sqlite"
+        ServerLedger.create(path)
+        with ServerLedger(path) as ledger:
+            for name in ("a", EVERY_CLIENT):
+                event = GaussianDpEvent(noise_multiplier=1.0)
+                run = ledger.begin_run(method="m", delta=1e-5)
+                words = {"kind": "k", "unit": "client", "relation": "add-or-remove-one"}
+                ledger.charge(run, Charge(release="r", number=1, owners=(name,), events=(event,), **words), server_round=1)  # type: ignore[arg-type]
+        told, _ = server_ledger_cli.read(path, None)
+    runs, clients = list(told["runs"].values()), [one for entries in told["clients"].values() for one in entries]
+    inner = {"runs": runs, "clients": clients, "joint": told["joint"]}
+    return {*told} | {f"{name}.{key}" for name, entries in inner.items() for entry in entries for key in entry}
 
 
 # By the title of the section.
@@ -317,6 +358,9 @@ SECTIONS: Mapping[str, Callable[[], set[str]]] = {
     "A device's ledger file": ledger_file,
     "A node's state": node_state,
     "The state of a run": run_state,
+    "A server's ledger": server_ledger,
+    "What a server's ledger tells": ledger_told,
+    "Checkpoints": checkpoints,
 }
 
 
