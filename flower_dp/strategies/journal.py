@@ -170,16 +170,16 @@ class Journal:
         for observer in self._observers:
             observer.line(line)
 
-    def end(self, strategy: "DPStrategy", result: Any, *, failed: bool, told: bool) -> None:
+    def end(self, strategy: "DPStrategy", result: Any, *, failed: bool, is_of_folder: bool) -> None:
         """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round.
 
         Args:
             strategy: whose run it is.
             result: what its `start` has returned.
             failed: whether it has raised an error instead.
-            told: whether observers with checkpoints are told; not of a run that could not go on.
+            is_of_folder: whether an observer's folder is that of this run; not if its run could not go on.
         """
-        if not told:
+        if not is_of_folder:
             self._observers = tuple(observer for observer in self._observers if place_of((observer,)) is None)
         if not self._observers:
             return

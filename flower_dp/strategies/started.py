@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from flower_dp.strategies.run_checkpoints import CheckpointPlace, RunCheckpoints
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy
 
+log = logging.getLogger("flwr")
+
 Start = TypeVar("Start", bound=Callable[..., Any])
 
 
@@ -23,14 +26,14 @@ class Stated(SystemExit):
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _Call:
     """The arguments of a call of `start`, whatever a subclass's own one takes by keyword."""
 
     bound: inspect.BoundArguments
     rest: dict[str, Any]
 
     @classmethod
-    def of(cls, signature: inspect.Signature, *arguments: Any, **named: Any) -> "_Words":
+    def of(cls, signature: inspect.Signature, *arguments: Any, **named: Any) -> "_Call":
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         kinds = {one.kind: one.name for one in signature.parameters.values()}
@@ -66,36 +69,38 @@ def followed(start: Start) -> Start:
     def run(self: "DPStrategy", *arguments: Any, **named: Any) -> Any:
         if self.journal is not None:
             return start(self, *arguments, **named)
-        words = _Words.of(signature, self, *arguments, **named)
+        call = _Call.of(signature, self, *arguments, **named)
         observers = observers_of(self)
-        self.journal = journal = Journal(observers, words.get("num_rounds"))
-        if words.get("evaluate_fn") is not None:
-            words.change("evaluate_fn", journal.evaluated(words.get("evaluate_fn")))
+        self.journal = journal = Journal(observers, call.get("num_rounds"))
+        if call.get("evaluate_fn") is not None:
+            call.change("evaluate_fn", journal.evaluated(call.get("evaluate_fn")))
         where, checkpoints = None, None
         result, failed = None, True
         try:
-            where = words.place(place_of(observers))
+            where = call.place(place_of(observers))
             self._run.checkpoints = checkpoints = RunCheckpoints(self._run, where)
             found = checkpoints.found
             if found is not None and (found.ended or (where is not None and where.only_state)):
                 self.begin()
                 self.go_on(found)
+                if found.ended:
+                    log.info("the run in %s has ended: no round is run, and its result is returned", where and where.folder)
                 result, failed = (found.result, False) if found.ended else (None, True)
             else:
-                result = start(*words.bound.args, **words.bound.kwargs)
+                result = start(*call.bound.args, **call.bound.kwargs)
                 failed = False
         finally:  # what was released before a failure stays released
             self.journal = None
             # A run that could not go on has its statement, and one of this process would have nothing in it.
-            told = checkpoints is not None and (checkpoints.found is None or checkpoints.went_on)
+            is_of_folder = checkpoints is not None and (checkpoints.found is None or checkpoints.went_on)
             try:
-                if checkpoints is not None and told:
+                if checkpoints is not None and is_of_folder:
                     checkpoints.close(result, failed=failed)
                     if self._manager is not None:  # before anybody is asked there is nothing to state
                         diagnostics.log_statement(self.statement)
             finally:
                 try:
-                    journal.end(self, result, failed=failed, told=told)
+                    journal.end(self, result, failed=failed, is_of_folder=is_of_folder)
                 finally:
                     self.close()
         if where is not None and where.only_state:
