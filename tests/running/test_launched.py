@@ -26,7 +26,7 @@ def test_how_a_run_was_begun_is_read_back(tmp_path):
 def test_a_folder_that_others_can_write_to_does_not_say_which_app_runs(mode, tmp_path):
     BEGUN.write(tmp_path)
     (tmp_path / CHECKPOINT).chmod(mode)
-    with pytest.raises(ValueError, match="others can write to it .* it says which app runs"):
+    with pytest.raises(ValueError, match=r"others can write to it .* it says which app runs"):
         Launched.read(tmp_path)
 
 
