@@ -5,6 +5,9 @@ below 2e-3 for a whole run of this file. Noise is fresh in every run, so that a 
 that each is found with probability above 0.999.
 """
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -129,8 +132,14 @@ def cohort_of_the_largest_updates(monkeypatch):
 
 
 def only_the_first_release_charged(monkeypatch):
-    charge = NoisedSum.charge
-    monkeypatch.setattr(NoisedSum, "charge", lambda self, names: None if self.num_charged else charge(self, names))
+    charge_to = NoisedSum.charge_to
+
+    def charge_first(self, ledger, *, outside=False):
+        first = copy.copy(self)
+        first.state = replace(self.state, shares=self.state.shares[:1])
+        charge_to(first, ledger, outside=outside)
+
+    monkeypatch.setattr(NoisedSum, "charge_to", charge_first)
 
 
 def noise_of_single_precision(monkeypatch):
@@ -145,7 +154,7 @@ def value_off_the_lattice(monkeypatch):
 
 BUGS = [
     (half_the_noise, STOCK, 250),
-    (half_of_the_clients_noise, LAPLACE, 300),
+    (half_of_the_clients_noise, LAPLACE, 800),
     (no_factor_of_replace_one, REPLACED, 250),
     (no_clip, STOCK, 150),
     (no_clip_of_records, RECORDS, 100),

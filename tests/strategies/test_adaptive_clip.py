@@ -274,7 +274,7 @@ def test_a_run_goes_on_from_its_stored_state() -> None:
     assert other.state == first.state
     assert other.rules.clip_norm == first.rules.clip_norm
     assert other.rules.training.ask(4, NAMES[:10]).indicator == first.rules.training.ask(4, NAMES[:10]).indicator
-    other._begin()
+    other.begin()
     assert other.rules.clip_norm == 0.5
 
 

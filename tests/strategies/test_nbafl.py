@@ -228,7 +228,7 @@ def test_measured_noise_of_broadcasts_and_a_wrong_one_is_rejected(wrong):
         assert strategy.rules.downlink_noise_std == pytest.approx(down)
         # The plan is for 30 rounds, of which the first is run.
         strategy.rules.plan = lambda num_rounds: None
-        strategy._begin = lambda: None
+        strategy.begin = lambda: None
         values.append(start(strategy, grid, 1, model=wide).double().numpy())
     measured = (np.concatenate(values) ** 2).mean() / (wrong**2 * (down**2 + up**2 / 4))
     assert (abs(measured - 1) < 5 * math.sqrt(2 / 24000)) == (wrong == 1.0)
