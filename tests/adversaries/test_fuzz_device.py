@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -243,17 +243,21 @@ def plausible(draw: st.DrawFn, text: str) -> str:
     return json.dumps(table)
 
 
-@st.composite
-def weaker(draw: st.DrawFn, text: str) -> str:
-    """Draw the honest instruction with less protection in one number."""
+PROTECTING = ("noise_std", "noise_multiplier", "clip_norm")
+LESS = (0.999, 0.5, 1e-2, 2.0**-20)
+
+
+def with_less(text: str, name: str, factor: float) -> str:
+    """An instruction with so much less protection in one number; the same where it has no such number."""
     table = json.loads(text)
     ask = table["ask"]
-    names = [name for name in ("noise_std", "noise_multiplier", "clip_norm") if isinstance(ask.get(name), float)]
-    if not names:
-        return text
-    name, factor = draw(st.sampled_from(names)), draw(st.sampled_from([0.999, 0.5, 1e-2, 2.0**-20]))
-    ask[name] = ask[name] / factor if name == "clip_norm" else ask[name] * factor
+    if isinstance(ask.get(name), float):
+        ask[name] = ask[name] / factor if name == "clip_norm" else ask[name] * factor
     return json.dumps(table)
+
+
+def weaker(text: str) -> st.SearchStrategy[str]:
+    return st.builds(with_less, st.just(text), st.sampled_from(PROTECTING), st.sampled_from(LESS))
 
 
 def instructions(text: str) -> st.SearchStrategy[Any]:
@@ -344,6 +348,23 @@ def test_no_message_makes_a_device_send_more_than_its_policy_allows(label: str, 
             assert_within(policy, row, message)
         if reply is not None:
             assert not answer_in(reply, message).metrics  # the policy allows none
+
+
+@labels(lambda method: method.target)
+def test_a_device_refuses_less_protection_in_any_number(label: str) -> None:
+    method = BY_LABEL[label]
+    device = policed(method)
+    for message in sent(method)[:2]:
+        for name in PROTECTING:
+            for factor in LESS:
+                asked = copy.copy(message)
+                config = ConfigRecord(dict(message.content["config"]))
+                config[wire.KEY] = with_less(str(config[wire.KEY]), name, factor)
+                asked.content = RecordDict({"arrays": message.content["arrays"], "config": config})
+                with watched() as rows:
+                    device.ask(asked)
+                for row in rows:
+                    assert_within(limits(method), row, asked)
 
 
 @pytest.mark.slow
