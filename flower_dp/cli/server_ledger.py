@@ -60,7 +60,7 @@ def read(path: Path, delta: float | None) -> tuple[dict[str, Any], list[str]]:
     for one in joint:
         lines += _client_lines(clients, one)
         lines.append(
-            f"all {one['runs']} runs together ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta "
+            f"{_runs_together(one['runs'])} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta "
             f"{at:g}, accountant {one['accountant']}, for the client who was charged most"
         )
     if len(joint) > 1:
@@ -125,6 +125,10 @@ def _run_line(name: str, run: dict[str, Any]) -> str:
     costs = "; ".join(f"epsilon {_shown(one['epsilon'])} ({one['unit']}, {one['relation']})" for one in run["epsilon"])
     seeded = "" if run["private"] else ", noise from a fixed seed"
     return f"run {name[:8]}, {run['method']}, {run['started']}{seeded}: {charges}{'; ' * bool(costs)}{costs}"
+
+
+def _runs_together(number: int) -> str:
+    return "one run" if number == 1 else f"all {number} runs together"
 
 
 def _finite(epsilon: float) -> float | None:

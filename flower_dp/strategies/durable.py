@@ -93,7 +93,7 @@ class OnLedger:
         """Return what this run and earlier ones on the ledger have cost the client who was charged most."""
         if not self._earlier:
             return None
-        apart = tuple(f"{number} runs {other}" for other, number in self._earlier.items() if other != scope)
+        apart = tuple(f"{number} run{'s' * (number > 1)} {other}" for other, number in self._earlier.items() if other != scope)
         num_runs = self._earlier.get(scope, 0) + 1
         try:
             cost = self._accounts.of(scope).worst(delta)

@@ -158,7 +158,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
     assert lines[3:6] == [f"  b: epsilon {shown[2]}", f"  a: epsilon {shown[0]}", f"  c: epsilon {shown[1]}"]
     assert lines[6].startswith(f"all 2 runs together (record, replace-one): epsilon {shown[2]} at delta 1e-05, accountant")
     assert lines[7].startswith("  every client: epsilon ")
-    assert lines[8].startswith("all 1 runs together (client, add-or-remove-one): epsilon ")
+    assert lines[8].startswith("one run (client, add-or-remove-one): epsilon ")
     assert lines[9] == "no accountant adds up costs of different units or relations: they are apart"
     status, out, _ = call(path, "--json", "--delta", 1e-5)
     told = json.loads(out)

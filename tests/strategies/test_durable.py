@@ -200,8 +200,8 @@ def test_runs_of_another_relation_are_told_apart(path):
     joint = second.statement.joint
     assert joint.num_runs == 1
     assert joint.epsilon == pytest.approx(second.statement.epsilon, rel=1e-9)
-    assert joint.apart == ("1 runs for each client (replace-one)",)
-    assert "not in it, since no accountant adds them up: 1 runs for each client (replace-one)" in str(second.statement)
+    assert joint.apart == ("1 run for each client (replace-one)",)
+    assert "not in it, since no accountant adds them up: 1 run for each client (replace-one)" in str(second.statement)
 
 
 def test_after_a_run_with_a_fixed_seed_nothing_is_private(path):
