@@ -1,6 +1,7 @@
 """What a run leaves in its run folder."""
 
 RESULTS = {
+    "checkpoint",
     "config.toml",
     "flower.log",
     "metrics.jsonl",

@@ -126,11 +126,8 @@ def test_poisson_amplification_is_accounted():
 def test_all_hooks_have_flowers_signatures():
     for name in ("start", "configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary"):
         ours = inspect.signature(getattr(DPFedAvg, name)).parameters
-        flowers = inspect.signature(getattr(Strategy, name)).parameters
-        assert list(ours)[: len(flowers)] == list(flowers)
-        more = list(ours.values())[len(flowers) :]
-        assert [one.name for one in more] == (["checkpoint_dir", "resume"] if name == "start" else [])
-        assert all(one.default is not one.empty for one in more)
+        own = ["checkpoint_dir", "resume"] if name == "start" else []  # behind Flower's, with defaults
+        assert list(ours) == [*inspect.signature(getattr(Strategy, name)).parameters, *own]
 
 
 def test_frozen_parameters_stay_out_of_the_model_that_travels():
