@@ -165,11 +165,11 @@ class Trials:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep thousands of runs from logging what each of them would."""
+def quiet(least: int = logging.CRITICAL) -> Iterator[None]:
+    """Keep runs from logging what each of them would, below the level `least`."""
     logger = logging.getLogger("flwr")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    logger.setLevel(least)
     try:
         yield
     finally:

@@ -28,15 +28,16 @@ def audit_one_run(
     Raises:
         Exit: with status 1, if the bound is above the claim.
     """
+    from flower_dp.audit.case import quiet
     from flower_dp.audit.one_run_audit import audit_run
     from flower_dp.running import apps
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)  # absent canaries decline, a line each
     try:
         run = apps.resolve(target, settings)
         if not run.app.own:
             raise ValueError(f"{target}: --canaries is for flower-dp's own presets and tasks")
-        found = audit_run({**run.app.defaults, **run.overrides}, num_canaries=canaries, confidence=confidence, seed=seed)
+        with quiet(logging.ERROR):  # absent canaries decline, a line each
+            found = audit_run({**run.app.defaults, **run.overrides}, num_canaries=canaries, confidence=confidence, seed=seed)
     except ValueError as error:
         refuse(str(error).replace("num_canaries", "--canaries"))
     typer.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else text_of(found))
