@@ -406,3 +406,13 @@ def test_an_inline_payload_is_no_longer_than_its_vector() -> None:
     text = base64.b64encode(bytes(10**6)).decode()
     with pytest.raises(ValueError, match="payload values"):
         compression.decode(compression.Payload(arrays=(), header={"encoding": "inline", "length": 18, "values": text}), 18)
+
+
+def test_a_stream_that_grows_without_end_is_read_no_further_than_its_vector() -> None:
+    """As much as a reply may carry, compressed, is more memory than `bounded` leaves."""
+    stream = zlib.compressobj(9)
+    body = b"".join(stream.compress(bytes(2**20)) for _ in range(2**8 + 1)) + stream.flush()
+    header = {"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "deflate"}
+    payload = compression.Payload(arrays=(np.frombuffer(np.float32(1.0).tobytes() + body, np.uint8),), header=header)
+    with bounded(), pytest.raises(ValueError, match="are not a zlib stream of 18 bytes and no more"):
+        compression.decode(payload, LENGTH)
