@@ -3,10 +3,10 @@
 import os
 import resource
 import shutil
-import stat
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,8 +106,17 @@ def test_with_a_full_disk_nothing_is_released_that_is_not_charged(size, tmp_path
     assert case.holes(ended=True) == []
 
 
-def test_a_folder_that_cant_be_written_ends_the_run_before_anything_is_sent(tmp_path):
-    case = Case(tmp_path)
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that other users can reach; pytest closes its own again whenever another pytest begins."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_folder_that_cant_be_written_ends_the_run_before_anything_is_sent(open_path):
+    case = Case(open_path)
     case.die_in(2)
     CheckpointFolder(case.checkpoint).read()  # imports what nobody else may be able to read
 
@@ -117,9 +126,6 @@ def test_a_folder_that_cant_be_written_ends_the_run_before_anything_is_sent(tmp_
 
     paths = [case.folder, case.checkpoint, *case.checkpoint.iterdir(), case.folder / "witness", case.folder / "output"]
     if os.geteuid() == 0:
-        for parent in (tmp_path, *tmp_path.parents):
-            if not parent.stat().st_mode & stat.S_IXOTH:  # with several workers pytest's folders are deeper
-                parent.chmod(0o755)
         for path in paths:
             os.chown(path, NOBODY, NOBODY)
     case.checkpoint.chmod(0o500)
