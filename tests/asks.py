@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -37,8 +38,11 @@ def masked(*, keep_ratio: float, seed: int, size: int, **arguments: Any) -> Ask:
 
 
 def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1.0, **arguments: Any) -> Ask:
-    """Return an ask under local placement: weight, terms and noise multiplier of every client."""
-    each = {name: OwnAsk(weight=weight, terms=terms, noise_multiplier=z) for name, (weight, terms, z) in own.items()}
+    """Return an ask of a run of its own under local placement: weight, terms and noise multiplier of every client."""
+    each = {
+        name: OwnAsk(weight=weight, terms=terms, noise_multiplier=z, number=1, run=uuid4().hex)
+        for name, (weight, terms, z) in own.items()
+    }
     least = min((one.noise_multiplier for one in each.values()), default=0.0)
     return ask(
         clip_norm=clip_norm, noise_multiplier=arguments.pop("noise_multiplier", least), placement="local", own=each, **arguments

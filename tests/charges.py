@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from dp_accounting import DpEvent
 
@@ -16,6 +17,7 @@ class Kept:
     """Every charge of a run, with its round."""
 
     charges: list[tuple[int, Charge]] = field(default_factory=list)
+    run: str = field(default_factory=lambda: uuid4().hex)
 
     def charge(self, charge: Charge, server_round: int) -> None:
         self.charges.append((server_round, charge))

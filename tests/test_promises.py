@@ -136,7 +136,7 @@ def asked(**arguments):
     )
 
 
-OWN = {"weights": [2.0], "terms": ["any"], "noise_multipliers": [1.0]}
+OWN = {"weights": [2.0], "terms": ["any"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
 
 
 @pytest.mark.parametrize(

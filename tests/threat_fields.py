@@ -60,7 +60,7 @@ ASKS = (
     Ask(promise=PROMISE, placement="central", mask=SentMask.of([0], length=8)),
     Ask(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
     Ask(promise=PROMISE, placement="central", indicator=Indicator(clip_norm=0.5, scale=0.1)),
-    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0)}),
+    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1)}),
     Ask(promise=PROMISE, placement="central", metrics=MetricBounds(bounds={"loss": 1.0})),
 )
 # What of a logger writes.

@@ -17,7 +17,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.privacy.client_terms import Terms, value_of
-from flower_dp.privacy.ledger_file import LedgerFile, owner_of
+from flower_dp.privacy.ledger_file import LedgerFile, Numbered, owner_of
 
 log = logging.getLogger("flwr")
 
@@ -32,10 +32,14 @@ LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 class Account(Protocol):
     """An account that counts the replies of a node's clients."""
 
-    def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
         """Charge one reply to each client whose budget covers it, for good.
 
         To be called before anything is computed from the clients' records.
+
+        Args:
+            asked: the terms of the clients that are asked.
+            numbered: which reply of each it is by the server's count.
 
         Returns:
             Why each of the others can't pay; they must not reply.
@@ -66,8 +70,8 @@ class StateAccount:
         """Return how many replies a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
-    def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
-        """Charge as `Account.charge`; it is in the node's state when this returns."""
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+        """Charge as `Account.charge`; it is in the node's state when this returns. It keeps no count of the server's."""
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
@@ -108,13 +112,13 @@ class FileAccount:
         self._files = files
         self._seen = StateAccount(state)
 
-    def charge(self, asked: Mapping[str, Terms]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
         """Charge as `Account.charge`; it is on the disk when this returns."""
         refused: dict[str, str] = {}
         for file, names in self._by_file(asked):
             known = {name: self._seen.replies(name) for name in names}
             try:
-                spent, counts = file.charge({name: asked[name] for name in names}, at_least=known)
+                spent, counts = file.charge({name: asked[name] for name in names}, at_least=known, numbered=numbered)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
                 refused |= dict.fromkeys(names, f"its ledger can't be used; {SEE_LOG}")

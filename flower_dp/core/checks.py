@@ -8,6 +8,10 @@ from typing import Any
 
 # Characters of a name of a client, a method or a metric.
 MOST_NAME = 200
+# Characters of a run's id.
+MOST_ID = 64
+# Of what is counted for as long as a ledger lasts.
+MOST_COUNT = 2**53
 
 
 class SettingsError(ValueError):

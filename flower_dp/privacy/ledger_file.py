@@ -2,7 +2,8 @@
 
 The file is JSON with a checksum. A charge takes a lock (flock), reads the file, writes a new one beside it, and renames that over
 the old one. File and folder are on the disk (fsync) before it returns. A file that fails any check is an error, and without an
-account there is no reply. The file is its owner's alone, to read too: whoever can open it can hold the lock.
+account there is no reply. The file is its owner's alone, to read too: whoever can open it can hold the lock. With a charge the
+server's own number of the reply is kept: a server that goes on from an older copy of its ledger repeats one, and is refused.
 
 An older copy of the file that is restored between runs can't be noticed. Anyone who may write the file can reset the budgets of
 its clients.
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from flower_dp.privacy.client_terms import Spent, Terms
-from flower_dp.privacy.ledger_format import Entry, content_of, entries_of, evaluation_account, owner_of
+from flower_dp.privacy.ledger_format import Entry, Numbered, content_of, entries_of, evaluation_account, owner_of
 from flower_dp.privacy.private_file import (
     LedgerError,
     check_folder,
@@ -29,7 +30,7 @@ from flower_dp.privacy.private_file import (
     sync_folder,
 )
 
-__all__ = ["Entry", "LedgerError", "LedgerFile", "evaluation_account", "owner_of"]
+__all__ = ["Entry", "LedgerError", "LedgerFile", "Numbered", "evaluation_account", "owner_of"]
 
 _LOCK_SECONDS, _POLL_SECONDS = 10.0, 0.02
 
@@ -87,7 +88,11 @@ class LedgerFile:
             return entries_of(file.read())
 
     def charge(
-        self, asked: Mapping[str, Terms], *, at_least: Mapping[str, int] | None = None
+        self,
+        asked: Mapping[str, Terms],
+        *,
+        at_least: Mapping[str, int] | None = None,
+        numbered: Mapping[str, Numbered] | None = None,
     ) -> tuple[dict[str, Spent], dict[str, int]]:
         """Charge one reply to each client that can pay it, on the disk when this returns.
 
@@ -96,6 +101,8 @@ class LedgerFile:
         Args:
             asked: the terms of the clients that are asked.
             at_least: how many replies clients are known to have been charged for; a file with fewer is an older copy.
+            numbered: which reply of each client it is by the server's count. One that is not larger than the last one is refused
+                and not charged; the larger one is written with the charge.
 
         Returns:
             Why some clients can't be charged, and how many replies each of the others has been charged for, including this one.
@@ -116,10 +123,12 @@ class LedgerFile:
                         f"counts {entries[name].replies} replies of client {name!r}: it is an older copy, for there were {known}"
                     )
             for name, terms in asked.items():
-                if reason := terms.why_not(entries[name].replies, entries[name].terms):
+                entry, number = entries[name], (numbered or {}).get(name)
+                if reason := (number and entry.why_repeated(number)) or terms.why_not(entry.replies, entry.terms):
                     refused[name] = reason
                 else:
-                    entries[name] = entries[name].charged(terms)
+                    entry = entry.charged(terms)
+                    entries[name] = entry.noted(number) if number else entry
             if len(refused) < len(asked):
                 _replace(path, entries)
         return refused, {name: entries[name].replies for name in asked if name not in refused}

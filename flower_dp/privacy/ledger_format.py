@@ -7,17 +7,19 @@ It is read as it is, and the next charge writes it with a checksum.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
 
 import dp_accounting as dp
 
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Terms, noise_multiplier_of
+from flower_dp.privacy.client_terms import Spent, Terms, noise_multiplier_of
 from flower_dp.privacy.events import RELATIONS, Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
 
 FORMAT = 2
+# What the server learns of a number that is not larger than the last one; it looks for this part.
+CHARGED_BEFORE = "was charged before: the server's ledger is an older copy, or the message came twice"
 _WITHOUT_CHECKSUM = 1
 _EVALUATION = ", evaluation"
 _KEY = "flower-dp-ledger"
@@ -33,6 +35,13 @@ def owner_of(account: str) -> str:
     return account.removesuffix(_EVALUATION)
 
 
+class Numbered(NamedTuple):
+    """Which reply of a client it is by the server's count: the id of the run, and 1, 2, ... in it."""
+
+    run: str
+    number: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One client's account.
@@ -43,6 +52,7 @@ class Entry:
         num_replies: the most replies that the terms allow.
         relation: the neighbouring relation of the terms.
         event: what one reply costs, of all that were charged the one with the least noise.
+        runs: the largest number of a reply by the server's count, by the run's id; of runs that have numbered their replies.
     """
 
     replies: int = 0
@@ -50,6 +60,21 @@ class Entry:
     num_replies: int = 0
     relation: Relation = "add-or-remove-one"
     event: dp.DpEvent | None = None
+    runs: Mapping[str, int] = field(default_factory=dict)
+
+    def why_repeated(self, asked: Numbered) -> Spent | None:
+        """Return why this is no new reply by the server's own count; None if it is one.
+
+        A round that was charged and never arrived makes the next number larger, and never smaller.
+        """
+        if asked.number > self.runs.get(asked.run, 0):
+            return None
+        reason = f"reply {asked.number} of run {asked.run} {CHARGED_BEFORE}"
+        return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}")
+
+    def noted(self, asked: Numbered) -> "Entry":
+        """Return the account with the number of the reply that it is charged for."""
+        return replace(self, runs={**self.runs, asked.run: asked.number})
 
     def charged(self, terms: Terms) -> "Entry":
         """Return the account with one more reply.
@@ -118,6 +143,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         "num_replies": entry.num_replies,
         "relation": entry.relation,
         "event": as_json(entry.event),
+        "runs": dict(entry.runs),
     }
 
 
@@ -135,4 +161,15 @@ def _entry(table: Mapping[str, Any]) -> Entry:
         num_replies=checks.integer("num_replies", table["num_replies"], at_least=1),
         relation=cast("Relation", checks.one_of("relation", table["relation"], RELATIONS)),
         event=of_json(table["event"]),
+        runs=_runs(table.get("runs", {}), replies),
     )
+
+
+def _runs(table: Mapping[str, Any], replies: int) -> dict[str, int]:
+    """Read the numbers by runs; a file of an earlier release has none."""
+    if not isinstance(table, dict) or len(table) > replies:
+        raise ValueError(f"runs: must be a table of at most {replies}, one run for each reply")
+    return {
+        checks.line("runs", run, most=checks.MOST_ID): checks.integer("runs", number, at_least=1, at_most=checks.MOST_COUNT)
+        for run, number in table.items()
+    }

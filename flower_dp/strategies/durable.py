@@ -2,6 +2,7 @@
 
 import math
 import os
+import uuid
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,7 +14,14 @@ from flower_dp.privacy.statement import JointEpsilon
 
 
 class Durable(Protocol):
-    """Keeps the charges of one run where a crash of this process does not reach them."""
+    """Keeps the charges of one run where a crash of this process does not reach them.
+
+    Attributes:
+        run: the run's id, the same for all of the run: devices count its charges under it.
+    """
+
+    @property
+    def run(self) -> str: ...  # noqa: D102
 
     def charge(self, charge: Charge, server_round: int) -> None:
         """Write a charge down; it is on the disk when this returns, and no message of its round has left before.
@@ -31,7 +39,14 @@ class Durable(Protocol):
 
 
 class InMemory:
-    """Nothing outlives this process."""
+    """Nothing outlives this process.
+
+    Attributes:
+        run: a random id.
+    """
+
+    def __init__(self) -> None:
+        self.run = uuid.uuid4().hex
 
     def charge(self, charge: Charge, server_round: int) -> None:
         """Write nothing down: the state of the run alone has the charge."""

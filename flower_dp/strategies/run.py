@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, Message
 
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
+from flower_dp.privacy.ledger_format import CHARGED_BEFORE
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.durable import Durable, InMemory
 from flower_dp.strategies.exchange import Asked, Exchange
@@ -26,6 +27,12 @@ from flower_dp.strategies.server_optimizer import ServerOptimizer
 log = logging.getLogger("flwr")
 
 _SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
+
+# One device may say so falsely: it is told, and ends no run.
+_OLDER = (
+    "a device says that it was asked again for a reply that it had counted: the server's ledger is an older copy, and more was "
+    "released than is stated here, or a message came twice"
+)
 
 
 class Run:
@@ -146,7 +153,7 @@ class Run:
         """
         started = time.monotonic()
         cohort = tuple(name for names in asked.values() for name in names)
-        ask = release.ask(length, cohort)
+        ask = release.ask(length, cohort).in_run(self.durable.run)
         charge = release.next_charge(cohort)
         with self.checkpoints.unfinished(charge, server_round):
             self.durable.charge(charge, server_round)
@@ -175,9 +182,11 @@ class Run:
         """Check the replies to what was asked and add them up, once."""
         asked = self.asked.pop(release.name)
         collected = self.exchange.total(asked, replies, seeded=self.seeded_noise)
-        # Told once, and not where it tells who was in a cohort.
-        if collected.seeded_clients and _SEEDED not in self._own.incidents and not self.secret_cohort:
-            self.note(incidents=(*self._own.incidents, _SEEDED))
+        repeated = any(CHARGED_BEFORE in reason for reason in collected.refused.values())
+        for seen, incident in ((collected.seeded_clients, _SEEDED), (repeated, _OLDER)):
+            # Told once, and not where it tells who was in a cohort.
+            if seen and incident not in self._own.incidents and not self.secret_cohort:
+                self.note(incidents=(*self._own.incidents, incident))
         return asked.now, collected
 
     def learn(self, now: Round, collected: Collected) -> np.ndarray:

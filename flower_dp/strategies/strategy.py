@@ -98,7 +98,7 @@ class DPStrategy(RunFigures, Strategy):
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
-        if isinstance(self._run.durable, OnLedger):
+        if isinstance(self._run.durable, OnLedger | InMemory):
             self._run.durable.close()
             self._run.durable = InMemory()
 

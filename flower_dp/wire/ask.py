@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -56,13 +56,16 @@ class OwnAsk:
         terms: what the server takes the client's own terms to be (`Terms.kind`). The client compares them with its own, and never
             works by them.
         noise_multiplier: the noise multiplier that goes with them, by which the server charges.
+        number: 1, 2, ...: how often the server has charged the client for this release in this run, this reply included. A device
+            with a ledger file refuses a number that is not larger than the last one: the server's ledger is an older copy then.
+        run: the run's id in the server's ledger, random without one; empty before `Ask.in_run`. A client refuses an empty one.
 
     Raises:
         ValueError: for a value that makes no sense, naming it.
 
     Example:
         >>> from flower_dp.wire import Ask, OwnAsk, Promise
-        >>> own = OwnAsk(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0)
+        >>> own = OwnAsk(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
         >>> ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
         >>> ask.to_table(("a",))["weights"]
         [0.25]
@@ -71,12 +74,15 @@ class OwnAsk:
     weight: float
     terms: str
     noise_multiplier: float
+    number: int
+    run: str = ""
 
     def __post_init__(self) -> None:
         checks.number("weight", self.weight, at_least=0)
         if not isinstance(self.terms, str):
             raise ValueError("terms: must be a text")
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
+        checks.integer("number", self.number, at_least=1, at_most=checks.MOST_COUNT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +184,10 @@ class Ask:
                 f"quantization_levels={self.quantization_levels}: its coordinate must be sent as it was noised"
             )
 
+    def in_run(self, run: str) -> Self:
+        """Return this ask with the id of its run, for clients with terms of their own; others are not told it."""
+        return replace(self, own={name: replace(one, run=run) for name, one in self.own.items()}) if self.own else self
+
     def row_length(self, length: int) -> int:
         """Return the length of a client's row, given that of its update: one more with an indicator."""
         return length + (self.indicator is not None)
@@ -212,6 +222,8 @@ class Ask:
             table["weights"] = [one.weight for one in own]
             table["terms"] = [one.terms for one in own]
             table["noise_multipliers"] = [one.noise_multiplier for one in own]
+            table["numbers"] = [one.number for one in own]
+            table["runs"] = [one.run for one in own]
         if self.vectors:
             table["vectors"] = list(self.vectors)
         return table
@@ -244,7 +256,7 @@ class Ask:
 # What two ways to compute one norm may differ by.
 _ROUNDING = 1e-10
 _PLAIN = ("step", "noise_std", "keep_ratio", "quantization_levels")
-_OWN = ("weights", "terms", "noise_multipliers")
+_OWN = ("weights", "terms", "noise_multipliers", "numbers", "runs")
 # Characters of a forged value that an error shows.
 _SHOWN = 80
 _DEFAULTS = {one.name: one.default for one in fields(Ask)}
@@ -256,8 +268,14 @@ def _own(table: Mapping[str, Any], clients: Sequence[str]) -> dict[str, OwnAsk]:
             raise ValueError(f"{name}: must have one value for each of {len(clients)} clients")
     entries = zip(*(table[name] for name in _OWN), strict=True)
     return {
-        name: OwnAsk(weight=weight, terms=terms, noise_multiplier=multiplier)
-        for name, (weight, terms, multiplier) in zip(clients, entries, strict=True)
+        name: OwnAsk(
+            weight=weight,
+            terms=terms,
+            noise_multiplier=multiplier,
+            number=number,
+            run=checks.line("run", run, most=checks.MOST_ID),
+        )
+        for name, (weight, terms, multiplier, number, run) in zip(clients, entries, strict=True)
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 # The one key of ours in a config record, and the name of our record in query messages and replies.
 KEY = "flower-dp"
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 def load(text: str, most: int) -> dict[str, Any]:

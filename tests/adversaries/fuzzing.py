@@ -238,6 +238,8 @@ _KEYS = (
         "weights",
         "terms",
         "noise_multipliers",
+        "numbers",
+        "runs",
         "vectors",
         "refused",
         "payload",

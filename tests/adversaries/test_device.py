@@ -470,7 +470,7 @@ def test_a_client_does_not_tell_its_own_terms() -> None:
     account = StateAccount(context.state)
     account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text)})
     own = BUDGET.terms("c0", records("c0", size=7))
-    assert account.charge({"c0": own}) == {"c0": "its account was opened on other terms"}
+    assert account.charge({"c0": own}, {}) == {"c0": "its account was opened on other terms"}
 
 
 # An app's metrics are no sums over records
@@ -630,7 +630,7 @@ def test_terms_that_differ_in_one_word_are_other_terms() -> None:
         assert other.why_not(1, opened.text) is not None, change
         if "mechanism" not in change:
             promise = Promise(clip_norm=other.release.clip_norm, noise_multiplier=0.0)
-            assert why_not(other, promise, OwnAsk(weight=1.0, terms=opened.kind, noise_multiplier=0.0)), change
+            assert why_not(other, promise, OwnAsk(weight=1.0, terms=opened.kind, noise_multiplier=0.0, number=1)), change
 
 
 @pytest.mark.parametrize("num_evaluations", [1, 3, 7, 10, 49, 1000])
@@ -656,7 +656,7 @@ def test_a_servers_words_come_back_in_one_line_of_bounded_length(text: str) -> N
     reason = why_not(
         BUDGET.terms("c0", records("c0")),
         Promise(clip_norm=0.5, noise_multiplier=1.0),
-        OwnAsk(weight=1.0, terms=text, noise_multiplier=0.0),
+        OwnAsk(weight=1.0, terms=text, noise_multiplier=0.0, number=1),
     )
     assert reason is not None
     assert reason.isprintable()

@@ -226,7 +226,7 @@ def plausible(draw: st.DrawFn, text: str) -> str:
             ask.pop(draw(st.sampled_from(sorted(set(ask) & set(OPTIONAL) or {"step"}))), None)
         elif what == "who":
             table["clients"] = draw(st.lists(st.sampled_from(["c0", "c1", "c2", "c0, evaluation", "x"]), unique=True, max_size=4))
-            for name in ("weights", "terms", "noise_multipliers"):
+            for name in ("weights", "terms", "noise_multipliers", "numbers", "runs"):
                 if name in ask:
                     ask[name] = (ask[name] * 4)[: len(table["clients"])]
         elif what == "what":

@@ -19,7 +19,7 @@ FORGED = "2 replies\nWARNING: client c0: its ledger was deleted\x1b[2J"
 
 def test_terms_of_a_server_forge_no_line_of_a_devices_log(caplog: pytest.LogCaptureFixture) -> None:
     terms = BUDGET.terms("c0", records("c0"))
-    asked = OwnAsk(weight=1.0, terms=FORGED + "x" * 10**6, noise_multiplier=1.0)
+    asked = OwnAsk(weight=1.0, terms=FORGED + "x" * 10**6, noise_multiplier=1.0, number=1)
     with caplog.at_level(logging.WARNING, "flwr"):
         reason = why_not(terms, Promise(clip_norm=0.5, noise_multiplier=1.0), asked)
     assert reason is not None

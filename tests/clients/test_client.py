@@ -432,7 +432,7 @@ def test_instructions_of_other_methods_are_refused(method: str) -> None:
 
 
 PROMISED = {"clip_norm": 1.0, "noise_multiplier": 1.0, "step": 2.0**-16}
-OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
+OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def instruction_of(
 
 
 CENTRAL = instruction_of("central", 0.0)
-OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
+OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
 LOCAL_TO_OTHERS = forged(CENTRAL, placement="local", step=GONE, **OTHERS)
 NO_NOISE = instruction_of("distributed", 0.0, noise_multiplier=0.0)
 

@@ -104,7 +104,7 @@ def test_the_app_gets_what_a_stock_server_sends() -> None:
 
 
 SHARE = ask_for("distributed", 0.4)
-OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0]}
+OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
 

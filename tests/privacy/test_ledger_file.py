@@ -22,7 +22,7 @@ from dp_accounting import (
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import ledger_file
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.ledger_file import Entry, LedgerError, LedgerFile
+from flower_dp.privacy.ledger_file import Entry, LedgerError, LedgerFile, Numbered
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 
@@ -466,3 +466,85 @@ def test_a_reply_of_several_releases_is_written_down_as_all_of_them(path):
     assert LedgerFile(path).charge({"a": steps}) == ({}, {"a": 2})
     entry = LedgerFile(path).read()["a"]
     assert entry.spent == SelfComposedDpEvent(SelfComposedDpEvent(GaussianDpEvent(2.0), 4), 2)
+
+
+# The server's own count
+
+
+def charged(path, run, number, name="a"):
+    """Charge one reply; return why it is refused, if it is."""
+    refused, _ = LedgerFile(path).charge({name: terms(num_replies=20)}, numbered={name: Numbered(run=run, number=number)})
+    return refused[name].public if refused else None
+
+
+def test_a_number_that_is_not_larger_is_refused_and_not_charged(path):
+    assert [charged(path, "r", number) for number in (1, 2, 5)] == [None] * 3  # 3 and 4 never arrived
+    for number in (5, 4, 1):
+        assert charged(path, "r", number) == (
+            f"reply {number} of run r was charged before: the server's ledger is an older copy, or the message came twice"
+        )
+    assert LedgerFile(path).read()["a"].runs == {"r": 5}
+    assert replies(path) == 3
+    assert charged(path, "r", 6) is None
+    assert replies(path) == 4
+
+
+def test_runs_and_clients_are_counted_apart(path):
+    for number in (1, 2):
+        assert [charged(path, run, number, name) for run in ("r", "s") for name in ("a", "b")] == [None] * 4
+    assert charged(path, "r", 2) is not None
+    assert {name: entry.runs for name, entry in LedgerFile(path).read().items()} == {name: {"r": 2, "s": 2} for name in "ab"}
+
+
+def test_who_is_refused_for_its_budget_keeps_no_number(path):
+    for number in (1, 2):
+        refused, _ = LedgerFile(path).charge({"a": terms(1)}, numbered={"a": Numbered(run="r", number=number)})
+    assert "its budget is spent" in refused["a"].public
+    assert LedgerFile(path).read()["a"].runs == {"r": 1}
+
+
+def test_a_refused_number_beside_a_charge_is_not_charged(path):
+    charged(path, "r", 1)
+    numbered = {name: Numbered(run="r", number=1) for name in "ab"}
+    refused, counts = LedgerFile(path).charge({name: terms(20) for name in "ab"}, numbered=numbered)
+    assert (set(refused), counts) == ({"a"}, {"b": 1})
+    assert (replies(path, "a"), replies(path, "b")) == (1, 1)
+
+
+def test_a_repeated_number_is_told_of_a_spent_budget_too(path):
+    charged(path, "r", 1)
+    refused, _ = LedgerFile(path).charge({"a": terms(1)}, numbered={"a": Numbered(run="r", number=1)})
+    assert "was charged before" in refused["a"].public
+
+
+def rewritten(path, change):
+    """Change the accounts in a file, and give it the checksum of what it says then."""
+    data = json.loads(path.read_text())
+    change(data["clients"])
+    data["sha256"] = hashlib.sha256(json.dumps(data["clients"], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps(data))
+
+
+def test_a_file_of_an_earlier_release_has_no_numbers_and_goes_on(path):
+    charged(path, "r", 1)
+    rewritten(path, lambda clients: clients["a"].pop("runs"))
+    assert LedgerFile(path).read()["a"].runs == {}
+    assert charged(path, "r", 2) is None
+    assert LedgerFile(path).read()["a"].runs == {"r": 2}
+    assert replies(path) == 2
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        *(None, [], "r"),
+        *({"r": number} for number in (0, -1, 1.5, True, "1", None, 2**53 + 1)),
+        *({run: 1} for run in ("", "r\n", "r" * 65)),
+        {"r": 1, "s": 1},
+    ],
+)
+def test_numbers_that_make_no_sense_are_damage(path, runs):
+    charged(path, "r", 1)
+    rewritten(path, lambda clients: clients["a"].update(runs=runs))
+    with pytest.raises(LedgerError, match="is damaged"):
+        charged(path, "r", 2)

@@ -345,7 +345,7 @@ def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=
     return wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=(name,), ask=asked)
 
 
-NO_OWN = {"weights": GONE, "terms": GONE, "noise_multipliers": GONE}
+NO_OWN = dict.fromkeys(("weights", "terms", "noise_multipliers", "numbers", "runs"), GONE)
 
 
 def tell(client, instruction):

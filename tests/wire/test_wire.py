@@ -297,7 +297,7 @@ def test_what_an_ask_does_not_use_is_not_sent() -> None:
     assert set(table_of(INSTRUCTION)) == {*promised, "step", "noise_std", "keep_ratio"}
     assert set(table_of(INSTRUCTIONS[3])) == {*promised, "step", "mask_seed", "mask_keep_ratio"}
     assert set(table_of(EVALUATION)) == {*promised, "step", "metrics"}
-    own = {*promised, "weights", "terms", "noise_multipliers"}
+    own = {*promised, "weights", "terms", "noise_multipliers", "numbers", "runs"}
     assert set(table_of(LOCAL_INSTRUCTION)) == own
     assert set(table_of(replace(LOCAL_INSTRUCTION, ask=replace(LOCAL, vectors=VECTORS)))) == {*own, "vectors"}
 
@@ -447,6 +447,21 @@ def test_all_clients_of_a_round_draw_the_mask_from_its_seed() -> None:
         ("noise_multipliers", [1.0, "1"]),
         ("noise_multipliers", {"a": 1.0, "ü 7": 1.0}),
         ("noise_multipliers", None),
+        ("numbers", [1]),
+        ("numbers", [1, 0]),
+        ("numbers", [1, -3]),
+        ("numbers", [1, 1.5]),
+        ("numbers", [1, True]),
+        ("numbers", [1, "2"]),
+        ("numbers", [1, 2**53 + 1]),
+        ("numbers", None),
+        ("runs", ["a"]),
+        ("runs", ["a", ""]),
+        ("runs", ["a", " "]),
+        ("runs", ["a", "b\nEPSILON: 0.1"]),
+        ("runs", ["a", "b" * 65]),
+        ("runs", ["a", 7]),
+        ("runs", "ab"),
     ],
 )
 def test_local_asks_that_make_no_sense_are_refused(field: str, value: Any) -> None:
@@ -467,7 +482,7 @@ def test_asks_with_missing_or_unknown_keys_are_refused(instruction: Instruction)
             Instruction.from_json(forged(instruction, **{name: GONE}))
 
 
-@pytest.mark.parametrize("name", ["weights", "terms", "noise_multipliers", "mask_keep_ratio"])
+@pytest.mark.parametrize("name", ["weights", "terms", "noise_multipliers", "numbers", "runs", "mask_keep_ratio"])
 def test_keys_of_another_kind_of_ask_are_refused(name: str) -> None:
     value = {"mask_keep_ratio": 0.5}.get(name) or table_of(LOCAL_INSTRUCTION)[name]
     with pytest.raises(ValueError, match=rf"ask: unknown keys \['{name}'\]"):
@@ -595,10 +610,10 @@ def test_texts_that_are_no_instruction_or_answer_are_refused(text: str) -> None:
             _read(kind, text)
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 4, "3", None, [3]])
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 5, "4", None, [4]])
 @pytest.mark.parametrize("part", [INSTRUCTION, ANSWER])
 def test_other_protocols_are_refused(protocol: Any, part: Instruction | Answer) -> None:
-    with pytest.raises(ValueError, match="not of protocol 3"):
+    with pytest.raises(ValueError, match="not of protocol 4"):
         _read(type(part), json.dumps({**json.loads(_text(part)), "protocol": protocol}))
 
 

@@ -9,7 +9,7 @@ from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.clients.reply.pipeline import Refusal, failure
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.ledger_file import evaluation_account, owner_of
+from flower_dp.privacy.ledger_file import Numbered, evaluation_account, owner_of
 from flower_dp.wire import Instruction, OwnAsk, Promise
 
 log = logging.getLogger("flwr")
@@ -60,9 +60,11 @@ def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Ter
 
 def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, str]:
     """Charge one reply, or one evaluation, to each client; return why some can't pay, by name. They must not reply."""
+    numbered = {name: Numbered(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
     if instruction.ask.metrics is not None:
         due = {evaluation_account(name): terms for name, terms in due.items()}
-    return {owner_of(name): reason for name, reason in account.charge(due).items()}
+        numbered = {evaluation_account(name): number for name, number in numbered.items()}
+    return {owner_of(name): reason for name, reason in account.charge(due, numbered).items()}
 
 
 def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:

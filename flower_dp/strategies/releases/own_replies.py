@@ -168,9 +168,17 @@ class OwnReplies:
         self.state = replace(self.state, replies=replies, num_rounds=charge.number)
 
     def ask(self, length: int, names: Sequence[str]) -> Ask:
-        """Return what is asked of clients: by their own terms, and with the weight of each in the sum."""
+        """Return what is asked of clients: by their own terms, and with the weight of each in the sum.
+
+        It is for their next charge: the number of the reply counts it already.
+        """
         own = {
-            name: OwnAsk(weight=self.weight_of(name), terms=terms.kind, noise_multiplier=terms.release.mechanism.noise_multiplier)
+            name: OwnAsk(
+                weight=self.weight_of(name),
+                terms=terms.kind,
+                noise_multiplier=terms.release.mechanism.noise_multiplier,
+                number=self.replies(name) + 1,
+            )
             for name, terms in ((name, self.terms[name]) for name in names)
         }
         # Of all of them together; every client compares what is asked of it alone with its own terms.

@@ -1,0 +1,197 @@
+"""Devices with ledger files notice by their own counts that a server goes on from an older copy of its ledger."""
+
+import json
+import shutil
+
+import pytest
+
+from flower_dp import wire
+from flower_dp.clients import DPFedPAQRecipe, FedSGDDPCRecipe, LocalDPClient, client_app, model_arrays
+from flower_dp.clients.account import LEDGER_PATH
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.strategies import DPFedPAQ, FedSGDDPC, LocalEvaluation
+from tests.grids import LocalGrid, asks_to_train
+from tests.local_grids import linear, records
+
+NAMES = ("c0", "c1")
+NUM_ROUNDS = 6
+OLDER = "the server's ledger is an older copy"
+STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step")
+FEDPAQ = {"steps": STEPS, "epsilon": 4.0, "delta": 1e-3, "num_replies": NUM_ROUNDS, "quantization_levels": None}
+FEDSGD = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 3.0, "num_replies": NUM_ROUNDS}
+BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
+
+
+def fedpaq():
+    evaluation = LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})
+    return DPFedPAQ(**FEDPAQ, sampling=FullSampling(), num_clients=2, num_records=8, evaluation=evaluation)
+
+
+def fedsgd():
+    return FedSGDDPC(**FEDSGD, num_clients=2, num_records=8, cohort_size=2, learning_rate=0.1)
+
+
+METHODS = {
+    "DP-FedPAQ with evaluations": (fedpaq, lambda: DPFedPAQRecipe(**FEDPAQ)),
+    "FedSGD-DPC": (fedsgd, lambda: FedSGDDPCRecipe(**FEDSGD)),
+}
+
+
+class Lost(Exception):
+    """The server's process ends here."""
+
+
+class DyingGrid(LocalGrid):
+    """Two devices, each with a ledger file; the messages of one round are charged, and then the server dies before they leave."""
+
+    def __init__(self, folder, recipe, dies_in=None):
+        def client_fn(context):
+            name = NAMES[int(context.node_config["partition-id"])]
+            clients = {name: records(name)}
+            return LocalDPClient(
+                model=linear(), clients=clients, recipe=recipe(), context=context, evaluation=BUDGET, device="cpu"
+            )
+
+        super().__init__(client_app(client_fn), 2)
+        self.dies_in = dies_in
+        for node, context in self.contexts.items():
+            context.node_config[LEDGER_PATH] = str(folder / f"{NAMES[node - 1]}.json")
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        if any(asks_to_train(message) and asked(message)["server_round"] == self.dies_in for message in messages):
+            raise Lost
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def asked(message):
+    texts = [record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record]
+    return json.loads(texts[0])
+
+
+def numbered(grid):
+    """The run and the numbers in all messages to the first client, training and evaluations apart."""
+    found = {}
+    for message in grid.sent:
+        if message.metadata.dst_node_id == 1 and message.metadata.message_type in ("train", "evaluate"):
+            table = asked(message)
+            if "ask" in table:
+                found.setdefault((table["method"], *table["ask"]["runs"]), []).extend(table["ask"]["numbers"])
+    return found
+
+
+@pytest.fixture(params=METHODS)
+def case(request, tmp_path):
+    for name in NAMES:
+        LedgerFile.create(tmp_path / f"{name}.json", [name])
+    return Case(tmp_path, *METHODS[request.param])
+
+
+class Case:
+    """One run in a folder, one life after the other, on devices that stay."""
+
+    def __init__(self, folder, strategy, recipe):
+        self.folder, self.strategy, self.recipe, self.checkpoint = folder, strategy, recipe, folder / "checkpoint"
+
+    def live(self, dies_in=None, **changes):
+        """Return the grid, and the strategy, of a life that has ended, or died."""
+        grid, strategy = DyingGrid(self.folder, self.recipe, dies_in), changes.pop("strategy", None) or self.strategy()
+        place = {"checkpoint_dir": self.checkpoint, "resume": True, "num_rounds": NUM_ROUNDS} | changes
+        try:
+            strategy.start(grid, model_arrays(linear()), **place)
+        except Lost:
+            assert dies_in is not None
+        return grid, strategy
+
+    def accounts(self):
+        return {name: entry for part in NAMES for name, entry in LedgerFile(self.folder / f"{part}.json").read().items()}
+
+    def replies(self):
+        return {name: entry.replies for name, entry in self.accounts().items() if name in NAMES}
+
+
+def test_devices_refuse_what_an_older_copy_of_the_whole_server_asks_again_and_the_statement_says_so(case):
+    case.live(dies_in=3)
+    shutil.copytree(case.checkpoint, case.folder / "older")
+    case.live(dies_in=6)
+    assert case.replies() == {"c0": 4, "c1": 4}  # rounds 1, 2, 4 and 5
+    shutil.rmtree(case.checkpoint)
+    shutil.copytree(case.folder / "older", case.checkpoint)
+    _, strategy = case.live()
+    # Round 3 was charged before the copy. 4 and 5 are asked a second time, and 6 never arrived before.
+    assert [report.replies for report in strategy.rounds] == [2, 2, 0, 0, 2]
+    assert strategy.state.missing.declined == 4
+    assert case.replies() == {"c0": 5, "c1": 5}
+    (incident,) = [line for line in strategy.statement.incidents if OLDER in line]
+    assert incident.startswith("a device says that it was asked again")
+    assert OLDER in str(strategy.statement)
+    assert OLDER in strategy.state.refusal
+
+
+def test_rounds_that_never_arrived_raise_no_alarm_and_a_run_keeps_its_id(case):
+    lives = [case.live(dies_in=2), case.live(dies_in=4), case.live()]
+    strategy = lives[-1][1]
+    assert [report.replies for report in strategy.rounds] == [2, 2, 2, 2]
+    assert not [line for line in strategy.statement.incidents if OLDER in line]
+    assert strategy.state.missing.declined == 0
+    with ServerLedger(case.checkpoint / "ledger.sqlite", read_only=True) as ledger:
+        (run,) = ledger.runs
+    name = strategy.rules.training.name
+    assert [numbered(grid)[name, run.name] for grid, _ in lives] == [[1], [3], [5, 6]]
+    assert {key for grid, _ in lives for _, key in numbered(grid)} == {run.name}
+    assert case.accounts()["c0"].runs == {run.name: 6}
+
+
+def test_training_and_evaluations_are_counted_apart(tmp_path):
+    for name in NAMES:
+        LedgerFile.create(tmp_path / f"{name}.json", [name])
+    case = Case(tmp_path, *METHODS["DP-FedPAQ with evaluations"])
+    grid, strategy = case.live()
+    assert [numbers for _, numbers in numbered(grid).items()] == [[1, 2, 3, 4, 5, 6]] * 2
+    assert strategy.state.missing.total == 0
+    assert {tuple(entry.runs.values()) for entry in case.accounts().values()} == {(6,)}
+    assert set(case.accounts()) == {"c0", "c0, evaluation", "c1", "c1, evaluation"}
+
+
+def test_runs_of_one_strategy_without_a_ledger_have_ids_of_their_own(case):
+    """On the same devices the second begins to count anew, and is not taken for the first."""
+    strategy = case.strategy()
+    grids = []
+    for _ in range(2):
+        grid, _ = case.live(strategy=strategy, checkpoint_dir=None, resume=False, num_rounds=3)
+        grids.append(grid)
+        assert [report.replies for report in strategy.rounds] == [2, 2, 2]
+        assert not [line for line in strategy.statement.incidents if OLDER in line]
+    runs = [{run for _, run in numbered(grid)} for grid in grids]
+    assert [len(found) for found in runs] == [1, 1]
+    assert runs[0] != runs[1]
+    assert case.replies() == {"c0": 6, "c1": 6}
+
+
+def test_a_message_that_comes_twice_is_charged_once_and_answered_once(case):
+    grid, _ = case.live(dies_in=2)
+    message = next(one for one in grid.sent if asks_to_train(one) and one.metadata.dst_node_id == 1)
+    before = case.accounts()["c0"]
+    (reply,) = LocalGrid.send_and_receive(grid, [message])
+    answer = wire.answer_of(reply.content, ("c0",))
+    (run,) = before.runs
+    assert answer.refused == {
+        "c0": f"reply 1 of run {run} was charged before: the server's ledger is an older copy, or the message came twice"
+    }
+    assert case.accounts()["c0"] == before
+
+
+def test_another_refusal_is_not_taken_for_it(case):
+    for name in NAMES:
+        entry = LedgerFile(case.folder / f"{name}.json")
+        entry.path.unlink()
+        LedgerFile.create(entry.path, ["somebody else"])
+    strategy = case.strategy()
+    with pytest.raises(RuntimeError, match="its ledger can't be used"):
+        case.live(strategy=strategy, checkpoint_dir=None, resume=False)
+    assert strategy.state.missing.declined
+    assert not [line for line in strategy.statement.incidents if OLDER in line]
