@@ -62,7 +62,7 @@ def fedpaq(method="dp-fedpaq", *more):
 def asked(control, server_round):
     """Return a message of SCAFFOLD to a node that hosts client a."""
     identify(1, 1)
-    own = {"a": OwnAsk(weight=1.0, terms="", noise_multiplier=1.0, number=1)}
+    own = {"a": OwnAsk(weight=1.0, terms="", noise_multiplier=1.0, number=1, run="a run")}
     ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="local", own=own, vectors={"control": control})
     instruction = Instruction(server_round=server_round, method="scaffold", clients=("a",), ask=ask)
     return wire.train_message(2, wire.MESSAGE_API, ArrayRecord({"w": Array(np.zeros(3, np.float32))}), {}, instruction)
