@@ -2,7 +2,7 @@
 
 Every audit here has confidence 1 - 1e-4: one that flags a correct method is a false alarm, with probability 1e-4 at most each, and
 below 2e-3 for a whole run of this file. Noise is fresh in every run, so that a bug is missed at times too: the trials are so many
-that each is found with probability above 0.999.
+that each was found in all of 300 simulated audits.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ SAMPLED = client_level(
 )
 SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=1.13, relation="replace-one")
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
-LITTLE = client_level("stock, much noise", DPFedAvg, training=None, noise_multiplier=1.0)
+LITTLE = client_level("stock, much noise", DPFedAvg, training=None, noise_multiplier=0.8)
 LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=2.0)
 
 
@@ -145,18 +145,18 @@ def value_off_the_lattice(monkeypatch):
 
 BUGS = [
     (half_the_noise, STOCK, 250),
-    (half_of_the_clients_noise, LAPLACE, 300),
+    (half_of_the_clients_noise, LAPLACE, 600),
     (no_factor_of_replace_one, REPLACED, 250),
     (no_clip, STOCK, 150),
     (no_clip_of_records, RECORDS, 100),
-    (clip_of_each_tensor, STOCK, 800),
+    (clip_of_each_tensor, STOCK, 1200),
     (weights_after_the_clip, STOCK, 250),
-    (mean_over_those_who_replied, STOCK, 800),
+    (mean_over_those_who_replied, STOCK, 1100),
     (one_noise_for_all_rounds, TWO_ROUNDS, 150),
     (one_noise_for_all_clients, SHARED, 150),
     (cohort_of_the_largest_updates, SAMPLED, 250),
     (only_the_first_release_charged, FOUR_ROUNDS, 220),
-    (noise_of_single_precision, LITTLE, 1000),
+    (noise_of_single_precision, LITTLE, 1500),
     (value_off_the_lattice, RECORDS, 100),
 ]
 
