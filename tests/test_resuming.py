@@ -253,6 +253,19 @@ def test_an_evaluation_that_was_charged_and_not_finished_is_not_made_again(when,
     assert list(strategy.incidents) == [*lost, "the evaluation of round 2 was charged and not finished"]
 
 
+def test_nor_is_it_made_again_for_one_that_is_still_owed(tmp_path):
+    """The evaluation of round 1 was never asked for: that of round 2, which was interrupted, does not stand in for it."""
+    case = stock_case(tmp_path / "run", evaluation=evaluation(1), evaluates=True)
+    case.grid.dies = ("train", 1, "push")
+    case.start(resume=False)
+    case.grid.dies = ("evaluate", 1, "pull")
+    case.start()
+    strategy = case.start()
+    assert case.grid.rounds_sent("evaluate") == [2, 3, 4]
+    assert list(strategy.evaluations) == [3, 4]
+    assert strategy.rules.evaluation.release.num_charged == 3
+
+
 def test_in_turn_everyone_has_a_turn_whatever_is_lost(tmp_path):
     case = stock_case(tmp_path / "run", num_rounds=8, sampling=RoundRobinSampling(cohort_size=1))
     case.grid.rounds_sent = lambda: []

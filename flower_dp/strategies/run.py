@@ -158,6 +158,7 @@ class Run:
         with self.checkpoints.unfinished(charge, server_round):
             self.durable.charge(charge, server_round)
         release.take(charge)
+        self.charged(release, server_round)
         now = Round(
             server_round=server_round,
             method=release.name,
@@ -172,6 +173,14 @@ class Run:
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
         self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages)
         return messages
+
+    def charged(self, release: RoundRelease, server_round: int) -> None:
+        """Remember that a release was charged for a round: a run that goes on does not ask for it again."""
+        self.note(last_charged={**self._own.last_charged, release.name: server_round})
+
+    def was_charged(self, release: RoundRelease, server_round: int) -> bool:
+        """Return whether this round of a release, or a later one, was charged before."""
+        return server_round <= self._own.last_charged.get(release.name, 0)
 
     def waits(self, release: RoundRelease, server_round: int) -> bool:
         """Return whether clients were asked in this round, and their replies were not added up yet."""

@@ -172,6 +172,7 @@ class RunCheckpoints:
                 raise CheckpointError(f"{charge.release} was charged in round {server_round}, and is no release of this strategy")
             if charge.number > release.num_charged:
                 release.take(charge)
+                run.charged(release, server_round)
             if release is run.rules.training:
                 run.rules.unfinished(charge)
             rounds[release.name].append(server_round)

@@ -81,6 +81,7 @@ class RunState:
         rounds: the numbers of every round.
         incidents: what happened, in words.
         missing: the number of requested updates that did not count.
+        last_charged: by the name of a release: the last round that was charged for it, whether it was finished or not.
         evaluations: value and standard error of every metric of private evaluations, by round.
         client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
         refusal: the last reason for which a client's update did not count.
@@ -93,6 +94,7 @@ class RunState:
     rounds: tuple[RoundReport, ...] = ()
     incidents: tuple[str, ...] = ()
     missing: Missing = field(default_factory=Missing)
+    last_charged: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     refusal: str = "no reply"

@@ -270,6 +270,8 @@ class DPStrategy(RunFigures, Strategy):
         run, evaluation = self._run, self.rules.evaluation
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
+        if run.was_charged(evaluation.release, server_round):  # a run that goes on: this one was interrupted
+            return []
         known_clients, release = self._known_clients(grid), evaluation.release
         try:
             messages = run.ask(
