@@ -187,7 +187,8 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
     text = _told(folder)
     if not outcome.completed:
         more = again if text and resume != STATED else ""
-        fail(f"the run failed: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{text}{more}".rstrip(), 1)
+        what = "no statement was made" if resume == STATED else "the run failed"
+        fail(f"{what}: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{text}{more}".rstrip(), 1)
     statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))

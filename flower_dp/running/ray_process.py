@@ -53,6 +53,7 @@ class RayProcess:
             "gpus_per_worker": gpus_per_worker,
             "ray_folder": str(private_folder),
             "only_state": only_state,
+            "launcher": os.getpid(),
             "outcome": str(self._outcome),
         }
         request.write_text(json.dumps(asked), encoding="utf-8")

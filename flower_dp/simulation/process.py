@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -19,15 +21,19 @@ from flower_dp.running.apps import App, read_app
 
 log = logging.getLogger("flwr")
 
+_LOOK_SECONDS = 0.5
+
 
 def main(request_file: str) -> None:
     """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
-    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `only_state` and
-    `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the settings, or `interrupted`
-    after a SIGTERM: the run has then written its statement and a checkpoint.
+    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `only_state`, `launcher`
+    and `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the settings, or
+    `interrupted` after a SIGTERM, which comes too when the launcher has died: the run has then written its statement and a
+    checkpoint.
     """
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    threading.Thread(target=_end_with, args=(request["launcher"],), daemon=True).start()
     app = read_app(Path(request["folder"]))
     if app is None:
         raise SystemExit(f"{request['folder']}: is no folder of a Flower app")
@@ -45,6 +51,11 @@ def main(request_file: str) -> None:
     outcome = Path(request["outcome"])
     part = outcome.with_suffix(".part")
     part.write_text(json.dumps({"status": status, "details": details}), encoding="utf-8")
+    if os.getppid() != request["launcher"]:  # nobody waits for the outcome, nor ends Ray's processes
+        import ray  # noqa: PLC0415
+
+        ray.shutdown()
+        return
     part.replace(outcome)
 
 
@@ -77,6 +88,13 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     return "completed", ""
 
 
+def _end_with(launcher: int) -> None:
+    """Send SIGTERM to this process when the process that has started it is gone, killed perhaps."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signum, signal.SIG_IGN)  # what is written now is not interrupted
     raise KeyboardInterrupt
@@ -89,4 +107,4 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # Ray's processes end with this one; to wait for each takes a second
+    os._exit(0)  # the launcher ends Ray's processes; to wait for each takes a second

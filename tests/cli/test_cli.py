@@ -747,6 +747,20 @@ def test_an_interrupted_run_leaves_nothing_running(tmp_path, engine):
 
 
 @pytest.mark.flwr_run
+def test_the_process_of_a_run_ends_when_the_command_is_killed(tmp_path):
+    """It does not train on unseen, and the ledger of the run is free for the one who resumes."""
+    import signal
+
+    slow = ("--set", "num-rounds=1000", "--set", "pause=0.2", "--output-dir", "results")
+    status, out, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGKILL))
+    assert status == -signal.SIGKILL, out + err
+    deadline = time.monotonic() + 30
+    while left := [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+@pytest.mark.flwr_run
 def test_settings_that_the_app_refuses_leave_no_folder_and_nothing_running(tmp_path):
     app = tmp_path / "app"
     shutil.copytree(TINY, app)
