@@ -1,21 +1,23 @@
-"""Seconds a round: `flwr run` on the Ray engine against a plain PyTorch loop over the same clients, in the same run.
+"""Seconds a round of `flower-dp run`, with both of its engines, against plain PyTorch loops and pfl-research, in the same run.
 
     python benchmarks/rounds.py [mlp] [mlp-module] [logistic-1000] [logistic-50000] [logistic-1000000] [--rounds N]
-        [--data-dir DIR] [--json FILE]
+        [--engines ray flower] [--data-dir DIR] [--json FILE]
 
-Prints, for every job, the mean seconds a round of both (start-up apart), their ratio, and the memory of all processes of the
-Flower run, and the seconds from `flwr run` to its first round. Flower's rounds take a whole number of tenths of a second, some
-one and some two: hence the mean. The plain loop runs before and after the Flower run: in one process, with one torch thread and
-with all, and in two processes at once, with half of the clients and one thread each (the slower one counts). The fastest of each
-kind counts. `mlp-module` is the same job as `mlp`, as an app of somebody's own (`flower_dp.app`) whose model is a hand-written
-`nn.Module` in place of `nn.Sequential`.
+Prints, for every job, the mean seconds a round of each (start-up apart), the ratios, the memory of all processes of our runs, and
+the seconds from the start to the end of round 1. Rounds of the engine `flower` take a whole number of tenths of a second, some
+one and some two: hence the mean. The plain loop runs before and after: in one process, with one torch thread and with all, and
+in two processes at once, with half of the clients and one thread each (the slower one counts). The fastest of each kind counts.
+pfl-research runs, on two processes, where `pfl` can be imported (`pip install pfl==0.6.0`). `mlp-module` is the same job as
+`mlp`, as an app of somebody's own (`flower_dp.app`) whose model is a hand-written `nn.Module` in place of `nn.Sequential`.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -42,6 +44,7 @@ from flower_dp.running.launch import default_workers, launch  # noqa: E402
 
 WARM_UP = 3
 COHORT = 100
+ENGINES: tuple[Literal["ray", "flower"], ...] = ("ray", "flower")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +208,8 @@ def two_processes(job: Job, num_rounds: int, data_dir: str) -> float:
         return max(pool.map(plain_loop, *zip(*[(job, num_rounds, data_dir, COHORT // 2)] * 2, strict=True)))
 
 
-def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
-    """Run the job with `flwr run`; return seconds a round and the memory of its processes early and late."""
+def our_run(job: Job, num_rounds: int, data_dir: str, engine: Literal["ray", "flower"]) -> dict[str, Any]:
+    """Run the job as `flower-dp run` does; return seconds a round and the memory of its processes early and late."""
     elapsed: list[float] = []
     begun: list[float] = []
     started = time.monotonic()
@@ -214,7 +217,7 @@ def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
 
     def progress(line: dict[str, Any]) -> None:
         elapsed.append(line["elapsed"])
-        if not begun:
+        if line["round"] == 1:
             begun.append(time.monotonic() - started)
         # Reading the memory of all processes takes some time from them: only twice.
         if line["round"] in (num_rounds // 4, num_rounds):
@@ -229,19 +232,40 @@ def flower_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
             num_workers=default_workers(),
             gpus_per_worker=0.0,
             on_progress=progress,
+            engine=engine,
         )
     if not outcome.completed:
-        raise SystemExit(f"{job.name}: the Flower run failed: {outcome.details}")
-    rounds = [after - before for before, after in zip(elapsed[WARM_UP:], elapsed[WARM_UP + 1 :], strict=False)]
-    return {
-        "start_up_seconds": begun[0],
-        "flower_seconds": statistics.fmean(rounds),
-        "flower_seconds_p10": sorted(rounds)[int(0.1 * len(rounds))],
-        "flower_seconds_p90": sorted(rounds)[int(0.9 * len(rounds))],
+        raise SystemExit(f"{job.name}: the run failed: {outcome.details}")
+    return times(elapsed) | {
+        "first_round_seconds": begun[0],
         "memory_gb_early": memory[0][0],
         "memory_gb_late": memory[-1][0],
         "memory_gb_summed_rss": memory[-1][1],
     }
+
+
+def pfl_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
+    """Run the job with pfl-research on two processes."""
+    program = Path(__file__).with_name("pfl_rounds.py")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        started = time.time()
+        subprocess.run(
+            [*torchrun, str(program), job.name, str(num_rounds), data_dir, str(result)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        ends = json.loads(result.read_text())["ends"]
+    return times(ends) | {"first_round_seconds": ends[0] - started}
+
+
+def times(ends: list[float]) -> dict[str, Any]:
+    """Return the seconds between the ends of rounds, without the first ones."""
+    rounds = sorted(after - before for before, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))
+    quantiles = {f"p{part}": rounds[len(rounds) * part // 100] for part in (10, 90)}
+    return {"seconds": statistics.fmean(rounds)} | quantiles
 
 
 def tree_memory() -> tuple[float, float]:
@@ -262,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
@@ -273,20 +298,25 @@ def main() -> None:
         if options.jobs and job.name not in options.jobs:
             continue
         before = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
-        result = flower_run(job, options.rounds, options.data_dir)
+        runs = {engine: our_run(job, options.rounds, options.data_dir, engine) for engine in options.engines}
+        if importlib.util.find_spec("pfl") is not None and not job.own_app:
+            runs["pfl"] = pfl_run(job, options.rounds, options.data_dir)
         after = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
         plain, limit = map(min, before, after)
-        ratios = {"ratio": result["flower_seconds"] / plain, "ratio_to_two_processes": result["flower_seconds"] / limit}
-        result = asdict(job) | {"plain_seconds": plain, "two_process_seconds": limit} | ratios | result
-        results.append(result)
-        print(
-            f"{job.name}: flwr run {result['flower_seconds']:.3f} s a round (p10 {result['flower_seconds_p10']:.3f}, "
-            f"p90 {result['flower_seconds_p90']:.3f}), start-up {result['start_up_seconds']:.1f} s; "
-            f"plain loop {plain:.3f} s, ratio {result['ratio']:.2f}; "
-            f"two processes {limit:.3f} s, ratio {result['ratio_to_two_processes']:.2f}; "
-            f"memory {result['memory_gb_early']:.2f} GB after a quarter, {result['memory_gb_late']:.2f} GB at the end "
-            f"(summed RSS {result['memory_gb_summed_rss']:.2f} GB)"
-        )
+        results.append(asdict(job) | {"plain_seconds": plain, "two_process_seconds": limit, "runs": runs})
+        print(f"{job.name}: plain loop {plain:.3f} s, two processes {limit:.3f} s", flush=True)
+        for name, run in runs.items():
+            line = (
+                f"  {name}: {run['seconds']:.3f} s a round (p10 {run['p10']:.3f}, p90 {run['p90']:.3f}), "
+                f"{run['seconds'] / plain:.2f} of the plain loop, {run['seconds'] / limit:.2f} of two processes; "
+                f"{run['first_round_seconds']:.1f} s to the end of round 1"
+            )
+            if "memory_gb_late" in run:
+                line += (
+                    f"; memory {run['memory_gb_early']:.2f} GB after a quarter, {run['memory_gb_late']:.2f} GB at the end "
+                    f"(summed RSS {run['memory_gb_summed_rss']:.2f} GB)"
+                )
+            print(line, flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

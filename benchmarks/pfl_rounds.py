@@ -1,0 +1,115 @@
+"""Seconds a round of pfl-research for a job of benchmarks/rounds.py, which starts this program by torchrun.
+
+    python -m torch.distributed.run --nproc-per-node 2 benchmarks/pfl_rounds.py JOB ROUNDS DATA_DIR RESULT
+
+It needs `pip install pfl==0.6.0`. Each process trains its part of the cohort with one thread.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.dataset import Dataset
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.data.sampling import get_user_sampler
+from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+from pfl.internal.ops import pytorch_ops
+from pfl.metrics import Metrics, Weighted
+from pfl.model.pytorch import PyTorchModel
+from pfl.privacy.gaussian_mechanism import GaussianMechanism
+from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rounds import COHORT, JOBS
+
+from apps.tasks import load_task
+from apps.tasks.models import make
+from apps.tasks.partitions import partition
+
+
+class Classifier(nn.Module):
+    """A model of the app with the loss and metrics that pfl asks for."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return self.network(inputs)
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor, eval: bool = False) -> torch.Tensor:  # noqa: A002
+        """Return the mean cross-entropy."""
+        self.train(not eval)
+        return nn.functional.cross_entropy(self(inputs), labels)
+
+    @torch.no_grad()
+    def metrics(self, inputs: torch.Tensor, labels: torch.Tensor, eval: bool = True) -> dict[str, Any]:  # noqa: A002
+        """Return the loss."""
+        return {"loss": Weighted(float(self.loss(inputs, labels, eval)) * len(labels), len(labels))}
+
+
+class Clock(TrainingProcessCallback):
+    """Notes when every round ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def after_central_iteration(self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
+        """Note the time."""
+        self.ends.append(time.time())
+        return False, Metrics()
+
+
+def main(name: str, num_rounds: int, data_dir: str, result: Path) -> None:
+    """Run the job, and write down when its rounds ended."""
+    torch.set_num_threads(1)
+    (job,) = (job for job in JOBS if job.name == name)
+    task = load_task("mnist", data_dir)
+    dealt = partition(
+        "sample",
+        task.train_labels,
+        num_clients=job.num_clients,
+        seed=0,
+        dirichlet_alpha=1.0,
+        classes_per_client=1,
+        records_per_client=job.records_per_client,
+    )
+    images, labels = torch.from_numpy(task.train_inputs), torch.from_numpy(task.train_labels)
+
+    def records(client: int) -> Dataset:
+        rows = torch.from_numpy(dealt[client])
+        rows = rows[torch.randperm(len(rows))]
+        return Dataset((task.prepare(images[rows]), labels[rows]), user_id=client)
+
+    network = Classifier(make(job.model, seed=0))
+    model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0))
+    clients = FederatedDataset(records, get_user_sampler("random", np.arange(job.num_clients)))
+    noise = CentrallyAppliedPrivacyMechanism(GaussianMechanism(clipping_bound=0.5, relative_noise_stddev=0.9))
+    clock = Clock()
+    FederatedAveraging().run(
+        backend=SimulatedBackend(training_data=clients, val_data=clients, postprocessors=[noise]),
+        model=model,
+        algorithm_params=NNAlgorithmParams(
+            central_num_iterations=num_rounds, evaluation_frequency=10**9, train_cohort_size=COHORT, val_cohort_size=0
+        ),
+        model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=0.1, local_batch_size=10),
+        model_eval_params=NNEvalHyperParams(local_batch_size=None),
+        callbacks=[clock],
+    )
+    if pytorch_ops.distributed.global_rank == 0:
+        result.write_text(json.dumps({"ends": clock.ends, "processes": pytorch_ops.distributed.world_size}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
