@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # Lines of the log that are always shown: of a node whose clients can't train, and of noise that is longer than any mean.
-_SHOWN = ("can't train: ", "one round teaches little")
+_SHOWN = ("can't train: ", "one round teaches little", "the model has learnt nothing")
 
 
 class Engine(StrEnum):
