@@ -1,6 +1,8 @@
 """The Flower ServerApp: runs the strategy, tests every model on public records, and writes the run folder."""
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
@@ -31,7 +33,7 @@ def main(grid: Grid, context: Context) -> None:
     public = _public_records(run, config)
     log.info("task %s: %s", settings.task, run.task().source)
     model = run.model()
-    record_run(
+    result = record_run(
         strategy,
         grid,
         model_arrays(model),
@@ -44,6 +46,7 @@ def main(grid: Grid, context: Context) -> None:
         resume=settings.resume,
         timeout=settings.round_timeout,
     )
+    _warn_of_one_class(result.evaluate_metrics_serverapp, records_to_test_with(run, config))
 
 
 def _public_sizes(config: Config) -> dict[str, int]:
@@ -80,6 +83,20 @@ def _evaluation(
         return MetricRecord({**metrics}) if metrics else None
 
     return evaluate
+
+
+def _warn_of_one_class(metrics: Mapping[int, MetricRecord], public: TensorRecords) -> None:
+    """Warn where no round's model was better than an answer that is always the same."""
+    found = [float(str(metrics[number]["accuracy"])) for number in metrics if number]
+    labels = public.batch(torch.arange(len(public)), torch.device("cpu"))[-1]
+    share = max(Counter(labels.tolist()).values()) / len(labels)
+    if found and max(found) <= share + math.sqrt(share * (1 - share) / len(labels)):
+        log.warning(
+            "the model has learnt nothing: its accuracy was at most %.1f %%, and %.1f %% of the records that test it have the "
+            "most frequent class; another learning rate, more steps or rounds, or less noise may help",
+            100 * max(found),
+            100 * share,
+        )
 
 
 @torch.inference_mode()
