@@ -22,10 +22,13 @@ class Format(StrEnum):
     JSON = "json"
     CSV = "csv"
     LATEX = "latex"
+    MARKDOWN = "markdown"
 
 
 def compare(
-    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    folders: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run folders, or folders of sweeps.", show_default=False)
+    ],
     output: Annotated[
         str,
         typer.Option(
@@ -65,10 +68,12 @@ def compare(
     """
     from flower_dp.reporting import canvas, figures, tables
     from flower_dp.reporting import compare as comparing
+    from flower_dp.sweeps.folder import runs_in
 
     try:
         canvas.file(output)
-        runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in folders]
+        each = [one for folder in folders for one in runs_in(folder)]
+        runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in each]
         curves = comparing.curves_of(runs, metric, names=label or (), by=by or ())
         if against is Against.EPSILON:
             drawn = figures.against_epsilon(curves, metric)

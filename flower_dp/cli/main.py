@@ -1,4 +1,4 @@
-"""The command line: flower-dp new | run | presets | compare | figure | epsilon | calibrate | plan | audit | ledger."""
+"""The command line: flower-dp new | run | sweep | presets | compare | figure | epsilon | calibrate | plan | audit | ledger."""
 
 import sys
 from typing import Annotated, NoReturn
@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 import click
 import typer
 
-from flower_dp.cli import accounting, audits, comparison, figures, ledgers, new_apps, plans, runs
+from flower_dp.cli import accounting, audits, comparison, figures, ledgers, new_apps, plans, runs, sweeps
 from flower_dp.cli.errors import refuse
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
 for _command in (
     new_apps.new,
     runs.run,
+    sweeps.sweep,
     runs.statement,
     runs.presets,
     comparison.compare,

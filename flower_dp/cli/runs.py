@@ -154,6 +154,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
     """Run an app in a folder, and tell how that ended."""
     from flower_dp.core.environment import STATED
     from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
+    from flower_dp.running.signals import Interrupted
 
     again = f"It goes on with: flower-dp run --resume {shlex.quote(str(folder))}"
     try:
@@ -177,7 +178,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
             )
     except ValueError as error:
         refuse(str(error))
-    except launch.Interrupted as signal:
+    except Interrupted as signal:
         text = _told(folder)
         where = f"; its folder is {folder}" if folder.exists() else ""
         more = f"\n{text}{again}" if text else ""

@@ -105,7 +105,8 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         )
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
     if not past.finished and not allow_unfinished:
-        raise ValueError(f"{folder}: the run was not finished (no {run_folders.MODEL}); set --allow-unfinished to use it")
+        why = f"no {run_folders.MODEL}" if not (past.folder / run_folders.MODEL).is_file() else "its model is of a checkpoint"
+        raise ValueError(f"{folder}: the run was not finished ({why}); set --allow-unfinished to use it")
     spent = past.series("epsilon", otherwise=math.inf)
     epsilon = past.epsilon if past.finished or statement else max(spent.values(), default=math.inf)
     return Run(

@@ -25,7 +25,7 @@ class PastRun:
         config: its settings, by run-config key; what no run-config can hold is there as text.
         rows: the lines of its metrics, oldest first.
         statement: its privacy statement as JSON has it; empty while there is none.
-        finished: whether it has a final model.
+        finished: whether it has ended, with a final model.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class PastRun:
             ValueError: naming the folder, if there is none.
         """
         if not self.finished:
-            raise ValueError(f"{self.folder}: the run was not finished: it has no {run_folder.MODEL}")
+            raise ValueError(f"{self.folder}: the run was not finished: it has no final {run_folder.MODEL}")
         file = self.folder / run_folder.MODEL
         return loaded(file, file.read_bytes())
 
@@ -77,7 +77,7 @@ def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
             config={key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()},
             rows=run_folder.read_metrics(path),
             statement=_statement(stated) if stated.is_file() else {},
-            finished=(path / run_folder.MODEL).is_file(),
+            finished=run_folder.is_finished(path),
         )
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ValueError(f"{folder}: can't be read: {error}") from None

@@ -63,11 +63,22 @@ def as_latex(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) ->
     return "\n".join([r"% needs \usepackage{booktabs}", *(f"% note: {note}" for note in notes), *body])
 
 
+def as_markdown(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
+    """Return the table as Markdown, with the notes below it."""
+    lines = [("curve", "seeds", f"final {metric}{_unit(metric)}", _epsilon(curves), "delta", "rounds")]
+    for curve in curves:
+        cells = (str(_seeds(curve)), _final(curve, metric, " ± "), curve.epsilon_in_words(), _delta(curve))
+        lines.append((curve.label.replace("|", r"\|"), *cells, str(curve.rounds[-1])))
+    heads, *rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([heads, "|---" * len(lines[0]) + "|", *rows, *(f"\n{note}" for note in notes)])
+
+
 FORMATS: Mapping[str, Callable[[Sequence[Curve], str, Sequence[str]], str]] = {
     "text": text,
     "json": as_json,
     "csv": as_csv,
     "latex": as_latex,
+    "markdown": as_markdown,
 }
 
 

@@ -9,25 +9,24 @@ is private: on a free loopback port, with its own FLWR_HOME, an in-memory state 
 import importlib.util
 import json
 import os
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import tomli_w
 
 from flower_dp.core import checks
 from flower_dp.core.environment import STATED
 from flower_dp.running.apps import read_app
+from flower_dp.running.flower_log import why_of, without_colours
 from flower_dp.running.processes import Programs
 from flower_dp.running.ray_process import RayProcess
-from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, new_log, write_whole
+from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, new_log
+from flower_dp.running.signals import Interrupted, Signals
 from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
 
 # How long the statement of a run that was interrupted may take.
@@ -50,14 +49,6 @@ class Outcome:
     def completed(self) -> bool:
         """Whether the app ran to its end."""
         return self.status == "completed"
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run; all processes that it had started have ended."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
 
 
 def default_workers() -> int:
@@ -118,9 +109,9 @@ def launch(
     start = time.monotonic()
     log = output_dir / LOG
     with ExitStack() as stack:
-        signals = stack.enter_context(_Signals())
+        signals = stack.enter_context(Signals())
         private_folder = Path(stack.enter_context(_temporary_folder()))
-        stack.callback(_without_colours, log)
+        stack.callback(without_colours, log)
         rows = _Tail(output_dir / METRICS, _rows_to(on_progress), anew=bool(resume))
         readers = [rows]
         if on_log is not None:
@@ -150,7 +141,7 @@ def launch(
         if not resume:
             log.unlink()
         raise ValueError(details)
-    why = "" if status == "completed" else _why(details, log.read_text(encoding="utf-8", errors="replace"))
+    why = "" if status == "completed" else why_of(details, log.read_text(encoding="utf-8", errors="replace"))
     return Outcome(status=status, details=why, seconds=time.monotonic() - start)
 
 
@@ -168,7 +159,7 @@ class _Run:
     gpus_per_worker: float
     resume: str = ""
 
-    def result(self, engine: str, signals: "_Signals", read: Callable[[], None]) -> tuple[str, str]:
+    def result(self, engine: str, signals: Signals, read: Callable[[], None]) -> tuple[str, str]:
         """Run it, and leave a statement of all that was charged, whatever has ended the run."""
         if self.resume == STATED:
             return self.on_ray(signals, read)
@@ -181,7 +172,7 @@ class _Run:
             self._state(signals, read)
         return status, details
 
-    def _state(self, signals: "_Signals", read: Callable[[], None]) -> None:
+    def _state(self, signals: Signals, read: Callable[[], None]) -> None:
         """Make the statement of a run whose process could not, unless another signal comes."""
         folder = self.output_dir
         if (folder / STATEMENT_JSON).exists() or not any((folder / CHECKPOINT).glob("checkpoint*")):
@@ -219,7 +210,7 @@ class _Run:
                     output.write(f"\n--- SuperLink ---\n{superlink.log_text()}".encode())
         return status, details
 
-    def on_ray(self, signals: "_Signals | _Deadline", read: Callable[[], None]) -> tuple[str, str]:
+    def on_ray(self, signals: "Signals | _Deadline", read: Callable[[], None]) -> tuple[str, str]:
         """Run it in a process of its own, without Flower's runtime."""
         programs = self._programs(signals.check)
         try:
@@ -259,7 +250,7 @@ class _Run:
 class _Deadline:
     """The time in which a statement is made after a run was interrupted; another signal ends it at once."""
 
-    def __init__(self, signals: "_Signals") -> None:
+    def __init__(self, signals: Signals) -> None:
         self._signals, self._count = signals, signals.count
         self._end = time.monotonic() + _STATE_SECONDS
 
@@ -271,43 +262,6 @@ class _Deadline:
     def again(self) -> bool:
         """Return whether another signal came."""
         return self._signals.count > self._count
-
-
-class _Signals:
-    """Within this context SIGINT, SIGTERM and SIGHUP are recorded, not raised, so that no step is interrupted."""
-
-    def __init__(self) -> None:
-        self._came: int | None = None
-        self.count = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                signum = getattr(signal, name, None)
-                if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
-                    continue  # not on this system; or nohup asked to go on after the terminal is gone
-                self._before[signum] = signal.signal(signum, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        if kind is None:
-            self.check()  # it came during the last steps: the caller still wants to end
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._came = signum
-        self.count += 1
-
-    def again(self) -> bool:
-        """Return whether a second signal came."""
-        return self.count > 1
-
-    def check(self) -> None:
-        """Raise Interrupted if a signal came."""
-        if self._came is not None:
-            raise Interrupted(self._came)
 
 
 def _rows_to(take: Callable[[dict[str, Any]], None]) -> Callable[[str], None]:
@@ -366,24 +320,3 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     if len(parent) > 12 and os.access("/tmp", os.W_OK):  # noqa: S108
         parent = "/tmp"  # noqa: S108
     return tempfile.TemporaryDirectory(prefix="flower-dp-", dir=parent, ignore_cleanup_errors=True)
-
-
-def _without_colours(log: Path) -> None:
-    if log.exists():
-        write_whole(log, plain(log.read_text(encoding="utf-8", errors="replace")).encode())
-
-
-def _why(details: str, log_text: str) -> str:
-    """Return why a run failed: Flower's details, and the exception or the last lines of the log."""
-    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
-    details = "" if details == "N/A" else details.strip()
-    if traces := [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]:
-        last = [line for line in lines[traces[-1] + 1 :] if not line[0].isspace()][:1]
-        # Flower's details repeat the exception's message without its type.
-        message = last[0].partition(": ")[2] if last else ""
-        return "\n".join(last if message and details.endswith(message) else filter(None, [details, *last]))
-    if details:
-        return details
-    if boxes := [at for at, line in enumerate(lines) if line.startswith("\u256d")]:  # how `flwr` shows its errors
-        return " ".join(" ".join(lines[boxes[-1] + 1 : -1]).replace("\u2502", " ").split())
-    return "\n".join(line.strip() for line in lines[-3:]) or "no reason given"

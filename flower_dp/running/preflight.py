@@ -33,7 +33,7 @@ def workers_of(workers: int | None, gpus_per_worker: float) -> int:
         ValueError: they need more GPUs than there are.
     """
     checks.number("gpus_per_worker", gpus_per_worker, at_least=0)
-    gpus = _gpus() if gpus_per_worker else None
+    gpus = num_gpus() if gpus_per_worker else None
     if gpus is None:
         return workers or default_workers()
     # A GPU is never shared by fractions of two.
@@ -64,7 +64,7 @@ def nodes_of(target: Target, nodes: int | None, workers: int) -> int:
     return nodes or (min(workers, clients) if app.own or app.built else clients)
 
 
-def _gpus() -> int | None:
+def num_gpus() -> int | None:
     """Return how many GPUs Ray will find; None if that can't be told."""
     with suppress(ImportError, AttributeError):
         from ray._private.accelerators import get_accelerator_manager_for_resource  # noqa: PLC0415

@@ -107,16 +107,25 @@ class Programs:
         self._tree = ProcessTree(mark)
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str], output: Any, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a program, with `more` in its environment."""
+    def start(
+        self,
+        command: Sequence[str],
+        output: Any,
+        more: Mapping[str, str] | None = None,
+        *,
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start a program, with `more` in its environment; it inherits the files `pass_fds`, and reads `stdin` alone."""
         process = subprocess.Popen(
             list(command),
             cwd=self._working_dir,
             env=self._environment | dict(more or {}),
-            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            pass_fds=pass_fds,
         )
         self._started.append(process)
         self._tree.add(process.pid)

@@ -240,6 +240,13 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
             return folder
 
 
+def is_finished(folder: Path) -> bool:
+    """Return whether the run in a folder has ended by itself, and left its model."""
+    said = folder / MODEL_JSON
+    ended = not said.is_file() or "unfinished" not in checks.json_object(str(said), said.read_bytes())
+    return (folder / MODEL).is_file() and ended
+
+
 def new_log(folder: Path, *, go_on: bool = False) -> IO[bytes]:
     """Open the log of a run in its folder, empty unless the run goes on: its owner's alone, also if it was there and was not."""
     file = _opened(folder / LOG, _OWNERS_FILE, go_on=go_on)

@@ -8,8 +8,9 @@ from functools import partial
 import psutil
 import pytest
 
-from flower_dp.running import launch, superlink
+from flower_dp.running import flower_log, launch, superlink
 from flower_dp.running.processes import ProcessTree
+from flower_dp.running.signals import Interrupted, Signals
 
 # ending processes
 
@@ -76,7 +77,7 @@ def test_who_ignores_sigterm_is_killed_and_a_stranger_lives(tmp_path):
 
 
 def _with_signal(signum, steps, ask):
-    with launch._Signals() as signals:
+    with Signals() as signals:
         os.kill(os.getpid(), signum)
         time.sleep(0.01)
         steps.append("not cut in half")
@@ -91,7 +92,7 @@ def test_signals_are_noted_until_asked_for(signum, ask, request):
     # Whoever runs the tests may have started them with nohup.
     request.addfinalizer(partial(signal.signal, signum, signal.signal(signum, signal.default_int_handler)))
     before, steps = signal.getsignal(signum), []
-    with pytest.raises(launch.Interrupted, match=signal.Signals(signum).name) as caught:
+    with pytest.raises(Interrupted, match=signal.Signals(signum).name) as caught:
         _with_signal(signum, steps, ask)
     assert steps == ["not cut in half"]
     assert caught.value.signum == signum
@@ -102,7 +103,7 @@ def test_signals_are_noted_until_asked_for(signum, ask, request):
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with launch._Signals():
+        with Signals():
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -164,7 +165,7 @@ An unhandled exception occurred when running the simulation.
     ],
 )
 def test_why(details, log, why):
-    assert launch._why(details, log) == why
+    assert flower_log.why_of(details, log) == why
 
 
 # what Flower's programs get

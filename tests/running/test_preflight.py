@@ -83,14 +83,14 @@ def test_nodes_of_flower_dps_apps_host_all_clients(target):
     ("gpus", "each", "workers", "fit"), [(1, 0.5, None, 2), (1, 0.5, 2, 2), (2, 1, 2, 2), (None, 1, 3, 3), (0, 0, 3, 3)]
 )
 def test_workers_fit_on_the_gpus(monkeypatch, gpus, each, workers, fit):
-    monkeypatch.setattr(preflight, "_gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "num_gpus", lambda: gpus)
     monkeypatch.setattr(preflight, "default_workers", lambda: 16)
     assert preflight.workers_of(workers, each) == fit
 
 
 @pytest.mark.parametrize(("gpus", "each", "workers"), [(0, 1.0, None), (1, 1.0, 2), (1, 2.0, None), (1, 0.6, 2)])
 def test_gpus_that_are_not_there_are_missed(monkeypatch, gpus, each, workers):
-    monkeypatch.setattr(preflight, "_gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "num_gpus", lambda: gpus)
     with pytest.raises(ValueError, match=f"--gpus-per-worker={each:g}: .* need more GPUs than Ray finds here"):
         preflight.workers_of(workers, each)
 

@@ -1,0 +1,59 @@
+"""Many runs: flower-dp sweep."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_dp.cli.errors import fail, refuse
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file: settings, grid, points, seeds.", show_default=False)],
+    output_dir: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", help="The sweep's folder: new, or that of this sweep, which goes on.", show_default=False),
+    ],
+    at_once: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at once. Default: as many as cores, memory and GPUs allow.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the command of each run, and start nothing.")] = False,
+) -> None:
+    """Run settings x seeds, on warm workers, into one folder with a table, a figure and a statement.
+
+    The same command goes on after an interruption: runs that have finished are not made again, the others go on from their
+    checkpoints. Points and seeds may be added to FILE; settings of finished runs can't change.
+
+    Exit status: 0 all runs ended, 1 a run failed, 2 bad options or settings, 130 interrupted.
+    """
+    from flower_dp.running.signals import Interrupted
+    from flower_dp.running.superlink import LaunchError
+    from flower_dp.sweeps.folder import SweepFolder
+    from flower_dp.sweeps.results import TABLE
+    from flower_dp.sweeps.sweep import Sweep
+
+    folder = SweepFolder(output_dir.expanduser().absolute())
+    again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
+    try:
+        plan = Sweep.read(file)
+        if dry_run:
+            for run in plan.runs:
+                typer.echo(run.command)
+            return
+        failed = plan.make(folder, typer.echo, at_once=at_once)
+    except ValueError as error:
+        refuse(str(error))
+    except Interrupted as signal:
+        fail(f"{signal}; nothing is left running; the runs so far are in {folder.path}\n{again}", 128 + signal.signum)
+    except (LaunchError, OSError) as error:
+        fail(f"{error}\n{again}", 1)
+    typer.echo("\n" + (folder.path / TABLE).read_text(encoding="utf-8").partition("\n\nCommands, ")[0])
+    statement = folder.path / "statement.txt"
+    if statement.is_file():
+        typer.echo("\n" + statement.read_text(encoding="utf-8"))
+    typer.echo(f"results: {folder.path}")
+    if failed:
+        names = "\n".join(f"  {one.run.told}: {one.details}" for one in failed)
+        fail(f"{len(failed)} of {len(plan.runs)} runs failed:\n{names}\nThe same command tries them again.", 1)

@@ -1,0 +1,237 @@
+"""What all runs of a sweep together have cost a client, composed from the charges in the runs' ledgers.
+
+A client of one run is not known to be any client of another one: another seed may deal the records otherwise. So the composition
+is that of a client, or record, that was the most expensive one in every run.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
+
+from flower_dp.core import checks
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.events import UnsupportedEventError
+from flower_dp.privacy.joint_cost import Scope, joint_cost
+from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.statement import delta_in_words
+from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, write_whole
+
+_LEDGER = "ledger.sqlite"
+NOT_COVERED = (
+    "choosing among the runs: whoever looks at several runs and publishes one, or takes over its settings, has used all of them; "
+    "the epsilon of one run does not cover that",
+    "other runs on the same clients or records: this counts the runs in the sweep's folder alone",
+)
+_TEST_RECORDS = "metrics on test or validation records that are not public: only private evaluations are charged"
+Events = Mapping[DpEvent, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charged:
+    """What one run has charged, in one scope.
+
+    Attributes:
+        histories: how often every owner was charged with which event, those of everyone included; equal ones once.
+        private: whether its noise was drawn afresh, and its epsilon is finite.
+    """
+
+    histories: tuple[Events, ...]
+    private: bool
+
+    @property
+    def worst(self) -> Events | None:
+        """The history that has all that any other one has; None if there is none."""
+        return next((one for one in self.histories if all(_has(one, other) for other in self.histories)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What private runs together cost a client or record, at most.
+
+    Attributes:
+        scope: what it is proved for.
+        num_runs: how many were composed.
+        num_others: runs of this scope without a finite epsilon.
+        epsilon: of the composition.
+        delta: at which it holds.
+        how: which accountant.
+    """
+
+    scope: Scope
+    num_runs: int
+    num_others: int
+    epsilon: float
+    delta: float
+    how: str
+
+    def __str__(self) -> str:
+        epsilon = f"{math.ceil(self.epsilon * 1e4) / 1e4:.4f}" if math.isfinite(self.epsilon) else "infinite"
+        others = f"{_runs(self.num_others)} without a finite epsilon"
+        if not self.num_runs:
+            return f"{others} for a {self.scope.unit} ({self.scope.relation}): not private"
+        runs = "The one private run costs" if self.num_runs == 1 else f"All {self.num_runs} private runs together cost"
+        text = (
+            f"{runs} a {self.scope.unit} that was in each of them epsilon {epsilon} at delta {delta_in_words(self.delta)}, "
+            f"at most ({self.scope.relation}; accountant {self.how})"
+        )
+        if not self.num_others:
+            return text
+        return f"{text}; {others}: with them epsilon is infinite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepStatement:
+    """What a sweep has cost.
+
+    Attributes:
+        num_runs: with a ledger.
+        together: for each unit and relation that adds up.
+        without: folders of runs that have no account here, with the reason.
+    """
+
+    num_runs: int
+    together: tuple[Together, ...]
+    without: tuple[str, ...]
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """What no epsilon of the sweep covers."""
+        return (*NOT_COVERED, _TEST_RECORDS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statement as JSON values; null: infinite."""
+        return {
+            "runs": self.num_runs,
+            "together": [
+                {
+                    "unit": one.scope.unit,
+                    "relation": one.scope.relation,
+                    "runs": one.num_runs,
+                    "runs not private": one.num_others,
+                    "epsilon": one.epsilon if math.isfinite(one.epsilon) else None,
+                    "delta": one.delta,
+                    "accountant": one.how,
+                }
+                for one in self.together
+            ],
+            "without account": list(self.without),
+            "not covered": list(self.not_covered),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"Sweep statement: {_runs(self.num_runs)} charged their ledgers, unfinished ones too"]
+        lines += map(str, self.together)
+        lines += [f"Without account: {one}" for one in self.without]
+        lines += [f"Not covered: {one}" for one in self.not_covered]
+        return "\n".join(lines)
+
+    def write(self, folder: Path) -> None:
+        """Write it into the sweep's folder."""
+        write_whole(folder / STATEMENT_JSON, (json.dumps(self.to_dict(), indent=2) + "\n").encode())
+        write_whole(folder / STATEMENT_TEXT, f"{self}\n".encode())
+
+
+def statement_of(folders: Sequence[Path]) -> SweepStatement:
+    """Return what the runs in some folders together cost, from the ledgers beside their checkpoints."""
+    found: dict[Scope, list[tuple[Charged, float]]] = {}
+    without, num_runs = [], 0
+    for folder in folders:
+        ledger = folder / CHECKPOINT / _LEDGER
+        if not ledger.is_file():
+            without.append(f"{folder.name}: no ledger in its folder (its charges are in the server's ledger, if it has one)")
+            continue
+        num_runs += 1
+        for scope, charged, delta in _charged(ledger):
+            found.setdefault(scope, []).append((charged, delta))
+    together = []
+    for scope, runs in found.items():
+        private = [charged for charged, _ in runs if charged.private]
+        others = len(runs) - len(private)
+        # The least delta of all: for a larger one, epsilon is no larger. That of a pure epsilon is 0, and it holds for any.
+        delta = min((delta for _, delta in runs if delta), default=0.0)
+        cost = _least(private, delta, scope)
+        together.append(
+            Together(
+                scope=scope,
+                num_runs=len(private),
+                num_others=others,
+                epsilon=math.inf if cost is None else cost.epsilon,
+                delta=delta,
+                how="none" if cost is None else cost.accountant,
+            )
+        )
+    return SweepStatement(num_runs=num_runs, together=tuple(together), without=tuple(without))
+
+
+def _least(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost | None:
+    try:
+        return compose(runs, delta, scope) if runs else None
+    except UnsupportedEventError:
+        return None
+
+
+def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
+    """Return what runs together cost a client or record that was the most expensive one in each.
+
+    Where a run has a history that has all that others have, the events of these histories are composed. Where not, every run
+    gets its part of delta, and the largest epsilons of the runs add up.
+    """
+    checks.number("delta", delta, at_least=0, below=1)
+    worst = [run.worst for run in runs]
+    known = [one for one in worst if one is not None]
+    if len(known) == len(runs):
+        total: Counter[DpEvent] = Counter()
+        for one in known:
+            total.update(one)
+        return joint_cost(_event(total), delta, scope.relation)
+    part = delta / len(runs)
+    costs = [
+        max((joint_cost(_event(one), part, scope.relation) for one in run.histories), key=lambda cost: cost.epsilon)
+        for run in runs
+    ]
+    how = f"sum of the runs' epsilons at delta / {len(runs)}"
+    return Cost(epsilon=sum(cost.epsilon for cost in costs), delta=delta, relation=scope.relation, accountant=how)
+
+
+def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
+    """Yield what the runs in a ledger have charged, with the delta of their statements."""
+    with ServerLedger(ledger, read_only=True) as file:
+        for run in file.runs:
+            charges = [charge for _, charge in file.charges(run.name)]
+            for scope in dict.fromkeys(Scope(unit=charge.unit, relation=charge.relation) for charge in charges):
+                of_scope = [charge for charge in charges if (charge.unit, charge.relation) == (scope.unit, scope.relation)]
+                histories = histories_of(of_scope)
+                alone = _least([Charged(histories=histories, private=True)], run.delta, scope)
+                private = run.private and alone is not None and math.isfinite(alone.epsilon)
+                yield scope, Charged(histories=histories, private=private), run.delta
+
+
+def histories_of(charges: Iterable[Charge]) -> tuple[Events, ...]:
+    """Return how often every owner was charged with which event; equal histories once."""
+    counts: dict[str, Counter[DpEvent]] = {EVERY_CLIENT: Counter()}
+    for charge in charges:
+        for owner, event in zip(charge.owners, charge.events, strict=True):
+            if not isinstance(event, NoOpDpEvent):
+                counts.setdefault(owner, Counter())[event] += 1
+    everyone = counts[EVERY_CLIENT]
+    found = {frozenset((one if owner == EVERY_CLIENT else one + everyone).items()) for owner, one in counts.items()}
+    return tuple(dict(one) for one in found)
+
+
+def _has(one: Events, other: Events) -> bool:
+    return all(one.get(event, 0) >= count for event, count in other.items())
+
+
+def _event(counts: Events) -> DpEvent:
+    return ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in counts.items()])
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"

@@ -1,0 +1,152 @@
+"""The folder of a sweep: its runs, what is left to do there, and what it must not be used for."""
+
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flower_dp.core import checks
+from flower_dp.running.launched import Launched
+from flower_dp.running.run_folder import CHECKPOINT, CONFIG, METRICS, is_finished, write_whole
+from flower_dp.sweeps.plan import PlannedRun
+
+FILE, RUNS, LOCK = "sweep.toml", "runs", "sweep.lock"
+# Settings that are not those of the runs' results.
+_FREE = ("output-dir", "resume")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFolder:
+    """The folder of a sweep.
+
+    Attributes:
+        path: of it; absolute.
+    """
+
+    path: Path
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Return whether a folder is that of a sweep."""
+        return (path / FILE).is_file() and (path / RUNS).is_dir()
+
+    def of(self, run: PlannedRun) -> Path:
+        """Return the folder of a run."""
+        return self.path / RUNS / run.name
+
+    def runs(self) -> list[Path]:
+        """Return the folders of all runs that have begun, planned or not."""
+        return sorted(folder for folder in (self.path / RUNS).glob("*") if (folder / CONFIG).is_file())
+
+    @contextmanager
+    def locked(self) -> Iterator[int]:
+        """Let no other process use the folder, within this context; the folder is made if it is not there.
+
+        Yields:
+            A descriptor: the folder is locked until all processes that have it open have ended.
+
+        Raises:
+            ValueError: another one does, or the folder holds something else.
+        """
+        import fcntl  # noqa: PLC0415 (Windows has none)
+
+        self._make()
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.path}: another sweep runs there, or is about to end") from None
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _make(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--output-dir={self.path}: is a file; must be a folder")
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, RUNS))
+        if held and not (self.path / FILE).is_file():
+            raise ValueError(f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep")
+        (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
+
+    def begin(self, runs: Sequence[PlannedRun], file: Path) -> None:
+        """Take a sweep's runs, those of before among them, and keep its file.
+
+        Raises:
+            SettingsError: if they contradict what was run here, with all that does, a line each.
+        """
+        findings = checks.Findings()
+        planned = {run.name: run for run in runs}
+        for folder in self.runs():
+            if folder.name in planned:
+                with findings.noted():
+                    self._check_same(folder, planned[folder.name])
+            elif is_finished(folder):
+                findings.lines.append(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
+        findings.refuse()
+        write_whole(self.path / FILE, file.read_bytes())
+
+    def _check_same(self, folder: Path, run: PlannedRun) -> None:
+        """Refuse a run whose folder has one with other settings: of an app that has changed, or with other nodes."""
+        if differing := _differing(_config(folder), run.config):
+            key, before, now = differing[0]
+            raise ValueError(f"{folder}: was made with {key}={before!r}, now {now!r}: take another folder")
+        app = run.target.app
+        if not (app.own or app.built) and (before := Launched.read(folder)).supernodes != run.launched.supernodes:
+            raise ValueError(f"{folder}: was made with {before.supernodes} SuperNodes, now {run.launched.supernodes}")
+
+    def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
+        """Return the runs that have not finished, each with its folder, and whether it goes on; new ones get a new folder."""
+        found = []
+        for run in runs:
+            folder = self.of(run)
+            if is_finished(folder):
+                continue
+            goes_on = any((folder / CHECKPOINT).glob("checkpoint*"))
+            if not goes_on:
+                # Nothing was charged: the first checkpoint is written before the first round.
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(mode=0o700)
+                run.launched.write(folder)
+                found.append((run, folder, False))
+                continue
+            before = Launched.read(folder)
+            went = replace(run, launched=replace(before, workers=run.launched.workers))
+            found.append((went, folder, True))
+        return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return what has another value now; a newer release may have more settings."""
+    return [(key, value, now[key]) for key, value in before.items() if key in now and now[key] != value and key not in _FREE]
+
+
+def _nearest(folder: Path, runs: Sequence[PlannedRun]) -> str:
+    """Return in what a run differs from that of the plan that is most like it."""
+    config = _config(folder)
+    differing = min((_differing(config, run.config) for run in runs), key=len)
+    return ", ".join(f"{key}={before!r} (now {now!r})" for key, before, now in differing) or "another app"
+
+
+def runs_in(folder: str) -> list[str]:
+    """Return the run folders in the folder of a sweep, in place of any other folder the folder itself.
+
+    Raises:
+        ValueError: naming the folder, if no run in it has begun.
+    """
+    path = Path(folder).expanduser()
+    if not SweepFolder.is_one(path):
+        return [folder]
+    found = [str(one) for one in SweepFolder(path).runs() if (one / METRICS).is_file()]
+    if not found:
+        raise ValueError(f"{folder}: is the folder of a sweep without any run yet")
+    return found

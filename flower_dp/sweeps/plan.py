@@ -1,0 +1,215 @@
+"""The runs of a sweep: each with its settings, its folder and the command that makes it alone."""
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flower_dp.core import checks
+from flower_dp.running import plugins, preflight
+from flower_dp.running.apps import Target, resolve
+from flower_dp.running.launched import Launched
+from flower_dp.running.values import Value
+from flower_dp.sweeps.file import Point, SweepFile
+
+_SLUG, _HASH = 40, 8  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A run of a sweep.
+
+    Attributes:
+        point: its settings.
+        seed: its seed.
+        label: the settings in which the points differ, for people.
+        name: of its folder: the same in every sweep with these settings and this seed.
+        target: the app with all settings.
+        launched: what `flower-dp run` keeps of it.
+        command: the `flower-dp run` that makes it.
+    """
+
+    point: Point
+    seed: int
+    label: str
+    name: str
+    target: Target
+    launched: Launched
+    command: str
+
+    @property
+    def config(self) -> dict[str, Value]:
+        """The whole run-config."""
+        return {**self.target.app.defaults, **self.target.overrides}
+
+    @property
+    def told(self) -> str:
+        """What the run is called for people."""
+        return f"{self.label}{', ' * bool(self.label)}seed {self.seed}"
+
+
+def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
+    """Return the runs of a sweep: the points one after another for the first seed, then for the next.
+
+    Args:
+        file: the sweep's.
+        cores: CPU cores of this machine. If there are more of them than runs, each run gets several, one a worker.
+
+    Raises:
+        SettingsError: with all that the apps can't take, a line each.
+    """
+    workers = file.workers or max(1, cores // (len(file.points) * len(file.seeds)))
+    findings, labels = Findings(len(file.points)), _labels(file.points)
+    runs = []
+    for seed in file.seeds:
+        for point, label in zip(file.points, labels, strict=True):
+            with findings.of(label):
+                runs.append(_run(file, point, seed, label, preflight.workers_of(workers, file.gpus_per_worker)))
+    findings.refuse()
+    return tuple(runs)
+
+
+def check(runs: Iterable[PlannedRun]) -> None:
+    """Refuse settings of which an app knows before a run that it can't use them, as `flower-dp run` does.
+
+    Args:
+        runs: of a sweep; those of one seed stand for the others.
+
+    Raises:
+        SettingsError: with all that is wrong, a line each.
+    """
+    runs = list(runs)
+    first = [run for run in runs if run.seed == runs[0].seed]
+    findings = Findings(len(first))
+    for run in first:
+        with findings.of(run.label):
+            preflight.check_settings(run.target)
+    findings.refuse()
+    for run in first:
+        app = run.target.app
+        if app.check and run.target.overrides:  # the defaults are valid
+            with findings.of(run.label), plugins.loaded(app, app.check) as of_app:
+                of_app(run.config)
+    findings.refuse()
+
+
+class Findings:
+    """What is wrong with points: each line once, with the points that it is of.
+
+    Args:
+        count: of all points.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._labels: dict[str, dict[str, None]] = {}
+
+    def of(self, label: str) -> "_Noted":
+        """Note the ValueError that ends the block, if any."""
+        return _Noted(self, label)
+
+    def add(self, label: str, error: ValueError) -> None:
+        """Note an error of a point."""
+        for line in str(error).splitlines():
+            self._labels.setdefault(line, {})[label] = None
+
+    def refuse(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            SettingsError: if anything was.
+        """
+        lines = []
+        for line, labels in self._labels.items():
+            first, more = next(iter(labels)), len(labels) - 1
+            others = f", and {more} other points" if more else ""
+            lines.append(line if len(labels) == self._count else f"{line} (point {first}{others})")
+        if lines:
+            raise checks.SettingsError("\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    findings: Findings
+    label: str
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, ValueError):
+            self.findings.add(self.label, error)
+            return True
+        return False
+
+
+def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> PlannedRun:
+    texts = [f"{key}={_text(value)}" for key, value in point.settings.items()]
+    plain = resolve(point.app or None, texts)
+    known = plain.app.settings()
+    if "seed" not in known:
+        raise ValueError(f"seeds: {plain.app.name} has no setting `seed`; add it to [tool.flwr.app.config] of its pyproject.toml")
+    if plain.app.own and any(plain.overrides.get(key) for key in ("output-dir", "resume")):
+        raise ValueError("output-dir: the sweep gives each run its folder")
+    target = resolve(point.app or None, [*texts, f"seed={seed}"])
+    nodes = preflight.nodes_of(target, file.supernodes, workers)
+    own = target.app.own
+    words = ["flower-dp", "run", *([point.app] if point.app else [])]
+    words += [word for text in [*texts, f"seed={seed}"] for word in ("--set", text)]
+    words += ["--workers", str(workers), "--supernodes", str(nodes)]
+    words += ["--gpus-per-worker", f"{file.gpus_per_worker:g}"] if file.gpus_per_worker else []
+    return PlannedRun(
+        point=point,
+        seed=seed,
+        label=label,
+        name=f"{_name(plain)}-seed-{seed}",
+        target=target,
+        launched=Launched(
+            app="" if own else str(target.app.folder),
+            name=target.name,
+            overrides=dict(target.overrides),
+            engine="ray",
+            workers=workers,
+            supernodes=nodes,
+            gpus_per_worker=file.gpus_per_worker,
+        ),
+        command=shlex.join(words),
+    )
+
+
+def _text(value: Value) -> str:
+    """Return a value as `--set` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    quoted = isinstance(value, str) and (value[:1] in "'\"" and value != "")
+    return f'"{value}"' if quoted else str(value)
+
+
+def _name(target: Target) -> str:
+    """Return a name for settings: of what differs from the app's defaults, whatever the file says in which way."""
+    known = target.app.settings()
+    other = {key: value for key, value in sorted(target.overrides.items()) if key != "seed" and value != known.get(key)}
+    content = json.dumps(["" if target.app.own else str(target.app.folder), other])
+    method = {**known, **target.overrides}.get("method", target.name)
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", str(method)).strip("-.")[:_SLUG] or "run"
+    return f"{slug}-{hashlib.sha256(content.encode()).hexdigest()[:_HASH]}"
+
+
+def _labels(points: Sequence[Point]) -> list[str]:
+    """Return the settings in which points differ, for each; a setting of the method's table without the table's name."""
+    tables: list[dict[str, Any]] = [{"app": point.app, **_shortened(point.settings)} for point in points]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    differ = [key for key in keys if len({repr(table.get(key)) for table in tables}) > 1]
+    return [", ".join(_shown(key, table[key]) for key in differ if table.get(key) not in (None, "")) for table in tables]
+
+
+def _shortened(settings: Mapping[str, Value]) -> dict[str, Value]:
+    method = settings.get("method")
+    return {key.removeprefix(f"{method}."): value for key, value in settings.items()}
+
+
+def _shown(key: str, value: Any) -> str:
+    return str(value) if key in ("app", "method") else f"{key}={_text(value)}"

@@ -1,0 +1,149 @@
+"""What a sweep has found: one row a run, one row a point, the figure, and the commands. Public numbers alone."""
+
+import csv
+import importlib.util
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flower_dp.core import columns
+from flower_dp.reporting import compare, tables
+from flower_dp.reporting.compare import Curve
+from flower_dp.reporting.past_run import PastRun, read_past_run
+from flower_dp.running.run_folder import CONFIG, write_whole
+from flower_dp.sweeps.cost import NOT_COVERED
+from flower_dp.sweeps.file import Choice
+from flower_dp.sweeps.folder import SweepFolder
+from flower_dp.sweeps.plan import PlannedRun
+
+CSV, TABLE, FIGURE, COMMANDS = "results.csv", "table.md", "figure.png", "commands.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The point that was chosen by the mean of a metric.
+
+    Attributes:
+        run: the first of its runs.
+        mean: of the metric.
+        num_seeds: how many runs it is the mean of.
+    """
+
+    run: PlannedRun
+    mean: float
+    num_seeds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The results of a sweep's runs, as their folders have them now.
+
+    Attributes:
+        folder: the sweep's.
+        runs: all that are planned.
+        metric: of tables and figure.
+    """
+
+    folder: SweepFolder
+    runs: tuple[PlannedRun, ...]
+    metric: str
+
+    def past(self, run: PlannedRun) -> PastRun | None:
+        """Return a run that has begun; None otherwise."""
+        place = self.folder.of(run)
+        return read_past_run(place) if (place / CONFIG).is_file() else None
+
+    def write_rows(self) -> None:
+        """Write `results.csv` and `commands.txt`."""
+        rows = [self._row(run) for run in self.runs]
+        heads = dict.fromkeys(key for row in rows for key in row)
+        last = ("folder", "command")
+        names = [*(name for name in heads if name not in last), *last]
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.folder.path / CSV, buffer.getvalue().encode())
+        lines = [line for run in self.runs for line in (f"# {run.told}", f"{run.command}\n")]
+        write_whole(self.folder.path / COMMANDS, "\n".join(lines).encode())
+
+    def _row(self, run: PlannedRun) -> dict[str, Any]:
+        settings = {"app": run.point.app} if run.point.app else {}
+        row: dict[str, Any] = {**settings, **run.point.settings, "seed": run.seed}
+        past = self.past(run)
+        row["state"] = "finished" if past and past.finished else "unfinished" if past and past.rows else "not begun"
+        if past and past.rows:
+            # Times are in the lines of those runs alone whose times tell nothing about who took part.
+            row |= {"rounds": past.rows[-1].get("round"), "seconds": past.rows[-1].get("elapsed")}
+            row |= last_metrics(past, self.metric)
+            row |= {"epsilon": past.epsilon if past.statement else None, "delta": past.delta}
+            row["unit"] = past.statement.get("unit")
+        return {**row, "folder": str(self.folder.of(run).relative_to(self.folder.path)), "command": run.command}
+
+    def curves(self) -> list[Curve]:
+        """Return a curve a point, of the finished runs with the metric; runs without it are left out."""
+        found = []
+        for run in self.runs:
+            past = self.past(run)
+            if past is not None and past.finished and past.series(self.metric):
+                found.append(compare.read_run(self.folder.of(run), self.metric))
+        return compare.curves_of(found, self.metric) if found else []
+
+    def write_table(self, curves: Sequence[Curve], best: str) -> None:
+        """Write `table.md`: mean and spread of each point, and the command of its first run."""
+        finished = {run.folder.name for curve in curves for run in curve.runs}
+        lines = [tables.as_markdown(curves, self.metric, compare.notes(curves)) if curves else "No run has finished."]
+        if missing := [run for run in self.runs if run.name not in finished]:
+            lines.append(
+                f"Not in the table, since not finished or without {self.metric}: {'; '.join(run.told for run in missing)}."
+            )
+        lines += [best] if best else []
+        lines += [
+            "Mean ± standard deviation (n - 1) over seeds; epsilon of one run, the largest of its seeds.",
+            f"Not covered: {NOT_COVERED[0]}.",
+        ]
+        lines.append("Commands, each with the first seed; all are in commands.txt:")
+        first = {run.label: run for run in reversed(self.runs)}
+        commands = [f"# {run.told}\n{run.command}" for run in reversed(first.values())]
+        lines.append("```bash\n" + "\n".join(commands) + "\n```")
+        write_whole(self.folder.path / TABLE, ("\n\n".join(lines) + "\n").encode())
+
+    def draw(self, curves: Sequence[Curve]) -> Path | None:
+        """Draw the metric against epsilon, or over rounds where no run is private; None without matplotlib or curves."""
+        if not curves or importlib.util.find_spec("matplotlib") is None:
+            return None
+        from flower_dp.reporting import canvas, figures  # noqa: PLC0415  (slow to load)
+
+        private = any(curve.private for curve in curves)
+        drawn = figures.against_epsilon(curves, self.metric) if private else figures.figure(curves, self.metric)
+        canvas.save(drawn, str(self.folder.path / FIGURE))
+        return self.folder.path / FIGURE
+
+    def best(self, choice: Choice) -> Best | None:
+        """Return the point with the best mean, of those whose runs have all finished; None without one."""
+        found: dict[str, list[tuple[PlannedRun, float]]] = {}
+        for run in self.runs:
+            past = self.past(run)
+            series = past.series(choice.metric) if past is not None and past.finished else {}
+            found.setdefault(run.label, []).append((run, series[max(series)] if series else math.nan))
+        means = {label: statistics.fmean(value for _, value in values) for label, values in found.items()}
+        whole = {label: mean for label, mean in means.items() if math.isfinite(mean)}
+        if not whole:
+            return None
+        label = (max if choice.mode == "max" else min)(whole, key=lambda one: whole[one])
+        return Best(run=found[label][0][0], mean=whole[label], num_seeds=len(found[label]))
+
+
+def last_metrics(past: PastRun, metric: str) -> Mapping[str, float]:
+    """Return the last value of each metric of a run, the wanted one first; what clients were asked for is left out."""
+    found = {metric: series[max(series)]} if (series := past.series(metric)) else {}
+    for row in reversed(past.rows):
+        for name, value in row.items():
+            private = name.startswith("private-") and columns.number(value)
+            if name not in found and (name in columns.metrics(row) or private):
+                found[name] = float(value)
+    return found

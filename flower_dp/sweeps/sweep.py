@@ -1,0 +1,154 @@
+"""A sweep: its runs are made, what is left of them after an interruption, and its results and statement are written."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flower_dp.running import preflight
+from flower_dp.running.launch import default_workers
+from flower_dp.running.progress import clock, quantities
+from flower_dp.running.run_folder import LOG, is_finished, read_metrics
+from flower_dp.running.signals import Signals
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.cost import NOT_COVERED, statement_of
+from flower_dp.sweeps.file import SweepFile, read
+from flower_dp.sweeps.folder import SweepFolder
+from flower_dp.sweeps.lanes import Ended, Lanes, how_many
+from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.results import Results
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A sweep as its file says.
+
+    Attributes:
+        path: of the file.
+        file: its content.
+        runs: all of them, in the order in which they are made.
+    """
+
+    path: Path
+    file: SweepFile
+    runs: tuple[PlannedRun, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "Sweep":
+        """Read a sweep's file, and resolve the settings of all runs.
+
+        Raises:
+            ValueError: with all that is wrong, a line each.
+        """
+        file = read(path)
+        return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
+
+    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
+        """Make the runs that have not finished, and write the sweep's results and statement, also after an interruption.
+
+        Args:
+            folder: of the sweep.
+            tell: shows a line.
+            at_once: runs at once, at most; None: as the file says.
+
+        Returns:
+            The runs that have failed.
+
+        Raises:
+            ValueError: if settings are refused, or the folder is that of other runs; nothing was started then.
+            Interrupted: a signal came; no process is left.
+        """
+        results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
+        with folder.locked() as lock:
+            folder.begin(self.runs, self.path)
+            plan.check([run for run in self.runs if not is_finished(folder.of(run))])
+            left = folder.left(self.runs)
+            if done := len(self.runs) - len(left):
+                tell(f"{done} of {len(self.runs)} runs have finished before")
+            progress = _Progress(tell, results, len(self.runs), len(left))
+            try:
+                if left:
+                    self._make(left, lock, at_once or self.file.at_once, progress)
+            finally:
+                self._write(results, folder)
+        return progress.failed
+
+    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, progress: "_Progress") -> None:
+        one = left[0][0].launched
+        gpus = preflight.num_gpus() if one.gpus_per_worker else None
+        count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
+        progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in left))
+        with (
+            Signals() as signals,
+            Lanes(
+                count,
+                workers=one.workers,
+                gpus_per_worker=one.gpus_per_worker,
+                gpus=gpus,
+                lock=lock,
+                check=signals.check,
+                again=signals.again,
+            ) as lanes,
+        ):
+            lanes.make(left, progress.ended)
+
+    def _write(self, results: Results, folder: SweepFolder) -> None:
+        results.write_rows()
+        curves = results.curves()
+        results.write_table(curves, self.best(results))
+        results.draw(curves)
+        if begun := folder.runs():
+            statement_of(begun).write(folder.path)
+
+    def best(self, results: Results) -> str:
+        """Return which point is the best by the file's choice, with what that costs; empty without a choice or a point."""
+        choice = self.file.choice
+        if choice is None or (best := results.best(choice)) is None:
+            return ""
+        lines = [
+            f"Best by {choice.metric} ({choice.mode}), {best.mean:.4g} on the mean of {best.num_seeds} seeds: "
+            f"{best.run.label or 'the only point'}.",
+            f"{best.run.command}",
+            f"Not covered: {NOT_COVERED[0]}.",
+        ]
+        return "\n".join(lines)
+
+
+class _Progress:
+    """A line for each run that has ended, with what is left."""
+
+    def __init__(self, tell: Tell, results: Results, num_runs: int, num_left: int) -> None:
+        self._tell, self._results = tell, results
+        self._num_runs, self._left = num_runs, num_left
+        self._began, self._ended = time.monotonic(), 0
+        self.failed: list[Ended] = []
+
+    def begin(self, count: int, workers: int, going_on: int) -> None:
+        """Say how the runs are made."""
+        more = f"; {going_on} of them from a checkpoint" if going_on else ""
+        each = "1 worker" if workers == 1 else f"{workers} workers"
+        self._tell(f"{self._left} runs to make, {count} at once, {each} each{more}")
+
+    def ended(self, ended: Ended) -> None:
+        """Say how a run ended, and write the results so far."""
+        folder = self._results.folder.of(ended.run)
+        self._left, self._ended = self._left - 1, self._ended + 1
+        if ended.status == "completed" and not is_finished(folder):
+            ended = Ended(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
+        if ended.status == "completed":
+            numbers: dict[str, object] = {}
+            for row in read_metrics(folder):
+                numbers.update(row)
+            told = ", ".join([*quantities(numbers), clock(ended.seconds)])
+        else:
+            self.failed.append(ended)
+            why = ended.details.strip().splitlines() or ["no reason given"]
+            told = f"{ended.status.upper()}: {why[-1]}; its log is {folder / LOG}"
+        rest = "none left"
+        if self._left:
+            seconds = (time.monotonic() - self._began) / self._ended * self._left
+            rest = f"{self._left} left, about {clock(seconds)}"
+        self._tell(f"[{self._num_runs - self._left}/{self._num_runs}] {ended.run.told}: {told}; {rest}")
+        self._results.write_rows()
