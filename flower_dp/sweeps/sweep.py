@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from flower_dp.running import preflight
 from flower_dp.running.launch import default_workers
@@ -43,6 +44,8 @@ class Sweep:
             ValueError: with all that is wrong, a line each.
         """
         file = read(path)
+        if file.private is not None:
+            raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
@@ -70,29 +73,10 @@ class Sweep:
             progress = _Progress(tell, results, len(self.runs), len(left))
             try:
                 if left:
-                    self._make(left, lock, at_once or self.file.at_once, progress)
+                    make(left, lock, at_once or self.file.at_once, progress)
             finally:
                 self._write(results, folder)
         return progress.failed
-
-    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, progress: "_Progress") -> None:
-        one = left[0][0].launched
-        gpus = preflight.num_gpus() if one.gpus_per_worker else None
-        count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
-        progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in left))
-        with (
-            Signals() as signals,
-            Lanes(
-                count,
-                workers=one.workers,
-                gpus_per_worker=one.gpus_per_worker,
-                gpus=gpus,
-                lock=lock,
-                check=signals.check,
-                again=signals.again,
-            ) as lanes,
-        ):
-            lanes.make(left, progress.ended)
 
     def _write(self, results: Results, folder: SweepFolder) -> None:
         results.write_rows()
@@ -114,6 +98,47 @@ class Sweep:
             f"Not covered: {NOT_COVERED[0]}.",
         ]
         return "\n".join(lines)
+
+
+class Progress(Protocol):
+    """Whoever is told of runs."""
+
+    def begin(self, count: int, workers: int, going_on: int) -> None:
+        """Take note of how many runs are made at once, with how many workers each, and how many of them go on."""
+
+    def ended(self, ended: Ended) -> None:
+        """Take note of how a run ended."""
+
+
+def make(left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, progress: Progress) -> None:
+    """Make runs, one at least, and wait until all have ended.
+
+    Args:
+        left: each with its folder, and whether it goes on there.
+        lock: a descriptor that is open as long as a process of theirs lives.
+        at_once: runs at once, at most; None: as many as the machine has workers for.
+        progress: is told of each.
+
+    Raises:
+        Interrupted: a signal came; no process is left.
+    """
+    one = left[0][0].launched
+    gpus = preflight.num_gpus() if one.gpus_per_worker else None
+    count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
+    progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in left))
+    with (
+        Signals() as signals,
+        Lanes(
+            count,
+            workers=one.workers,
+            gpus_per_worker=one.gpus_per_worker,
+            gpus=gpus,
+            lock=lock,
+            check=signals.check,
+            again=signals.again,
+        ) as lanes,
+    ):
+        lanes.make(left, progress.ended)
 
 
 class _Progress:
