@@ -34,6 +34,8 @@ from flower_dp.sweeps.sweep import Tell, make
 PRIVATE, CHOSEN = "private", "chosen"
 # More than the rounding between a plan's epsilon and that of a run with the same charges.
 _ROUNDING = 1e-9
+# In what no statement of one run covers.
+_ANY = "choice of settings"
 _NOT_COVERED = (
     "participants and the server: they see every run, so what all runs cost together adds up against them, and in the ledgers of "
     "their devices",
@@ -215,7 +217,10 @@ class PrivateSweep:
                 + ("on test records that are public" if not columns_private(self.choice.metric) else "which each run releases"),
                 "a run that fails counts as the worst and is not shown",
             ),
-            not_covered=(*run.get("not_covered", planned.not_covered), *_NOT_COVERED),
+            not_covered=(
+                *(one.replace(_ANY, f"another {_ANY}") for one in run.get("not_covered", planned.not_covered)),
+                *_NOT_COVERED,
+            ),
             incidents=tuple(run.get("incidents", ())),
             adversaries=(replace(outsiders, sees=sees, epsilon=self.cost.epsilon, accountant=self.cost.accountant, paper=None),),
             parts={},
