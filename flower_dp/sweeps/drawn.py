@@ -63,25 +63,11 @@ class Drawn:
         """Return the runs that have neither finished nor failed, as `SweepFolder.left` does."""
         return SweepFolder(self.path).left([run for run in runs if not self.failed(run.name)])
 
-    def fail(self, name: str) -> None:
-        """Keep that a run has failed: it is not tried again."""
-        write_whole(self.path / f"{name}.failed", b"")
+    def ended(self, ended: Ended) -> None:
+        """Keep it if a run has failed: it is not tried again. Nobody is told."""
+        if ended.status != "completed" or not is_finished(self.path / RUNS / ended.run.name):
+            write_whole(self.path / f"{ended.run.name}.failed", b"")
 
     def failed(self, name: str) -> bool:
         """Return whether a run has failed."""
         return (self.path / f"{name}.failed").exists()
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """Tells nobody anything, and keeps which runs have failed."""
-
-    place: Drawn
-
-    def begin(self, count: int, workers: int, going_on: int) -> None:
-        """Say nothing: how many runs there are is secret."""
-
-    def ended(self, ended: Ended) -> None:
-        """Keep whether the run has failed."""
-        if ended.status != "completed" or not is_finished(self.place.path / RUNS / ended.run.name):
-            self.place.fail(ended.run.name)

@@ -19,16 +19,19 @@ from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.selection import NumberOfRuns, Poisson
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.reporting.past_run import PastRun, read_past_run
+from flower_dp.running import preflight
 from flower_dp.running.launch import default_workers
 from flower_dp.running.planned import outside_of
 from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
+from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.drawn import Drawn, Silent, Trial
+from flower_dp.sweeps.drawn import Drawn, Trial
 from flower_dp.sweeps.file import Choice, PrivateChoice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
+from flower_dp.sweeps.lanes import Lanes, how_many
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.shown import publish, same_times, write
-from flower_dp.sweeps.sweep import Tell, make
+from flower_dp.sweeps.sweep import Tell
 
 # Runs that are not to be seen, and the run that is shown.
 PRIVATE, CHOSEN = "private", "chosen"
@@ -155,8 +158,26 @@ class PrivateSweep:
             tell("Nothing is shown before the choice is made.")
             runs = [self._run(trial) for trial in trials]
             if left := place.left(runs):
-                make(left, lock, at_once or self.file.at_once, Silent(place))
+                self._make(left, lock, at_once or self.file.at_once, place)
             self._show(folder, place, trials)
+
+    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, place: Drawn) -> None:
+        one = left[0][0].launched
+        gpus = preflight.num_gpus() if one.gpus_per_worker else None
+        count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
+        with (
+            Signals() as signals,
+            Lanes(
+                count,
+                workers=one.workers,
+                gpus_per_worker=one.gpus_per_worker,
+                gpus=gpus,
+                lock=lock,
+                check=signals.check,
+                again=signals.again,
+            ) as lanes,
+        ):
+            lanes.make(left, place.ended)
 
     def _run(self, trial: Trial) -> PlannedRun:
         one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from flower_dp.running import preflight
 from flower_dp.running.launch import default_workers
@@ -20,6 +19,8 @@ from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.results import Results
 
 Tell = Callable[[str], None]
+# Metrics of the records that results are reported on.
+_OF_TEST = ("accuracy", "loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,26 +66,54 @@ class Sweep:
         """
         results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
         with folder.locked() as lock:
-            folder.begin(self.runs, self.path)
-            plan.check([run for run in self.runs if not is_finished(folder.of(run))])
-            left = folder.left(self.runs)
+            folder.check(self.runs)
+            left = [run for run in self.runs if not is_finished(folder.of(run))]
             if done := len(self.runs) - len(left):
                 tell(f"{done} of {len(self.runs)} runs have finished before")
             progress = _Progress(tell, results, len(self.runs), len(left))
-            try:
-                if left:
-                    make(left, lock, at_once or self.file.at_once, progress)
-            finally:
-                self._write(results, folder)
+            if left:
+                self._make(left, folder, lock, at_once or self.file.at_once, progress)
+            else:
+                self._write(results)
         return progress.failed
 
-    def _write(self, results: Results, folder: SweepFolder) -> None:
+    def _make(
+        self, left: Sequence[PlannedRun], folder: SweepFolder, lock: int, at_once: int | None, progress: "_Progress"
+    ) -> None:
+        one = left[0].launched
+        gpus = preflight.num_gpus() if one.gpus_per_worker else None
+        count = how_many(left, at_once, default_workers(), gpus)
+        begun = False
+        try:
+            with (
+                Signals() as signals,
+                Lanes(
+                    count,
+                    workers=one.workers,
+                    gpus_per_worker=one.gpus_per_worker,
+                    gpus=gpus,
+                    lock=lock,
+                    check=signals.check,
+                    again=signals.again,
+                ) as lanes,
+            ):
+                plan.check(left)  # while they start
+                signals.check()
+                folder.keep(self.path)
+                made, begun = folder.left(left), True
+                progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in made))
+                lanes.make(made, progress.ended)
+        finally:
+            if begun:
+                self._write(progress.results)
+
+    def _write(self, results: Results) -> None:
         results.write_rows()
         curves = results.curves()
         results.write_table(curves, self.best(results))
         results.draw(curves)
-        if begun := folder.runs():
-            statement_of(begun).write(folder.path)
+        if begun := results.folder.runs():
+            statement_of(begun).write(results.folder.path)
 
     def best(self, results: Results) -> str:
         """Return which point is the best by the file's choice, with what that costs; empty without a choice or a point."""
@@ -97,55 +126,16 @@ class Sweep:
             f"{best.run.command}",
             f"Not covered: {NOT_COVERED[0]}.",
         ]
+        if choice.metric in _OF_TEST:
+            lines.append(f"{choice.metric} is of the test records: chosen by it, the best point's own result is too good.")
         return "\n".join(lines)
-
-
-class Progress(Protocol):
-    """Whoever is told of runs."""
-
-    def begin(self, count: int, workers: int, going_on: int) -> None:
-        """Take note of how many runs are made at once, with how many workers each, and how many of them go on."""
-
-    def ended(self, ended: Ended) -> None:
-        """Take note of how a run ended."""
-
-
-def make(left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, progress: Progress) -> None:
-    """Make runs, one at least, and wait until all have ended.
-
-    Args:
-        left: each with its folder, and whether it goes on there.
-        lock: a descriptor that is open as long as a process of theirs lives.
-        at_once: runs at once, at most; None: as many as the machine has workers for.
-        progress: is told of each.
-
-    Raises:
-        Interrupted: a signal came; no process is left.
-    """
-    one = left[0][0].launched
-    gpus = preflight.num_gpus() if one.gpus_per_worker else None
-    count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
-    progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in left))
-    with (
-        Signals() as signals,
-        Lanes(
-            count,
-            workers=one.workers,
-            gpus_per_worker=one.gpus_per_worker,
-            gpus=gpus,
-            lock=lock,
-            check=signals.check,
-            again=signals.again,
-        ) as lanes,
-    ):
-        lanes.make(left, progress.ended)
 
 
 class _Progress:
     """A line for each run that has ended, with what is left."""
 
     def __init__(self, tell: Tell, results: Results, num_runs: int, num_left: int) -> None:
-        self._tell, self._results = tell, results
+        self._tell, self.results = tell, results
         self._num_runs, self._left = num_runs, num_left
         self._began, self._ended = time.monotonic(), 0
         self.failed: list[Ended] = []
@@ -158,7 +148,7 @@ class _Progress:
 
     def ended(self, ended: Ended) -> None:
         """Say how a run ended, and write the results so far."""
-        folder = self._results.folder.of(ended.run)
+        folder = self.results.folder.of(ended.run)
         self._left, self._ended = self._left - 1, self._ended + 1
         if ended.status == "completed" and not is_finished(folder):
             ended = Ended(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
@@ -176,4 +166,4 @@ class _Progress:
             seconds = (time.monotonic() - self._began) / self._ended * self._left
             rest = f"{self._left} left, about {clock(seconds)}"
         self._tell(f"[{self._num_runs - self._left}/{self._num_runs}] {ended.run.told}: {told}; {rest}")
-        self._results.write_rows()
+        self.results.write_rows()
