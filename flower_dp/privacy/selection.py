@@ -142,8 +142,8 @@ def number_of_runs(mean: float, shape: float) -> NumberOfRuns:
 def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> Cost:
     """Return what the best of K runs costs, against those who see the chosen run and nothing of the others.
 
-    Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; `docs/privacy.md`
-    has a proof), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of Papernot & Steinke 2022 as
+    Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; proof in
+    `docs/choosing-by-private-results.md`), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of Papernot & Steinke 2022 as
     dp-accounting has them, of events with a Renyi bound. The smaller one is returned.
 
     Args:
