@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dp_accounting import DpEvent
+
 from apps.methods import Run
 from apps.own_config import run_of
 from apps.records import config_of, deal
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.forecast import forecast
+from flower_dp.strategies.forecast import forecast, outside_event
 
 
 def cost(run_config: Mapping[str, Any], *, own_model: bool = False) -> PrivacyStatement:
@@ -20,6 +22,19 @@ def cost(run_config: Mapping[str, Any], *, own_model: bool = False) -> PrivacySt
     Raises:
         ValueError: naming the invalid setting, or if records are needed for their number and cannot be read.
     """
+    return forecast(**_planned(run_config, own_model=own_model))
+
+
+def outside(run_config: Mapping[str, Any], *, own_model: bool = False) -> tuple[DpEvent, PrivacyStatement]:
+    """Return what a run of these settings is charged with against those who are no clients, and its statement.
+
+    Raises:
+        ValueError: if every device has a ledger of its own; or as `cost`.
+    """
+    return outside_event(**_planned(run_config, own_model=own_model))
+
+
+def _planned(run_config: Mapping[str, Any], *, own_model: bool) -> dict[str, Any]:
     run = run_of(run_config) if own_model else Run.of(run_config)
 
     def sizes() -> dict[str, int]:
@@ -30,4 +45,5 @@ def cost(run_config: Mapping[str, Any], *, own_model: bool = False) -> PrivacySt
             )
         return {name: len(records) for name, records in deal(config_of(run_config)).clients.items()}
 
-    return forecast(run.strategy(sizes), num_rounds=run.settings.num_rounds, names=run.settings.client_names())
+    strategy = run.strategy(sizes)
+    return {"strategy": strategy, "num_rounds": run.settings.num_rounds, "names": run.settings.client_names()}

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from flower_dp.cli.errors import refuse
 
 if TYPE_CHECKING:
+    from flower_dp.privacy.selection import NumberOfRuns
     from flower_dp.privacy.statement import PrivacyStatement
     from flower_dp.running.apps import Target
 
@@ -56,6 +57,18 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the run; may be repeated.", show_default=False),
 ]
+BestOf = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MEAN",
+        help="Also of the best of K such runs, K random with this mean and secret, against those who see that run alone.",
+        show_default=False,
+    ),
+]
+BestOfShape = Annotated[
+    float,
+    typer.Option(help="Of K: 0 logarithmic, 1 geometric, others truncated negative binomial, inf Poisson."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")]
 
 
@@ -73,15 +86,18 @@ def epsilon(
     num_rounds: Annotated[int, typer.Option(help="Releases in all, one a round.")] = 1,
     delta: Delta = None,
     relation: RelationOption = None,
+    best_of: BestOf = None,
+    best_of_shape: BestOfShape = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Compute the epsilon of a whole run: the one that the statement of the run will give, or that of the options' releases."""
-    if _is_run(context, target, ("target", "setting", "as_json")):
-        _answer_of_run(target, setting or [], None, as_json=as_json)
+    number = _number_of_runs(context, best_of, best_of_shape)
+    if _is_run(context, target, ("target", "setting", "as_json", "best_of", "best_of_shape")):
+        _answer_of_run(target, setting or [], None, as_json=as_json, number=number)
         return
     if noise_multiplier is None:
         refuse("--noise-multiplier is missing")
-    _answer(context.params)
+    _answer({name: value for name, value in context.params.items() if not name.startswith("best_of")}, number)
 
 
 def calibrate(
@@ -116,14 +132,28 @@ def calibrate(
     _answer(context.params)
 
 
-def _answer(options: dict[str, Any]) -> None:
+def _number_of_runs(context: typer.Context, best_of: float | None, shape: float) -> "NumberOfRuns | None":
+    """Return the law of the number of runs among which one is chosen; None for a single run."""
+    if best_of is None:
+        if context.get_parameter_source("best_of_shape") is ParameterSource.COMMANDLINE:
+            refuse("--best-of is missing; --best-of-shape belongs to it")
+        return None
+    from flower_dp.privacy.selection import number_of_runs
+
+    try:
+        return number_of_runs(best_of, shape)
+    except ValueError as error:
+        refuse(f"--best-of: {error}")
+
+
+def _answer(options: dict[str, Any], number: "NumberOfRuns | None" = None) -> None:
     """Compute what the options leave open (epsilon, noise multiplier or number of rounds), and show the whole cost."""
     from flower_dp.privacy import planned_run
 
     as_json = options.pop("as_json")
     del options["target"], options["setting"]
     try:
-        cost = planned_run.solve(**options)
+        cost = planned_run.solve(**options) if number is None else planned_run.best_of(number=number, **options)
     except ValueError as error:
         refuse(str(error))
     _show(cost, as_json=as_json)
@@ -133,9 +163,18 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(cost, allow_nan=False))
         return
-    labels = {"num_rounds": "rounds", "noise_multiplier": "noise multiplier", "epsilon_rdp": "epsilon by RDP"}
+    labels = {
+        "num_rounds": "rounds",
+        "noise_multiplier": "noise multiplier",
+        "epsilon_rdp": "epsilon by RDP",
+        "best_of_mean": "best of, mean",
+        "best_of_shape": "best of, shape",
+        "best_of_epsilon": "epsilon of best",
+        "best_of_accountant": "its accountant",
+    }
     shown = ["method", "num_rounds", "noise_multiplier", "epsilon", "epsilon_rdp", "delta", "relation", "accountant"]
-    lines = {labels.get(key, key): cost[key] for key in [*shown, *map(_against, _ADVERSARIES)] if key in cost}
+    chosen = [key for key in labels if key.startswith("best_of")]
+    lines = {labels.get(key, key): cost[key] for key in [*shown, *map(_against, _ADVERSARIES), *chosen] if key in cost}
     width = max(16, *map(len, lines))
     for label, number in lines.items():
         value = "infinite: not private" if number is None else number
@@ -158,7 +197,14 @@ def _is_run(context: typer.Context, target: str | None, fit: tuple[str, ...]) ->
     return True
 
 
-def _answer_of_run(target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool) -> None:
+def _answer_of_run(
+    target: str | None,
+    settings: list[str],
+    epsilon: float | None,
+    *,
+    as_json: bool,
+    number: "NumberOfRuns | None" = None,
+) -> None:
     """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
     from flower_dp.running import apps
 
@@ -171,6 +217,7 @@ def _answer_of_run(target: str | None, settings: list[str], epsilon: float | Non
             method = run.overrides.get("method", run.app.defaults.get("method"))
             run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
         statement = _statement_of(run)
+        chosen = {} if number is None else _choice_of(run, number)
     except ValueError as error:
         refuse(str(error))
     if not statement.num_rounds:
@@ -186,9 +233,18 @@ def _answer_of_run(target: str | None, settings: list[str], epsilon: float | Non
             "relation": statement.relation,
             "accountant": statement.accountant,
             **{_against(one.name): _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
+            **chosen,
         },
         as_json=as_json,
     )
+
+
+def _choice_of(run: "Target", number: "NumberOfRuns") -> dict[str, Any]:
+    from flower_dp.privacy import planned_run
+    from flower_dp.running.planned import outside_of
+
+    event, statement = outside_of(run)
+    return planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
 
 
 def _statement_of(run: "Target") -> "PrivacyStatement":

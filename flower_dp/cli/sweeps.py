@@ -2,11 +2,14 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flower_dp.cli.errors import fail, refuse
+
+if TYPE_CHECKING:
+    from flower_dp.sweeps.folder import SweepFolder
 
 
 def sweep(
@@ -19,6 +22,13 @@ def sweep(
         int | None,
         typer.Option(min=1, help="Runs at once. Default: as many as cores, memory and GPUs allow.", show_default=False),
     ] = None,
+    private_selection: Annotated[
+        bool,
+        typer.Option(
+            "--private-selection",
+            help="Make a secret, random number of runs, and show only the best one, with what the choice has cost.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the command of each run, and start nothing.")] = False,
 ) -> None:
     """Run settings x seeds, on warm workers, into one folder with a table, a figure and a statement.
@@ -37,6 +47,9 @@ def sweep(
     folder = SweepFolder(output_dir.expanduser().absolute())
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
     try:
+        if private_selection:
+            _choose(file, folder, at_once, dry_run=dry_run)
+            return
         plan = Sweep.read(file)
         if dry_run:
             for run in plan.runs:
@@ -57,3 +70,21 @@ def sweep(
     if failed:
         names = "\n".join(f"  {one.run.told}: {one.details}" for one in failed)
         fail(f"{len(failed)} of {len(plan.runs)} runs failed:\n{names}\nThe same command tries them again.", 1)
+
+
+def _choose(file: Path, folder: "SweepFolder", at_once: int | None, *, dry_run: bool) -> None:
+    """Make the best of a random number of runs, and show it."""
+    from flower_dp.running.run_folder import STATEMENT_TEXT
+    from flower_dp.sweeps.folder import RUNS
+    from flower_dp.sweeps.private_choice import CHOSEN, PrivateSweep
+
+    plan = PrivateSweep.read(file)
+    if dry_run:
+        typer.echo(plan.told)
+        for candidate in plan.candidates:
+            typer.echo(candidate.run.command)
+        return
+    plan.make(folder, typer.echo, at_once=at_once)
+    typer.echo("\n" + (folder.path / STATEMENT_TEXT).read_text(encoding="utf-8"))
+    chosen = folder.path / RUNS / CHOSEN
+    typer.echo(f"chosen run: {chosen}" if chosen.is_dir() else "Nothing was chosen: no run was drawn, or none may be shown.")

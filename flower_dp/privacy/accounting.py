@@ -3,20 +3,17 @@
 All results are upper bounds. If several bounds hold, the smallest is returned with the name of its accountant.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import dp_accounting as dp
 import numpy as np
-from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAccountant, compute_epsilon
 from scipy import optimize
 
 from flower_dp.core import checks
-from flower_dp.privacy import pld
+from flower_dp.privacy import pld, renyi
 from flower_dp.privacy.events import (
     LARGEST_MULTIPLIER,
     RELATIONS,
@@ -27,7 +24,6 @@ from flower_dp.privacy.events import (
     example_of,
     inner_of,
     leaves_of,
-    scaled,
 )
 
 _SEARCH_GRID = 1e-3
@@ -108,7 +104,7 @@ def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float
     leaves = leaves_of(event)
     if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves) or delta == 0:
         return None
-    return _rdp(leaves, delta, relation_of(relation))
+    return renyi.epsilon_of(leaves, delta, relation_of(relation))
 
 
 def calibrate(
@@ -211,10 +207,10 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     yield "gaussian-exact", gaussian
     if not math.isnan(gaussian) and all(inner_of(leaf)[1] == 1 for leaf, _ in leaves):
         return  # it is the least epsilon there is
-    renyi = _rdp(leaves, delta, relation)
-    yield "rdp", math.nan if renyi is None else renyi
+    by_renyi = renyi.epsilon_of(leaves, delta, relation)
+    yield "rdp", math.nan if by_renyi is None else by_renyi
     if delta >= pld.SMALLEST_DELTA:
-        finite = [one for one in (pure, gaussian, renyi) if one is not None and math.isfinite(one)]
+        finite = [one for one in (pure, gaussian, by_renyi) if one is not None and math.isfinite(one)]
         yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
 
 
@@ -256,54 +252,5 @@ def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
         norms.append(math.sqrt(count) / inner.noise_multiplier)
     multiplier = effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
-    with _without_warnings():
+    with renyi.without_warnings():
         return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
-
-
-def _rdp(leaves: Leaves, delta: float, relation: Relation) -> float | None:
-    curves = [_leaf_rdp(leaf, relation) for leaf, _ in leaves]
-    if any(one is None for one in curves):
-        return None
-    total = sum(count * one for (_, count), one in zip(leaves, curves, strict=True) if one is not None)
-    with _without_warnings():
-        return float(compute_epsilon(DEFAULT_RDP_ORDERS, total, delta)[0])
-
-
-@lru_cache(maxsize=64)
-def _leaf_rdp(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
-    """Return the Renyi divergences of one release at the default orders, or None."""
-    library_relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    inner, rate = inner_of(leaf)
-    if isinstance(leaf, dp.PoissonSampledDpEvent) and rate < 1:
-        if relation == "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
-            return None
-    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent) and rate < 1:
-        # The library takes noise std / sensitivity here, and the sensitivity of a replacement is 2 C.
-        if relation != "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
-            return None
-        library_relation = dp.NeighboringRelation.REPLACE_ONE
-        leaf = dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(inner, relation))
-    else:
-        leaf = scaled(inner, relation)
-    with _without_warnings():
-        curve: np.ndarray = RdpAccountant(neighboring_relation=library_relation).compose(leaf).rdp
-        return curve
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress the library's warnings about Renyi orders that it leaves out: leaving one out never lowers a bound.
-
-    A warning, even one that is not shown, makes absl configure the root logger if that has no handler; every line of other
-    loggers would then be shown twice. So the root logger gets a handler meanwhile.
-    """
-    logger, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    root.addHandler(silent)
-    try:
-        with np.errstate(all="ignore"):
-            yield
-    finally:
-        root.removeHandler(silent)
-        logger.setLevel(level)

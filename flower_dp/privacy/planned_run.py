@@ -1,6 +1,7 @@
 """The cost of a planned run: checked options, the event of the whole run, its epsilon."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,8 +9,9 @@ import dp_accounting as dp
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import RoundRobinSampling
-from flower_dp.privacy import accounting
+from flower_dp.privacy import accounting, selection
 from flower_dp.privacy.events import Relation
+from flower_dp.privacy.selection import NumberOfRuns
 
 MOST_ROUNDS = 10**6
 
@@ -115,6 +117,27 @@ class PlannedRun:
             **{key: value for key, value in settings.items() if value is not None},
             "num_rounds": self.num_rounds,
         }
+
+
+def best_of(noise_multiplier: float, number: NumberOfRuns, **options: Any) -> dict[str, Any]:
+    """Return the cost of a run, and that of the best of K such runs; options are those of `from_options`.
+
+    Raises:
+        ValueError: naming the option that is missing, out of range or out of place.
+    """
+    run = from_options(**options)
+    return run.cost(noise_multiplier) | choice([run.event(noise_multiplier)], number, delta=run.delta, relation=run.relation)
+
+
+def choice(runs: Sequence[dp.DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> dict[str, Any]:
+    """Return what it costs to choose among runs with these events, as JSON can hold it."""
+    cost = selection.epsilon(runs, number, delta=delta, relation=relation)
+    return {
+        "best_of_mean": number.mean,
+        "best_of_shape": number.shape if math.isfinite(number.shape) else "poisson",
+        "best_of_epsilon": _finite(cost.epsilon),
+        "best_of_accountant": cost.accountant,
+    }
 
 
 def solve(

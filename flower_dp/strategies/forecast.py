@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+from dp_accounting import DpEvent
 
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.calibration import smallest_cohort
+from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.round import RoundRelease
@@ -50,6 +52,21 @@ def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> 
             evaluation = rules.evaluation.release
             evaluation.take(evaluation.next_charge(_asked(evaluation, names, num_rounds)))
     return strategy.statement
+
+
+def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[DpEvent, PrivacyStatement]:
+    """Return what a run is charged with against those who are no clients, and its statement; arguments are those of `forecast`.
+
+    Raises:
+        ValueError: if every device has a ledger of its own; or as `forecast`.
+    """
+    statement, rules = forecast(strategy, num_rounds=num_rounds, names=names), strategy.rules
+    if not isinstance(rules, ClientLevelRules):
+        raise ValueError(
+            f"{statement.method}: devices are protected from the server, which sees every run; choosing among runs costs each "
+            "device what all of them cost together"
+        )
+    return rules.outside_ledger.event, statement
 
 
 def _asked(release: RoundRelease, names: Sequence[str], num_rounds: int) -> list[str]:

@@ -1,6 +1,7 @@
 """The file of a sweep: which settings are run with which seeds, and with what."""
 
 import itertools
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
+from flower_dp.privacy.selection import NumberOfRuns, number_of_runs
 from flower_dp.running import values
 from flower_dp.running.apps import flatten
 from flower_dp.running.values import Value
@@ -24,6 +26,7 @@ _KEYS: dict[str, tuple[type, ...]] = {
     "grid": (dict,),
     "points": (list,),
     "select": (dict,),
+    "private-selection": (dict,),
     "workers": (int,),
     "supernodes": (int,),
     "gpus-per-worker": (int, float),
@@ -44,6 +47,19 @@ class Choice:
 
     metric: str
     mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateChoice:
+    """How one run is chosen by private results, with `--private-selection`.
+
+    Attributes:
+        number: the law of the number of runs.
+        public_test_data: whether the records that models are tested with are public, so that a metric on them may decide.
+    """
+
+    number: NumberOfRuns
+    public_test_data: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +84,7 @@ class SweepFile:
         seeds: of each point's runs.
         metric: what tables and figures are of.
         choice: by what the best point is found; None for no choice.
+        private: how one run is chosen by private results; None where all runs are made and shown.
         workers: worker processes of a run; None: as many as the machine has for it.
         supernodes: that they simulate; None: as `flower-dp run`.
         gpus_per_worker: the fraction of a GPU of each.
@@ -78,6 +95,7 @@ class SweepFile:
     seeds: tuple[int, ...]
     metric: str
     choice: Choice | None
+    private: PrivateChoice | None
     workers: int | None
     supernodes: int | None
     gpus_per_worker: float
@@ -105,7 +123,7 @@ def read(path: Path) -> SweepFile:
     for key in ("workers", "supernodes", "at-once"):
         with findings.noted():
             numbers[key] = checks.integer(key, content[key], at_least=1) if key in content else None
-    gpus, choice = 0.0, None
+    gpus, choice, private = 0.0, None, None
     seeds: tuple[int, ...] = ()
     points: tuple[Point, ...] = ()
     with findings.noted():
@@ -115,6 +133,8 @@ def read(path: Path) -> SweepFile:
     with findings.noted():
         choice = _choice(content["select"]) if "select" in content else None
     with findings.noted():
+        private = _private(content["private-selection"]) if "private-selection" in content else None
+    with findings.noted():
         points = _points(content, path.absolute().parent)
     findings.refuse()
     return SweepFile(
@@ -122,6 +142,7 @@ def read(path: Path) -> SweepFile:
         seeds=seeds,
         metric=checks.line("metric", content.get("metric", "accuracy")),
         choice=choice,
+        private=private,
         workers=numbers["workers"],
         supernodes=numbers["supernodes"],
         gpus_per_worker=gpus,
@@ -152,6 +173,22 @@ def _choice(table: Mapping[str, Any]) -> Choice:
         raise ValueError('select: must be {metric = "...", mode = "max" or "min"}')
     mode = checks.one_of("select.mode", table.get("mode", "max"), _MODES)
     return Choice(metric=checks.line("select.metric", table["metric"]), mode=mode)
+
+
+def _private(table: Mapping[str, Any]) -> PrivateChoice:
+    if unknown := sorted(table.keys() - {"mean", "shape", "public-test-data"}):
+        raise ValueError(f"private-selection.{unknown[0]}: is no key of it, which has mean, shape and public-test-data")
+    if "mean" not in table:
+        raise ValueError("private-selection.mean: is missing; it is the expected number of runs")
+    public = table.get("public-test-data", False)
+    if not isinstance(public, bool):
+        raise ValueError(f"private-selection.public-test-data={public!r}: must be true or false")
+    shape = table.get("shape", 1.0)
+    try:
+        number = number_of_runs(table["mean"], math.inf if shape == "poisson" else shape)
+    except ValueError as error:
+        raise ValueError(f"private-selection.{error}") from None
+    return PrivateChoice(number=number, public_test_data=public)
 
 
 # Points

@@ -74,11 +74,11 @@ class SweepFolder:
             raise ValueError(f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep")
         (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
 
-    def begin(self, runs: Sequence[PlannedRun], file: Path) -> None:
-        """Take a sweep's runs, those of before among them, and keep its file.
+    def check(self, runs: Sequence[PlannedRun]) -> None:
+        """Refuse runs that contradict what was run here; there may be more than before.
 
         Raises:
-            SettingsError: if they contradict what was run here, with all that does, a line each.
+            SettingsError: with all that contradicts them, a line each.
         """
         findings = checks.Findings()
         planned = {run.name: run for run in runs}
@@ -89,6 +89,9 @@ class SweepFolder:
             elif is_finished(folder):
                 findings.lines.append(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
         findings.refuse()
+
+    def keep(self, file: Path) -> None:
+        """Keep the sweep's file here."""
         write_whole(self.path / FILE, file.read_bytes())
 
     def _check_same(self, folder: Path, run: PlannedRun) -> None:

@@ -72,8 +72,8 @@ def how_many(runs: Sequence[PlannedRun], at_once: int | None, cores: int, gpus: 
 class Lanes:
     """Lanes that make runs, one each at a time; a lane that dies is replaced.
 
-    Within this context no process of it is left behind, whatever ends it. An interruption lets each run write its statement and
-    a checkpoint; a second one ends them at once.
+    They start with this context, and are ready for their first runs some seconds later. No process is left behind, whatever ends
+    it. An interruption lets each run write its statement and a checkpoint; a second one ends them at once.
 
     Args:
         count: of lanes.
@@ -103,6 +103,7 @@ class Lanes:
         self._count = count
 
     def __enter__(self) -> Self:
+        self._lanes = [self._made(number) for number in range(self._count)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -132,7 +133,6 @@ class Lanes:
             on_end: called with each that has ended.
         """
         waiting = list(reversed(runs))
-        self._lanes = [self._made(number) for number in range(min(self._count, len(waiting)))]
         while waiting or any(lane.busy for lane in self._lanes):
             self._check()
             for number, lane in enumerate(self._lanes):

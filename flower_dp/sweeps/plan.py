@@ -203,7 +203,10 @@ def _labels(points: Sequence[Point]) -> list[str]:
     tables: list[dict[str, Any]] = [{"app": point.app, **_shortened(point.settings)} for point in points]
     keys = dict.fromkeys(key for table in tables for key in table)
     differ = [key for key in keys if len({repr(table.get(key)) for table in tables}) > 1]
-    return [", ".join(_shown(key, table[key]) for key in differ if table.get(key) not in (None, "")) for table in tables]
+    if not differ:
+        return [""] * len(tables)
+    shown = [[_shown(key, table[key]) for key in differ if key in table and (key, table[key]) != ("app", "")] for table in tables]
+    return [", ".join(texts) or "defaults" for texts in shown]
 
 
 def _shortened(settings: Mapping[str, Value]) -> dict[str, Value]:
@@ -212,4 +215,6 @@ def _shortened(settings: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _shown(key: str, value: Any) -> str:
-    return str(value) if key in ("app", "method") else f"{key}={_text(value)}"
+    if key in ("app", "method"):
+        return str(value)
+    return f'{key}=""' if value == "" else f"{key}={_text(value)}"

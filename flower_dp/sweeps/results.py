@@ -139,11 +139,16 @@ class Results:
 
 
 def last_metrics(past: PastRun, metric: str) -> Mapping[str, float]:
-    """Return the last value of each metric of a run, the wanted one first; what clients were asked for is left out."""
-    found = {metric: series[max(series)]} if (series := past.series(metric)) else {}
-    for row in reversed(past.rows):
-        for name, value in row.items():
-            private = name.startswith("private-") and columns.number(value)
-            if name not in found and (name in columns.metrics(row) or private):
-                found[name] = float(value)
-    return found
+    """Return the last value of each metric of a run, the wanted one first; what clients were asked for is left out.
+
+    NaN stands for one that was not finite.
+    """
+    told = (name for row in past.rows for name in row if not columns.own(name) or name.startswith("private-"))
+    found = {name: past.series(name) for name in dict.fromkeys((metric, *told))}
+    numbers = {name: of[max(of)] for name, of in found.items() if of}
+    return {name: value for name, value in numbers.items() if name == metric or math.isfinite(value) or _is_number(past, name)}
+
+
+def _is_number(past: PastRun, name: str) -> bool:
+    """Return whether a metric was ever a number: null stands for one that was not finite."""
+    return any(columns.number(row.get(name)) for row in past.rows)

@@ -19,6 +19,8 @@ from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.results import Results
 
 Tell = Callable[[str], None]
+# Metrics of the records that results are reported on.
+_OF_TEST = ("accuracy", "loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class Sweep:
             ValueError: with all that is wrong, a line each.
         """
         file = read(path)
+        if file.private is not None:
+            raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
@@ -62,45 +66,54 @@ class Sweep:
         """
         results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
         with folder.locked() as lock:
-            folder.begin(self.runs, self.path)
-            plan.check([run for run in self.runs if not is_finished(folder.of(run))])
-            left = folder.left(self.runs)
+            folder.check(self.runs)
+            left = [run for run in self.runs if not is_finished(folder.of(run))]
             if done := len(self.runs) - len(left):
                 tell(f"{done} of {len(self.runs)} runs have finished before")
             progress = _Progress(tell, results, len(self.runs), len(left))
-            try:
-                if left:
-                    self._make(left, lock, at_once or self.file.at_once, progress)
-            finally:
-                self._write(results, folder)
+            if left:
+                self._make(left, folder, lock, at_once or self.file.at_once, progress)
+            else:
+                self._write(results)
         return progress.failed
 
-    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, progress: "_Progress") -> None:
-        one = left[0][0].launched
+    def _make(
+        self, left: Sequence[PlannedRun], folder: SweepFolder, lock: int, at_once: int | None, progress: "_Progress"
+    ) -> None:
+        one = left[0].launched
         gpus = preflight.num_gpus() if one.gpus_per_worker else None
-        count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
-        progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in left))
-        with (
-            Signals() as signals,
-            Lanes(
-                count,
-                workers=one.workers,
-                gpus_per_worker=one.gpus_per_worker,
-                gpus=gpus,
-                lock=lock,
-                check=signals.check,
-                again=signals.again,
-            ) as lanes,
-        ):
-            lanes.make(left, progress.ended)
+        count = how_many(left, at_once, default_workers(), gpus)
+        begun = False
+        try:
+            with (
+                Signals() as signals,
+                Lanes(
+                    count,
+                    workers=one.workers,
+                    gpus_per_worker=one.gpus_per_worker,
+                    gpus=gpus,
+                    lock=lock,
+                    check=signals.check,
+                    again=signals.again,
+                ) as lanes,
+            ):
+                plan.check(left)  # while they start
+                signals.check()
+                folder.keep(self.path)
+                made, begun = folder.left(left), True
+                progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in made))
+                lanes.make(made, progress.ended)
+        finally:
+            if begun:
+                self._write(progress.results)
 
-    def _write(self, results: Results, folder: SweepFolder) -> None:
+    def _write(self, results: Results) -> None:
         results.write_rows()
         curves = results.curves()
         results.write_table(curves, self.best(results))
         results.draw(curves)
-        if begun := folder.runs():
-            statement_of(begun).write(folder.path)
+        if begun := results.folder.runs():
+            statement_of(begun).write(results.folder.path)
 
     def best(self, results: Results) -> str:
         """Return which point is the best by the file's choice, with what that costs; empty without a choice or a point."""
@@ -113,6 +126,8 @@ class Sweep:
             f"{best.run.command}",
             f"Not covered: {NOT_COVERED[0]}.",
         ]
+        if choice.metric in _OF_TEST:
+            lines.append(f"{choice.metric} is of the test records: chosen by it, the best point's own result is too good.")
         return "\n".join(lines)
 
 
@@ -120,7 +135,7 @@ class _Progress:
     """A line for each run that has ended, with what is left."""
 
     def __init__(self, tell: Tell, results: Results, num_runs: int, num_left: int) -> None:
-        self._tell, self._results = tell, results
+        self._tell, self.results = tell, results
         self._num_runs, self._left = num_runs, num_left
         self._began, self._ended = time.monotonic(), 0
         self.failed: list[Ended] = []
@@ -133,7 +148,7 @@ class _Progress:
 
     def ended(self, ended: Ended) -> None:
         """Say how a run ended, and write the results so far."""
-        folder = self._results.folder.of(ended.run)
+        folder = self.results.folder.of(ended.run)
         self._left, self._ended = self._left - 1, self._ended + 1
         if ended.status == "completed" and not is_finished(folder):
             ended = Ended(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
@@ -151,4 +166,4 @@ class _Progress:
             seconds = (time.monotonic() - self._began) / self._ended * self._left
             rest = f"{self._left} left, about {clock(seconds)}"
         self._tell(f"[{self._num_runs - self._left}/{self._num_runs}] {ended.run.told}: {told}; {rest}")
-        self._results.write_rows()
+        self.results.write_rows()

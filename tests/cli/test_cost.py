@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from flower_dp.running import apps, new_app
+from flower_dp.privacy import accounting, selection
+from flower_dp.running import apps, new_app, planned
 
 LOCAL = ("--set", "method=nbafl", "--set", "sampling=full", "--set", "sampling-rate=0", "--set", "nbafl.epsilon=1")
 QUICK = ("--set", "num-rounds=4", "--set", "sampling=full", "--set", "num-clients=200")
@@ -92,3 +93,51 @@ def test_bad_options_end_with_one_line_that_names_them(call, arguments, message)
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+# The best of several runs
+
+
+def test_the_best_of_several_releases(call):
+    # Corollary 3 of Papernot & Steinke (2022): a pure epsilon of 0.5 becomes at most (2 + shape) of it.
+    plain = ("epsilon", "--mechanism", "laplace", "--noise-multiplier", "2", "--delta", "0")
+    status, out, err = call(*plain, "--best-of", "1000", "--best-of-shape", "0", "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["epsilon"], found["best_of_mean"], found["best_of_shape"]) == (0.5, 1000, 0)
+    assert found["best_of_epsilon"] == pytest.approx(2 * 0.5, rel=1e-6)
+    status, out, _ = call(*plain, "--best-of", "1000")
+    lines = dict(line.rsplit(maxsplit=1) for line in out.splitlines())
+    assert (status, lines["epsilon"], lines["epsilon of best"]) == (0, "0.5", "1.5")
+    _, out, _ = call(*plain, "--best-of", "3", "--best-of-shape", "inf", "--json")
+    assert json.loads(out)["best_of_shape"] == "poisson"
+
+
+def test_the_best_of_several_runs_is_told_against_outsiders(call):
+    # Shares of noise: outsiders see more noise than participants do.
+    status, out, err = call("epsilon", "dp-fedsam", *QUICK, "--best-of", "10", "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    event, statement = planned.outside_of(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
+    assert found["against outsiders"] == pytest.approx(
+        accounting.epsilon(event, delta=statement.delta, relation=statement.relation).epsilon
+    )
+    assert found["against outsiders"] < found["against participants"]
+    law = selection.TruncatedNegativeBinomial(mean=10)
+    cost = selection.epsilon([event], law, delta=statement.delta, relation=statement.relation)
+    assert found["best_of_epsilon"] == cost.epsilon > found["against outsiders"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("mnist-nbafl", "--best-of", "10"), "protected from the server, which sees every run"),
+        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of", "0.5"), "--best-of: mean=0.5"),
+        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of", "2", "--best-of-shape", "-1"), "--best-of: shape=-1"),
+        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-shape", "0"), "--best-of is missing"),
+    ],
+)
+def test_a_choice_that_has_no_bound_is_refused(call, options, message):
+    status, out, err = call("epsilon", *options)
+    assert (status, out) == (2, "")
+    assert message in err

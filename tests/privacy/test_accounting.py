@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
-from flower_dp.privacy import accounting, pld
+from flower_dp.privacy import accounting, pld, renyi
 from flower_dp.privacy.accounting import affordable, calibrate, epsilon, epsilon_by_round, rdp_epsilon, repeated
 from flower_dp.privacy.events import Relation, UnsupportedEventError
 
@@ -690,6 +690,6 @@ def test_the_library_never_configures_the_root_logger(monkeypatch):
     # dp-accounting warns of orders at this rate and noise; absl calls basicConfig for that, whatever its own level.
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
-    accounting._leaf_rdp.cache_clear()
+    renyi._leaf_curve.cache_clear()
     assert rdp_epsilon(Poisson(0.5, Gaussian(0.31)), delta=1e-5, relation=ADD) is not None
     assert root.handlers == []

@@ -1,0 +1,247 @@
+"""What it costs to release the best of K private runs, where K is random and secret (Papernot & Steinke 2022).
+
+K is drawn first. Each of K independent runs then draws one of the candidate settings, uniformly or by another fixed law, and is
+run with fresh noise. Only the run with the best score is released: neither the other runs, nor their scores, nor K. The score is
+a function of what the run itself releases, and of public data. Then a pure epsilon grows to at most 2 + shape times that of one
+run, however many runs and candidates there are. No such bound holds for a fixed number of runs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Protocol
+
+import numpy as np
+from dp_accounting import ComposedDpEvent, DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from scipy import optimize
+
+from flower_dp.core import checks
+from flower_dp.privacy import accounting, pld, renyi
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.events import Leaves, Relation, leaves_of
+
+MOST_RUNS = 10_000
+_LARGEST_SHAPE = 100.0
+# More than the rounding of what is computed here, relative to epsilon.
+_ROUNDING = 1e-9
+# Any pair on the curve of one run gives a bound; the search for the best pair takes a coarser grid than the bound itself.
+_SEARCH_GRID = 1e-3
+_SMALLEST_DELTA, _LARGEST_DELTA = 1e-8, 0.999
+_SEARCH_STEPS = 24
+
+
+class NumberOfRuns(Protocol):
+    """The law of K.
+
+    Attributes:
+        mean: the expected number of runs, at least 1.
+        shape: as dp-accounting counts it; infinite for a Poisson law.
+    """
+
+    @property
+    def mean(self) -> float: ...  # noqa: D102
+    @property
+    def shape(self) -> float: ...  # noqa: D102
+
+    def sample(self, rng: np.random.Generator) -> int:
+        """Draw K; `rng` is a fresh generator of secret choices (`flower_dp.core.noise.noise_generator`)."""
+
+    def added(self, epsilon: float, delta: float) -> float:
+        """Return how much choosing adds to epsilon, if one run is (epsilon, delta)-differentially private."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncatedNegativeBinomial:
+    """K >= 1 with P(K = k) proportional to (1 - gamma)^k binom(k + shape - 1, k) (Definition 1; shape is eta there).
+
+    Attributes:
+        mean: the expected number of runs, in [1, 10000]; gamma follows from it.
+        shape: 0 is the logarithmic law, 1 the geometric one; in [0, 100]. A small one costs least, and spreads K most.
+
+    Raises:
+        ValueError: for a value out of range, naming it.
+
+    Example:
+        >>> from flower_dp.privacy.selection import TruncatedNegativeBinomial
+        >>> TruncatedNegativeBinomial(mean=10).gamma
+        0.1
+    """
+
+    mean: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.number("mean", self.mean, at_least=1, at_most=MOST_RUNS)
+        checks.number("shape", self.shape, at_least=0, at_most=_LARGEST_SHAPE)
+
+    @property
+    def gamma(self) -> float:
+        """The parameter gamma in (0, 1] that gives the mean."""
+        return _gamma(self.mean, self.shape)
+
+    def sample(self, rng: np.random.Generator) -> int:
+        """Draw K, by inversion."""
+        gamma = self.gamma
+        left, probability, number = rng.random(), self.mean * gamma ** (self.shape + 1), 1
+        # By rounding, all probabilities together may be less than the number drawn: what is left of them counts for nothing.
+        while left >= probability and (number < self.mean or probability > 1e-20):
+            left -= probability
+            probability *= (1 - gamma) * (number + self.shape) / (number + 1)
+            number += 1
+        return number
+
+    def added(self, epsilon: float, delta: float) -> float:
+        """Return (1 + shape) log(e^epsilon + delta (1 - gamma) / gamma)."""
+        gamma = self.gamma
+        more = math.log(delta * (1 - gamma) / gamma) if delta and gamma < 1 else -math.inf
+        return (1 + self.shape) * float(np.logaddexp(epsilon, more))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poisson:
+    """A Poisson law of K: the most concentrated one, for runs whose own epsilon is small. With K = 0 nothing is released.
+
+    Attributes:
+        mean: the expected number of runs, in [1, 10000].
+
+    Raises:
+        ValueError: for a value out of range, naming it.
+
+    Example:
+        >>> from flower_dp.privacy.selection import Poisson
+        >>> round(Poisson(mean=10).added(0.1, 0.0), 2)
+        1.05
+    """
+
+    shape: ClassVar[float] = math.inf
+    mean: float
+
+    def __post_init__(self) -> None:
+        checks.number("mean", self.mean, at_least=1, at_most=MOST_RUNS)
+
+    def sample(self, rng: np.random.Generator) -> int:
+        """Draw K, which may be 0."""
+        return int(rng.poisson(self.mean))
+
+    def added(self, epsilon: float, delta: float) -> float:
+        """Return mean (e^epsilon - 1 + delta)."""
+        return self.mean * (math.expm1(epsilon) + delta) if epsilon < 700 else math.inf
+
+
+def number_of_runs(mean: float, shape: float) -> NumberOfRuns:
+    """Return the law of K with a mean and a shape; an infinite shape is a Poisson law, as in dp-accounting.
+
+    Raises:
+        ValueError: for a value out of range, naming it.
+    """
+    return Poisson(mean=mean) if shape == math.inf else TruncatedNegativeBinomial(mean=mean, shape=shape)
+
+
+def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> Cost:
+    """Return what the best of K runs costs, against those who see the chosen run and nothing of the others.
+
+    Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; proof in
+    `docs/choosing-by-private-results.md`), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of
+    Papernot & Steinke 2022 as dp-accounting has them, of events with a Renyi bound. The smaller one is returned.
+
+    Args:
+        runs: the event of a whole run for each candidate, with all releases that its score is made of; at least one. All protect
+            the same unit.
+        number: the law of K.
+        delta: at which epsilon is asked for, in [0, 1).
+        relation: neighbouring relation.
+
+    Raises:
+        ValueError: if there is no candidate, or a value is out of range.
+        UnsupportedEventError: if nothing here bounds an event under this relation at a delta as small as delta / mean.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.privacy import selection
+        >>> best_of = selection.TruncatedNegativeBinomial(mean=10, shape=1)
+        >>> cost = selection.epsilon([GaussianDpEvent(4.0)], best_of, delta=1e-5, relation="add-or-remove-one")
+        >>> round(cost.epsilon, 2), cost.accountant
+        (1.89, 'selection-profile')
+    """
+    delta = checks.number("delta", delta, at_least=0, below=1)
+    candidates = _candidates(runs)
+    if any(isinstance(leaf, NonPrivateDpEvent) for leaves in candidates for leaf, _ in leaves):
+        return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
+    if not any(candidates):
+        return Cost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+    bounds = {"selection-profile": _profile(candidates, number, delta, relation)}
+    if (by_renyi := rdp_epsilon(runs, number, delta=delta, relation=relation)) is not None:
+        bounds["selection-rdp"] = by_renyi
+    name = min(bounds, key=lambda one: bounds[one])
+    return Cost(epsilon=bounds[name] * (1 + _ROUNDING), delta=delta, relation=relation, accountant=name)
+
+
+def rdp_epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> float | None:
+    """Return the bound by Renyi divergences (Theorems 2 and 6), or None where there is none.
+
+    A run with a random candidate has at most the largest of the candidates' Renyi divergences, order by order. The bound is taken
+    where one candidate has the largest at every order.
+    """
+    candidates = _candidates(runs)
+    curves = [curve for leaves in candidates if (curve := renyi.curve_of(leaves, relation)) is not None]
+    if delta == 0 or len(curves) < len(candidates):
+        return None
+    largest = np.max(curves, axis=0)
+    worst = [leaves for leaves, curve in zip(candidates, curves, strict=True) if np.array_equal(curve, largest)]
+    # The library takes a divergence of NaN, or one that rounding has made 0, for none.
+    if not worst or not np.all(largest > 0):
+        return None
+    event = _event([(renyi.library_event(leaf, relation), count) for leaf, count in worst[0]])
+    with renyi.without_warnings():
+        chosen = renyi.accountant(relation).compose(RepeatAndSelectDpEvent(event, float(number.mean), float(number.shape)))
+        bound = float(chosen.get_epsilon(delta))
+    return None if math.isnan(bound) else bound
+
+
+def _profile(candidates: Sequence[Leaves], number: NumberOfRuns, delta: float, relation: Relation) -> float:
+    """Return the bound from the epsilons of one run: its epsilon at delta / mean, and what choosing adds."""
+
+    def one_run(at: float, grid: float = pld.GRID) -> float:
+        # A run with a random candidate has at most the largest of the candidates' deltas, epsilon by epsilon.
+        return max(accounting.epsilon(_event(leaves), delta=at, relation=relation, grid=grid).epsilon for leaves in candidates)
+
+    def added(log_delta: float) -> float:
+        at = math.exp(log_delta)
+        return number.added(one_run(at, _SEARCH_GRID), at)
+
+    at = delta / number.mean
+    released = one_run(at)
+    best = optimize.minimize_scalar(
+        added,
+        bounds=(math.log(_SMALLEST_DELTA), math.log(_LARGEST_DELTA)),
+        method="bounded",
+        options={"maxiter": _SEARCH_STEPS, "xatol": 0.05},
+    )
+    return released + min(number.added(released, at), float(best.fun))
+
+
+@lru_cache(maxsize=64)
+def _gamma(mean: float, shape: float) -> float:
+    if shape == 1:
+        return 1 / mean
+
+    def excess(log_inverse: float) -> float:
+        falling = -math.expm1(-shape * log_inverse) / shape if shape else log_inverse
+        return math.log(math.expm1(log_inverse) / falling) - math.log(mean)
+
+    # The mean is at least 1 / sqrt(gamma).
+    low, high = 1e-9, 2 * math.log(mean)
+    return math.exp(-optimize.brentq(excess, low, high, xtol=1e-15)) if high > low and excess(low) < 0 else 1.0
+
+
+def _candidates(runs: Sequence[DpEvent]) -> list[Leaves]:
+    """Return the distinct candidates' releases."""
+    if not runs:
+        raise ValueError("runs: there is no candidate")
+    return [list(leaves) for leaves in dict.fromkeys(tuple(leaves_of(event)) for event in runs)]
+
+
+def _event(leaves: Leaves) -> DpEvent:
+    return ComposedDpEvent([SelfComposedDpEvent(leaf, count) for leaf, count in leaves])

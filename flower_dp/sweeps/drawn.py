@@ -1,0 +1,73 @@
+"""The runs that were drawn for a choice by private results; they are kept, so no interruption changes it."""
+
+import json
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flower_dp.core.noise import noise_generator
+from flower_dp.privacy.selection import NumberOfRuns
+from flower_dp.running.run_folder import is_finished, write_whole
+from flower_dp.sweeps.folder import RUNS, SweepFolder
+from flower_dp.sweeps.lanes import Ended
+from flower_dp.sweeps.plan import PlannedRun
+
+_FILE = "drawn.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A run that was drawn: a candidate and a seed, and a name that says neither."""
+
+    name: str
+    point: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The folder of a choice that is not made yet: the runs that were drawn, and which of them have failed.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    path: Path
+
+    @property
+    def exists(self) -> bool:
+        """Whether the runs were drawn."""
+        return (self.path / _FILE).is_file()
+
+    def draw(self, number: NumberOfRuns, num_points: int) -> list[Trial]:
+        """Draw the number of runs, and a point and a seed of each, with fresh entropy, and keep them before a run is made."""
+        rng = noise_generator()
+        trials = [
+            Trial(name=secrets.token_hex(8), point=int(rng.integers(num_points)), seed=int(rng.integers(2**31)))
+            for _ in range(number.sample(rng))
+        ]
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(mode=0o700)
+        (self.path / RUNS).mkdir(mode=0o700)
+        drawn = [{"name": one.name, "point": one.point, "seed": one.seed} for one in trials]
+        write_whole(self.path / _FILE, json.dumps(drawn).encode())
+        return trials
+
+    def trials(self) -> list[Trial]:
+        """Return what was drawn."""
+        return [Trial(**one) for one in json.loads((self.path / _FILE).read_text(encoding="utf-8"))]
+
+    def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
+        """Return the runs that have neither finished nor failed, as `SweepFolder.left` does."""
+        return SweepFolder(self.path).left([run for run in runs if not self.failed(run.name)])
+
+    def ended(self, ended: Ended) -> None:
+        """Keep it if a run has failed: it is not tried again. Nobody is told."""
+        if ended.status != "completed" or not is_finished(self.path / RUNS / ended.run.name):
+            write_whole(self.path / f"{ended.run.name}.failed", b"")
+
+    def failed(self, name: str) -> bool:
+        """Return whether a run has failed."""
+        return (self.path / f"{name}.failed").exists()

@@ -1,0 +1,289 @@
+"""One run chosen by private results: K is drawn, K runs are made in private, and the best one alone is shown.
+
+What is drawn is kept from the start, so that an interruption can't change it: it is neither drawn again nor shown. A run that
+fails, has no score, or has charged more than was planned for it counts as worse than all others, and is never shown.
+"""
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dp_accounting import DpEvent
+
+from flower_dp.core import columns
+from flower_dp.privacy import selection
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.selection import NumberOfRuns, Poisson
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.reporting.past_run import PastRun, read_past_run
+from flower_dp.running import preflight
+from flower_dp.running.launch import default_workers
+from flower_dp.running.planned import outside_of
+from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
+from flower_dp.running.signals import Signals
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.drawn import Drawn, Trial
+from flower_dp.sweeps.file import Choice, PrivateChoice, SweepFile, read
+from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
+from flower_dp.sweeps.lanes import Lanes, how_many
+from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.shown import publish, same_times, write
+from flower_dp.sweeps.sweep import Tell
+
+# Runs that are not to be seen, and the run that is shown.
+PRIVATE, CHOSEN = "private", "chosen"
+# More than the rounding between a plan's epsilon and that of a run with the same charges.
+_ROUNDING = 1e-9
+# In what no statement of one run covers.
+_ANY = "choice of settings"
+_NOT_COVERED = (
+    "participants and the server: they see every run, so what all runs cost together adds up against them, and in the ledgers of "
+    "their devices",
+    "how long the choice took, the load of the machine meanwhile, and whatever was looked at in its folder before it was made",
+    "another choice: to delete the folder and to choose again costs again, whatever is done with the results",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Settings that each run may have.
+
+    Attributes:
+        run: with the settings; its seed is not used.
+        event: what a run costs at most, against those who are no clients.
+        statement: of such a run.
+    """
+
+    run: PlannedRun
+    event: DpEvent
+    statement: PrivacyStatement
+
+    @property
+    def epsilon(self) -> float:
+        """Of one run, against those who are no clients."""
+        return next((one.epsilon for one in self.statement.adversaries if one.name == "outsiders"), math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateSweep:
+    """A choice among the points of a sweep's file.
+
+    Attributes:
+        path: of the file.
+        file: its content.
+        candidates: one a point.
+        number: the law of the number of runs.
+        cost: of the choice.
+    """
+
+    path: Path
+    file: SweepFile
+    candidates: tuple[Candidate, ...]
+    number: NumberOfRuns
+    cost: Cost
+
+    @classmethod
+    def read(cls, path: Path) -> "PrivateSweep":
+        """Read a sweep's file, and account the choice.
+
+        Raises:
+            ValueError: with all that is wrong, a line each; or if the choice has no finite epsilon.
+        """
+        file = read(path)
+        private = _checked(file)
+        workers = file.workers or max(1, default_workers() // math.ceil(private.number.mean))
+        # Neither workers nor anything else that a run shows depends on K.
+        file = replace(file, workers=workers)
+        candidates, findings = [], plan.Findings(len(file.points))
+        for run in plan.planned(file, workers):
+            with findings.of(run.label):
+                if run.config.get("server-ledger"):
+                    raise ValueError("server-ledger: would tell how many runs there were; leave it out")
+                event, statement = outside_of(run.target)
+                candidates.append(Candidate(run=run, event=event, statement=statement))
+        findings.refuse()
+        first = candidates[0].statement
+        for key in ("unit", "relation", "delta"):
+            if len({getattr(one.statement, key) for one in candidates}) > 1:
+                raise ValueError(f"points: differ in {key}; a choice has one epsilon, for one {key}")
+        cost = selection.epsilon([one.event for one in candidates], private.number, delta=first.delta, relation=first.relation)
+        if not math.isfinite(cost.epsilon):
+            raise ValueError("points: one of them is not private, so no choice among them is")
+        return cls(path=path, file=file, candidates=tuple(candidates), number=private.number, cost=cost)
+
+    @property
+    def told(self) -> str:
+        """What is known before the first run, in words."""
+        points = f"{len(self.candidates)} points" if len(self.candidates) > 1 else "1 point"
+        return (
+            f"The best of K runs by {self.choice.metric} ({self.choice.mode}), each with one of {points}, drawn anew; K is "
+            f"{law_in_words(self.number)}. It costs epsilon {math.ceil(self.cost.epsilon * 1e4) / 1e4:.4f} at delta "
+            f"{self.cost.delta:.3g} ({self.cost.relation}), against those who see the chosen run alone; one run costs at most "
+            f"{math.ceil(max(one.epsilon for one in self.candidates) * 1e4) / 1e4:.4f}."
+        )
+
+    @property
+    def choice(self) -> Choice:
+        """By what runs are compared."""
+        if self.file.choice is None:
+            raise ValueError("select: is missing")
+        return self.file.choice
+
+    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> None:
+        """Make the runs, and leave the chosen one and the statement in the folder; nothing is told of any run.
+
+        A choice that was made stays as it is. One that was interrupted goes on.
+
+        Raises:
+            ValueError: if settings are refused, or the folder is that of something else; nothing was started then.
+            Interrupted: a signal came; no process is left.
+        """
+        with folder.locked() as lock:
+            content, kept = self.path.read_bytes(), folder.path / FILE
+            place = Drawn(folder.path / PRIVATE)
+            if kept.is_file() and kept.read_bytes() != content:
+                raise ValueError(f"{folder.path}: was made with another {FILE}; put that back, or take another folder")
+            if (folder.path / STATEMENT_JSON).is_file() and not place.path.exists():
+                tell("The choice was made before; it is not made again.")
+                return
+            if folder.runs() and not place.path.exists():
+                raise ValueError(f"{folder.path}: holds runs that may have been looked at; take another folder")
+            plan.check([one.run for one in self.candidates])
+            write_whole(kept, content)
+            trials = place.trials() if place.exists else place.draw(self.number, len(self.candidates))
+            tell(self.told)
+            tell("Nothing is shown before the choice is made.")
+            runs = [self._run(trial) for trial in trials]
+            if left := place.left(runs):
+                self._make(left, lock, at_once or self.file.at_once, place)
+            self._show(folder, place, trials)
+
+    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, place: Drawn) -> None:
+        one = left[0][0].launched
+        gpus = preflight.num_gpus() if one.gpus_per_worker else None
+        count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
+        with (
+            Signals() as signals,
+            Lanes(
+                count,
+                workers=one.workers,
+                gpus_per_worker=one.gpus_per_worker,
+                gpus=gpus,
+                lock=lock,
+                check=signals.check,
+                again=signals.again,
+            ) as lanes,
+        ):
+            lanes.make(left, place.ended)
+
+    def _run(self, trial: Trial) -> PlannedRun:
+        one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
+        return replace(plan.planned(one, 1)[0], name=trial.name)
+
+    def _show(self, folder: SweepFolder, place: Drawn, trials: Sequence[Trial]) -> None:
+        """Leave the chosen run, its statement, and nothing else."""
+        found = {trial.name: self.score(place.path / RUNS / trial.name, trial, place) for trial in trials}
+        best = max(trials, key=lambda trial: found[trial.name], default=None)
+        shutil.rmtree(folder.path / RUNS, ignore_errors=True)
+        if best is None or found[best.name] == -math.inf:
+            statement = self._statement(self.candidates[0].statement, {}, chosen=False)
+            (folder.path / RUNS).mkdir(mode=0o700)
+        else:
+            run = read_past_run(place.path / RUNS / best.name)
+            statement = self._statement(self.candidates[best.point].statement, run.statement, chosen=True)
+            publish(run, statement, folder.path / RUNS / CHOSEN)
+        write(statement, folder.path)
+        same_times(folder.path, PRIVATE)
+        shutil.rmtree(place.path)
+        same_times(folder.path, PRIVATE)
+
+    def score(self, folder: Path, trial: Trial, place: Drawn) -> float:
+        """Return a run's score, the more the better; -inf: it must not be shown."""
+        if place.failed(trial.name) or not is_finished(folder):
+            return -math.inf
+        run = read_past_run(folder)
+        series = run.series(self.choice.metric)
+        value = series[max(series)] if series else math.nan
+        if not (math.isfinite(value) and self._as_planned(run, self.candidates[trial.point])):
+            return -math.inf
+        return value if self.choice.mode == "max" else -value
+
+    def _as_planned(self, run: PastRun, candidate: Candidate) -> bool:
+        """Return whether a run has cost no more than its plan, for the same unit, relation and delta."""
+        told, planned = run.statement, candidate.statement
+        epsilon = next((one["epsilon"] for one in told.get("adversaries", ()) if one["name"] == "outsiders"), None)
+        same = all(told.get(key) == getattr(planned, key) for key in ("unit", "relation", "delta"))
+        return same and told.get("private") is True and epsilon is not None and epsilon <= candidate.epsilon * (1 + _ROUNDING)
+
+    def _statement(self, planned: PrivacyStatement, run: Mapping[str, Any], *, chosen: bool) -> PrivacyStatement:
+        """Return the statement of the choice: of the run's plan, with what happened in the run."""
+        outsiders = next(one for one in planned.adversaries if one.name == "outsiders")
+        sees = f"of the chosen run {outsiders.sees}; nothing of any other run, nor how many there were"
+        return replace(
+            planned,
+            method=f"{planned.method}, the best of K runs" if chosen else "The best of K runs: nothing was released",
+            adversary="outsiders, who see the chosen run alone",
+            epsilon=self.cost.epsilon,
+            accountant=self.cost.accountant,
+            paper=None,
+            num_rounds=run.get("num_rounds", 0),
+            assumptions=(
+                *planned.assumptions,
+                f"K is {law_in_words(self.number)}, drawn in secret; every run draws one of {len(self.candidates)} points "
+                "uniformly, its own seed and its own noise",
+                f"runs are compared by {self.choice.metric} ({self.choice.mode}), "
+                + ("on test records that are public" if not columns_private(self.choice.metric) else "which each run releases"),
+                "a run that fails counts as the worst and is not shown",
+            ),
+            not_covered=(
+                *(one.replace(_ANY, f"another {_ANY}") for one in run.get("not_covered", planned.not_covered)),
+                *_NOT_COVERED,
+            ),
+            incidents=tuple(run.get("incidents", ())),
+            adversaries=(replace(outsiders, sees=sees, epsilon=self.cost.epsilon, accountant=self.cost.accountant, paper=None),),
+            parts={},
+            clients=None,
+            joint=None,
+        )
+
+
+def law_in_words(number: NumberOfRuns) -> str:
+    """Return the law of K in words."""
+    if isinstance(number, Poisson):
+        return f"Poisson with mean {number.mean:g}"
+    names = {0: "logarithmic", 1: "geometric"}
+    name = names.get(int(number.shape)) if number.shape in names else f"truncated negative binomial with shape {number.shape:g}"
+    return f"{name} with mean {number.mean:g}"
+
+
+def columns_private(metric: str) -> bool:
+    """Return whether a metric is one of private evaluations, which a run's ledger is charged with."""
+    return metric.startswith("private-")
+
+
+def _checked(file: SweepFile) -> PrivateChoice:
+    """Return how the choice is made.
+
+    Raises:
+        ValueError: if the file does not say it, or by something that no epsilon covers.
+    """
+    if file.private is None:
+        raise ValueError("private-selection: is missing; --private-selection needs [private-selection] with a mean")
+    if file.choice is None:
+        raise ValueError("select: is missing; --private-selection needs the metric by which a run is chosen")
+    if len(file.seeds) > 1:
+        raise ValueError("seeds: with --private-selection every run has a seed of its own; leave them out")
+    metric = file.choice.metric
+    if columns_private(metric):
+        return file.private
+    if columns.own(metric):
+        raise ValueError(f"select.metric={metric}: is no result that a run may be chosen by")
+    if not file.private.public_test_data:
+        raise ValueError(
+            f"select.metric={metric}: is on test records; choose by a private evaluation (private-accuracy), or say "
+            "private-selection.public-test-data = true if these records are public"
+        )
+    return file.private

@@ -1,0 +1,102 @@
+"""What tests of sweeps share."""
+
+import json
+
+import pytest
+import tomli_w
+
+APP = """
+[project]
+name = "mine"
+version = "1.0.0"
+
+[tool.flwr.app]
+publisher = "me"
+
+[tool.flwr.app.components]
+serverapp = "my_app:server"
+clientapp = "my_app:client"
+
+[tool.flwr.app.config]
+method = "dp-fedavg"
+num-clients = 20
+num-rounds = 3
+sampling = "full"
+batch-size = 4
+seed = 0
+engine = "one-by-one"
+round-timeout = 600.0
+learning-rate = 0.1
+
+[tool.flwr.app.config.dp-fedavg]
+clip-norm = 0.5
+delta = 1e-3
+target-epsilon = 0.0
+noise-multiplier = 2.0
+"""
+MODULE = """
+import json
+import os
+import signal
+import time
+
+import torch
+
+import flower_dp
+
+
+FAILS, DIES = 0.02, 0.03
+
+
+def records(client, num_clients):
+    rng = torch.Generator().manual_seed(client)
+    return torch.randn(8, 3, generator=rng), torch.randint(2, (8,), generator=rng)
+
+
+def evaluate(model):
+    config = json.loads(os.environ["FLOWER_DP_RUN_CONFIG"])
+    time.sleep(0.15 if config["round-timeout"] == 100 else 0)
+    if config["learning-rate"] == FAILS:
+        raise RuntimeError("told to fail")
+    if config["learning-rate"] == DIES:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"accuracy": 0.1 * config["seed"] + 0.25, "process": float(os.getpid())}
+
+
+app = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records, evaluate_fn=evaluate)
+server, client = app.server, app.client
+"""
+
+
+@pytest.fixture
+def own_app(tmp_path):
+    """The folder of a small app; with some learning rates its server fails, or its process dies; with a round-timeout it is slow."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(APP)
+    (folder / "my_app.py").write_text(MODULE)
+    return folder
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a sweep's file, and return its path."""
+
+    def written(text, name="sweep.toml"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return written
+
+
+def finish(folder, config, accuracy=0.5, *, epsilon=2.0, finished=True, **more):
+    """Write what a run leaves in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(tomli_w.dumps(dict(config)))
+    rows = [{"round": at, "accuracy": accuracy * at, "epsilon": epsilon * at, "delta": 1e-3} | more for at in (0, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    statement = {"private": True, "epsilon": epsilon, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
+    (folder / "statement.json").write_text(json.dumps(statement))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.json").write_text(json.dumps({} if finished else {"unfinished": "after round 1"}))
+    return folder

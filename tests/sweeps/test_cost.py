@@ -1,0 +1,140 @@
+"""What a sweep's runs cost together: against closed forms, for clients that nobody can tell apart from run to run."""
+
+import json
+import math
+
+import dp_accounting as dp
+import pytest
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent, NoOpDpEvent, PoissonSampledDpEvent
+
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.sweeps.cost import Charged, compose, histories_of, statement_of
+
+ONE = GaussianDpEvent(3.0)
+CLIENT = Scope(unit="client", relation="add-or-remove-one")
+RECORD = Scope(unit="record", relation="replace-one")
+
+
+def charge(number, owners=(EVERY_CLIENT,), events=(ONE,), scope=CLIENT):
+    return Charge(
+        release="a", number=number, kind="b", unit=scope.unit, relation=scope.relation, owners=tuple(owners), events=tuple(events)
+    )
+
+
+def charged(*histories):
+    return Charged(histories=histories, private=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write the ledger of a run, and return the run's folder."""
+
+    def written(name, *charges, private=True, delta=1e-3):
+        place = tmp_path / name / "checkpoint"
+        place.mkdir(parents=True, mode=0o700)
+        place.chmod(0o700)
+        ServerLedger.create(place / "ledger.sqlite")
+        with ServerLedger(place / "ledger.sqlite") as ledger:
+            run = ledger.begin_run(method="DP-FedAvg", delta=delta, private=private)
+            for one in charges:
+                ledger.charge(run, one, one.number)
+        return tmp_path / name
+
+    return written
+
+
+def gaussian(multiplier, count, delta):
+    return dp.get_epsilon_gaussian(multiplier / math.sqrt(count), delta)
+
+
+def test_runs_compose(run):
+    folders = [run(str(seed), charge(1), charge(2)) for seed in range(3)]
+    statement = statement_of(folders)
+    (found,) = statement.together
+    assert found.epsilon == pytest.approx(gaussian(3.0, 6, 1e-3), rel=1e-6)
+    assert found.epsilon > 1.5 * gaussian(3.0, 2, 1e-3)
+    assert (found.num_runs, found.num_others, found.delta, found.scope) == (3, 0, 1e-3, CLIENT)
+    assert statement.num_runs == 3
+    assert "All 3 private runs together cost a client that was in each of them epsilon " in str(statement)
+    assert json.loads(json.dumps(statement.to_dict()))["together"][0]["epsilon"] == found.epsilon
+
+
+def test_one_run_costs_what_it_costs(run):
+    event = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
+    (found,) = statement_of([run("a", *(charge(number, events=(event,)) for number in range(1, 6)))]).together
+    accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    assert found.epsilon == pytest.approx(accountant.compose(event, 5).get_epsilon(1e-3), rel=1e-3)
+    assert "The one private run costs" in str(found)
+
+
+def test_the_least_delta_counts(run):
+    folders = [run("a", charge(1), delta=1e-3), run("b", charge(1), delta=1e-6), run("c", charge(1), delta=1e-2)]
+    (found,) = statement_of(folders).together
+    assert found.delta == 1e-6
+    assert found.epsilon == pytest.approx(gaussian(3.0, 3, 1e-6), rel=1e-6)
+
+
+def test_runs_without_privacy_are_told_apart(run):
+    folders = [
+        run("a", charge(1)),
+        run("seeded", charge(1), private=False),
+        run("noiseless", charge(1, events=(NonPrivateDpEvent(),))),
+    ]
+    (found,) = statement_of(folders).together
+    assert (found.num_runs, found.num_others) == (1, 2)
+    assert found.epsilon == pytest.approx(gaussian(3.0, 1, 1e-3), rel=1e-6)
+    assert str(found).endswith("; 2 runs without a finite epsilon: with them epsilon is infinite")
+    (found,) = statement_of(folders[1:]).together
+    assert math.isinf(found.epsilon)
+    assert str(found) == "2 runs without a finite epsilon for a client (add-or-remove-one): not private"
+    assert statement_of(folders[1:]).to_dict()["together"][0]["epsilon"] is None
+
+
+def test_units_and_relations_are_apart(run):
+    pure = [charge(number, ("c1",), (LaplaceDpEvent(4.0),), RECORD) for number in (1, 2)]
+    first, second = statement_of([run("a", charge(1)), run("b", *pure, delta=0.0), run("c", *pure, delta=0.0)]).together
+    assert (first.scope, second.scope) == (CLIENT, RECORD)
+    # Sensitivity under replace-one is twice the clip norm: 4 charges of 2 / 4 each.
+    assert (second.epsilon, second.delta) == (pytest.approx(2.0), 0.0)
+
+
+def test_runs_without_a_ledger_are_named(run, tmp_path):
+    (tmp_path / "b").mkdir()
+    statement = statement_of([run("a", charge(1)), tmp_path / "b"])
+    assert statement.num_runs == 1
+    assert "Without account: b: no ledger in its folder" in str(statement)
+    assert "Not covered: choosing among the runs" in str(statement)
+    statement.write(tmp_path)
+    assert (tmp_path / "statement.txt").read_text() == f"{statement}\n"
+    assert json.loads((tmp_path / "statement.json").read_text()) == statement.to_dict()
+
+
+def test_a_client_is_charged_with_what_is_everyones_too():
+    other = GaussianDpEvent(5.0)
+    charges = [charge(1), charge(2, ("a", "b"), (other, other)), charge(3, ("a",), (other,)), charge(4, ("c",), (NoOpDpEvent(),))]
+    assert sorted((dict(one) for one in histories_of(charges)), key=lambda one: one.get(other, 0)) == [
+        {ONE: 1},
+        {ONE: 1, other: 1},
+        {ONE: 1, other: 2},
+    ]
+
+
+def test_the_most_expensive_client_of_each_run_may_be_the_same_one(run):
+    """Another seed deals the records otherwise: client a of one run may be client b of the next."""
+    first = [charge(number, ("a",)) for number in range(1, 5)]
+    second = [charge(number, ("b",)) for number in range(1, 5)]
+    (found,) = statement_of([run("a", *first), run("b", *second)]).together
+    assert found.epsilon == pytest.approx(gaussian(3.0, 8, 1e-3), rel=1e-6)
+
+
+def test_where_no_client_has_all_that_others_have_epsilons_add_up():
+    other = GaussianDpEvent(2.0)
+    runs = [charged({ONE: 4}, {other: 1}), charged({ONE: 1}, {ONE: 2})]
+    assert runs[0].worst is None
+    assert runs[1].worst == {ONE: 2}
+    cost = compose(runs, 1e-3, CLIENT)
+    each = [max(gaussian(3.0, 4, 5e-4), gaussian(2.0, 1, 5e-4)), gaussian(3.0, 2, 5e-4)]
+    assert cost.epsilon == pytest.approx(sum(each), rel=1e-6)
+    assert cost.accountant == "sum of the runs' epsilons at delta / 2"

@@ -1,0 +1,138 @@
+"""The folder of a sweep: what is left to do, and what it must not be used for."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from flower_dp.core.checks import SettingsError
+from flower_dp.running.run_folder import is_finished
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.file import read
+from flower_dp.sweeps.folder import SweepFolder, runs_in
+from tests.sweeps.conftest import finish
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = SweepFolder(tmp_path / "out")
+    with found.locked():
+        pass
+    return found
+
+
+@pytest.fixture
+def runs(write):
+    def planned(text):
+        return plan.planned(read(write(text)), 1)
+
+    return planned
+
+
+def test_finished_runs_are_left_alone_and_others_go_on_or_begin(folder, runs):
+    three = runs("seeds = 3")
+    finish(folder.of(three[0]), three[0].config)
+    begun = finish(folder.of(three[1]), three[1].config, finished=False)
+    three[1].launched.write(begun)
+    (begun / "checkpoint" / "checkpoint.state").write_bytes(b"")
+    (folder.of(three[2]) / "rubbish").mkdir(parents=True)
+    found = folder.left([replace(run, launched=replace(run.launched, workers=7)) for run in three])
+    assert [(run.seed, place.name, goes_on) for run, place, goes_on in found] == [
+        (1, three[1].name, True),
+        (2, three[2].name, False),
+    ]
+    assert found[0][0].launched == replace(three[1].launched, workers=7)
+    assert (begun / "metrics.jsonl").exists()
+    assert [entry.name for entry in folder.of(three[2]).iterdir()] == ["checkpoint"]
+    assert json.loads((folder.of(three[2]) / "checkpoint" / "launch.json").read_text())["overrides"] == {"seed": 2}
+    assert oct(folder.of(three[2]).stat().st_mode)[-3:] == "700"
+
+
+def test_a_run_whose_charges_may_be_on_the_disk_is_not_removed(folder, runs):
+    (run,) = runs("")
+    run.launched.write(finish(folder.of(run), run.config, finished=False))
+    (folder.of(run) / "checkpoint" / "checkpoint.previous.state").write_bytes(b"")
+    assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
+    assert (folder.of(run) / "metrics.jsonl").exists()
+
+
+def test_only_a_run_that_ended_by_itself_has_finished(tmp_path):
+    assert is_finished(finish(tmp_path / "a", {}))
+    assert not is_finished(finish(tmp_path / "b", {}, finished=False))
+    (tmp_path / "a" / "model.safetensors").unlink()
+    assert not is_finished(tmp_path / "a")
+
+
+def test_seeds_and_points_may_be_added(folder, runs):
+    for run in runs("[grid]\nnum-rounds = [2, 3]"):
+        finish(folder.of(run), run.config)
+    folder.check(runs("seeds = [5, 0]\n[grid]\nnum-rounds = [3, 4, 2]"))
+
+
+def test_settings_of_finished_runs_cant_change(folder, runs):
+    (run,) = runs("[settings]\nnum-rounds = 2")
+    finish(folder.of(run), run.config)
+    with pytest.raises(SettingsError, match=r"was made with num-rounds=2 \(now 4\): put that back, or take another folder"):
+        folder.check(runs("[settings]\nnum-rounds = 4"))
+    with pytest.raises(SettingsError, match=r"was made with seed=0 \(now 1\)"):
+        folder.check(runs("seeds = [1]\n[settings]\nnum-rounds = 2"))
+    # One that has not finished may be given up; its cost stays in the statement.
+    finish(folder.of(run), run.config, finished=False)
+    folder.check(runs("[settings]\nnum-rounds = 4"))
+    assert folder.runs() == [folder.of(run)]
+
+
+def test_an_app_whose_defaults_have_changed(folder, runs):
+    (run,) = runs("")
+    finish(folder.of(run), {**run.config, "learning-rate": 0.2, "of-an-older-release": 1})
+    with pytest.raises(SettingsError, match=r"was made with learning-rate=0.2, now 0.15: take another folder"):
+        folder.check([run])
+
+
+def test_nodes_of_a_stock_app_cant_change(folder, runs, own_app):
+    text = "from flower_dp.strategies import DPFedAvg\nstrategy = DPFedAvg(num_clients=20)\nserver = client = None\n"
+    (own_app / "my_app.py").write_text(text)
+    (run,) = runs("app = 'mine'")
+    run.launched.write(finish(folder.of(run), run.config))
+    assert run.launched.supernodes == 20
+    folder.check([run])
+    with pytest.raises(SettingsError, match="was made with 20 SuperNodes, now 10"):
+        folder.check(runs("app = 'mine'\nsupernodes = 10"))
+
+
+@pytest.mark.parametrize("kind", ["file", "other"])
+def test_a_folder_with_something_else_is_refused(tmp_path, kind):
+    place = tmp_path / "there"
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        (place / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match=r"is a file; must be|already holds thesis.tex; must be"), SweepFolder(place).locked():
+        pass
+
+
+def test_one_sweep_at_a_time_until_the_last_of_its_processes_has_ended(folder):
+    with folder.locked() as lock:
+        with pytest.raises(ValueError, match="another sweep runs there"), folder.locked():
+            pass
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    with pytest.raises(ValueError, match="another sweep runs there"), folder.locked():
+        pass
+    child.communicate(os.linesep.encode())
+    with folder.locked():
+        pass
+
+
+def test_the_folder_of_a_sweep_stands_for_its_runs(folder, runs, write, tmp_path):
+    assert runs_in(str(folder.path)) == [str(folder.path)]
+    (run,) = runs("")
+    folder.keep(write(""))
+    with pytest.raises(ValueError, match="is the folder of a sweep without any run yet"):
+        runs_in(str(folder.path))
+    finish(folder.of(run), run.config)
+    (folder.of(run).parent / "not-begun").mkdir()
+    assert runs_in(str(folder.path)) == [str(folder.of(run))]

@@ -1,0 +1,119 @@
+"""The runs of a sweep: names, labels, commands, and the check of all of them."""
+
+import shlex
+
+import pytest
+
+from flower_dp.cli import main as cli
+from flower_dp.core.checks import SettingsError
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.file import read
+
+GRID = "seeds = 2\n[grid]\nmethod = ['dp-fedavg', 'dp-fedsam']\n'METHOD.noise-multiplier' = [0.8, 1.6]\n"
+
+
+def planned(path, cores=1):
+    return plan.planned(read(path), cores)
+
+
+def test_all_points_are_run_with_the_first_seed_and_then_with_the_next(write):
+    runs = planned(write(GRID))
+    assert [run.told for run in runs] == [
+        f"{method}, noise-multiplier={noise}, seed {seed}"
+        for seed in (0, 1)
+        for method in ("dp-fedavg", "dp-fedsam")
+        for noise in (0.8, 1.6)
+    ]
+    assert len({run.name for run in runs}) == 8
+    assert runs[5].config["dp-fedavg.noise-multiplier"] == 1.6
+    assert (runs[5].config["seed"], runs[5].launched.overrides["seed"]) == (1, 1)
+    assert not runs[0].launched.app
+
+
+def test_a_run_keeps_its_name_however_the_file_says_it(write):
+    names = [run.name for run in planned(write(GRID))]
+    more = "seeds = [7, 1, 0]\n[[points]]\nmethod = 'dp-fedavg'\nlearning-rate = 0.15\n'dp-fedavg.noise-multiplier' = [0.4, 1.6]"
+    again = {run.told: run.name for run in planned(write(more))}
+    assert again["noise-multiplier=1.6, seed 1"] == names[5]
+    assert again["noise-multiplier=0.4, seed 1"] not in names
+    (default,) = planned(write(""))
+    assert planned(write("[settings]\nmethod = 'dp-fedsam'\nseed-free = 1".replace("seed-free = 1", "")))[0].name == default.name
+
+
+def test_the_command_makes_the_same_run(write, monkeypatch):
+    path = write(
+        "seeds = [3]\nworkers = 2\ngpus-per-worker = 0.0\napp = 'mnist-dp-fedavg'\n"
+        "[settings]\nmodel-bias = false\npartition = 'dirichlet'\nnum-rounds = 3\nlearning-rate = 1"
+    )
+    (run,) = planned(path)
+    given = {}
+    monkeypatch.setattr("flower_dp.cli.runs._launch", lambda begun, folder: given.update(begun=begun))
+    monkeypatch.setenv("HOME", str(path.parent))
+    with pytest.raises(SystemExit):
+        cli.main(shlex.split(run.command)[1:])
+    assert given["begun"] == run.launched
+    assert run.config["learning-rate"] == 1.0
+
+
+def test_texts_that_begin_with_a_quote(write, own_app):
+    (run,) = planned(write("app = 'mine'\n[settings]\nmodel = \"'quoted'\""))
+    assert run.config["model"] == "'quoted'"
+
+
+def test_workers_of_a_run(write):
+    assert [run.launched.workers for run in planned(write("seeds = 3"), cores=2)] == [1, 1, 1]
+    assert [run.launched.workers for run in planned(write("seeds = 3"), cores=13)] == [4, 4, 4]
+    assert planned(write("seeds = 3\nworkers = 2\nsupernodes = 5"), cores=13)[0].launched.supernodes == 5
+
+
+def test_settings_that_the_app_does_not_have(write, own_app):
+    with pytest.raises(SettingsError) as caught:
+        planned(write("[settings]\nnum-round = 3\n[grid]\n'METHOD.clip' = [1.0]\nmethod = ['dp-fedavg', 'nbafl']"))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "num-round: unknown setting of flower-dp; did you mean num-rounds?"
+    assert lines[1].startswith("dp-fedavg.clip: unknown setting of flower-dp; did you mean dp-fedavg.clip-norm? (point dp-fedavg")
+    text = (own_app / "pyproject.toml").read_text()
+    (own_app / "pyproject.toml").write_text(text.replace("seed = 0\n", ""))
+    (own_app / "my_app.py").write_text("server = client = None")
+    with pytest.raises(SettingsError, match="seeds: mine has no setting `seed`"):
+        planned(write("app = 'mine'"))
+
+
+def test_every_point_is_checked_before_a_run_starts(write):
+    runs = planned(write("seeds = 2\n[settings]\nbatch-size = 0\n[grid]\n'dp-fedsam.clip-norm' = [-1.0, 1.0, -2.0]"))
+    with pytest.raises(SettingsError) as caught:
+        plan.check(runs)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("batch-size=0: ")
+    assert "(point" not in lines[0]  # all have it
+    assert lines[1].startswith("dp-fedsam.clip-norm=-1.0: ")
+    assert lines[1].endswith(" (point dp-fedsam.clip-norm=-1.0)")
+    assert lines[2].endswith(" (point dp-fedsam.clip-norm=-2.0)")
+    plan.check(planned(write("[grid]\n'dp-fedsam.clip-norm' = [0.5, 1.0]")))
+
+
+def test_the_app_checks_every_point(write, monkeypatch):
+    runs = planned(write("[settings]\nvalidation-ratio = 0.9\ntest-ratio = 0.9"))
+    with pytest.raises(SettingsError, match="ratio"):
+        plan.check(runs)
+
+
+def test_a_line_names_the_points_that_it_is_of():
+    findings = plan.Findings(3)
+    for label in ("a", "b"):
+        with findings.of(label):
+            raise ValueError("x=1: wrong\ny=2: wrong")
+    with findings.of("a"):
+        raise ValueError("z=3: wrong")
+    with findings.of("c"):
+        pass
+    with pytest.raises(SettingsError) as caught:
+        findings.refuse()
+    assert str(caught.value).splitlines() == [
+        "x=1: wrong (point a, and 1 other points)",
+        "y=2: wrong (point a, and 1 other points)",
+        "z=3: wrong (point a)",
+    ]
+    plan.Findings(3).refuse()
+    with pytest.raises(KeyError), findings.of("a"):
+        raise KeyError

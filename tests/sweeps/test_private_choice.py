@@ -1,0 +1,278 @@
+"""A run chosen by private results: what is drawn, which run is shown, and that nothing else is."""
+
+import json
+import math
+import tomllib
+from collections import Counter
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from flower_dp.cli.main import app
+from flower_dp.privacy import selection
+from flower_dp.privacy.selection import Poisson, TruncatedNegativeBinomial
+from flower_dp.running.planned import outside_of
+from flower_dp.running.signals import Interrupted
+from flower_dp.sweeps import private_choice
+from flower_dp.sweeps.drawn import Drawn
+from flower_dp.sweeps.folder import SweepFolder
+from flower_dp.sweeps.lanes import Ended
+from flower_dp.sweeps.private_choice import PrivateSweep
+from flower_dp.sweeps.sweep import Sweep
+
+FILE = """
+app = "mnist-dp-fedavg"
+select = {metric = "private-accuracy", mode = "max"}
+[private-selection]
+mean = 4
+[settings]
+num-rounds = 2
+num-clients = 200
+sampling = "full"
+evaluation.every = 1
+dp-fedavg.target-epsilon = 0.0
+[grid]
+learning-rate = [0.1, 0.2, 0.3]
+"""
+
+
+class Runs:
+    """Stands for the lanes: runs end at once, with scores in their order; some fail, cost more, or are interrupted."""
+
+    def __init__(self, sweep, scores, *, interrupt_after=math.inf, dear=()):
+        self.sweep, self.scores, self.dear = sweep, list(scores), dear
+        self.interrupt_after = interrupt_after
+        self.made = []
+
+    def __call__(self, left, lock, at_once, place):
+        for run, folder, _ in left:
+            if len(self.made) >= self.interrupt_after:
+                self.interrupt_after = math.inf
+                raise Interrupted(2)
+            score = self.scores[len(self.made)]
+            self.made.append(run)
+            if score == "fails":
+                place.ended(Ended(run=run, status="failed", details="for a reason", seconds=1.0))
+                continue
+            statement = next(one.statement for one in self.sweep.candidates if one.run.point == run.point).to_dict()
+            if len(self.made) - 1 in self.dear:
+                statement["adversaries"][0]["epsilon"] *= 1.01
+            (folder / "config.toml").write_text(tomli_w.dumps({**run.config, "output-dir": str(folder)}))
+            last = {} if score is None else {"private-accuracy": score}
+            first = {} if score is None else {"private-accuracy": 0.99}
+            rows = [{"round": 1} | first, {"round": 2, "seconds": 3.0, "elapsed": 9.0, "epsilon": 0.1} | last]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / "statement.json").write_text(json.dumps(statement | {"incidents": ["round 1 was left out"]}))
+            (folder / "flower.log").write_text("secret")
+            (folder / "model.safetensors").write_bytes(str(score).encode())
+            (folder / "model.json").write_text("{}")
+            place.ended(Ended(run=run, status="completed", details="", seconds=1.0))
+
+
+@pytest.fixture
+def made(write, tmp_path, monkeypatch):
+    """Make a choice among runs with some scores; return what was told, the folder, and the runs."""
+    monkeypatch.setattr(private_choice.plan, "check", lambda _: None)
+    sweep = PrivateSweep.read(write(FILE))
+
+    def choose(scores, *, again=False, runs=None, **more):
+        found = runs or Runs(sweep, scores, **more)
+        monkeypatch.setattr(PrivateSweep, "_make", found)
+        sample = TruncatedNegativeBinomial.sample
+
+        def drawn(self, rng):
+            assert not again, "K is drawn again"
+            sample(self, rng)
+            return len(scores)
+
+        monkeypatch.setattr(TruncatedNegativeBinomial, "sample", drawn)
+        told = []
+        sweep.make(SweepFolder(tmp_path / "out"), told.append)
+        return told, tmp_path / "out", found
+
+    choose.sweep = sweep
+    return choose
+
+
+def shown(folder):
+    return sorted(str(place.relative_to(folder)) for place in folder.rglob("*") if place.is_file())
+
+
+CHOSEN = [f"runs/chosen/{name}" for name in ("config.toml", "metrics.jsonl", "model.json", "model.safetensors")]
+STATEMENTS = ["statement.json", "statement.txt"]
+WITH_A_RUN = sorted([*CHOSEN, *(f"runs/chosen/{name}" for name in STATEMENTS), *STATEMENTS, "sweep.lock", "sweep.toml"])
+
+
+@pytest.mark.parametrize(("scores", "best"), [([0.3, 0.5, 0.4], 1), ([0.7], 0), ([0.2, 0.6, 0.6], 1), ([None, "fails", 0.1], 2)])
+def test_the_best_run_alone_is_shown(made, scores, best):
+    _, folder, runs = made(scores)
+    assert shown(folder) == WITH_A_RUN
+    assert (folder / "runs/chosen/model.safetensors").read_bytes() == str(scores[best]).encode()
+    config = tomllib.loads((folder / "runs/chosen/config.toml").read_text())
+    assert config["seed"] == runs.made[best].seed
+    assert "output-dir" not in config
+
+
+def test_nothing_that_is_told_or_left_depends_on_how_many_runs_there_were(write, made, tmp_path):
+    told, folder, runs = made(["fails", 0.1, 0.9, 0.5, 0.3])
+    assert len({place.stat().st_mtime for place in [*folder.rglob("*"), folder]}) == 1
+    text = "".join(place.read_text() for place in folder.rglob("*") if place.is_file() and place.suffix != ".safetensors")
+    for run in runs.made:
+        assert run.name not in text
+        assert (str(run.seed) in text) == (run is runs.made[2])
+    first = shown(folder)
+    folder.rename(tmp_path / "before")
+    again, folder, _ = made([0.9])
+    assert (again, shown(folder)) == (told, first)
+    assert (folder / "statement.txt").read_text() == (tmp_path / "before" / "statement.txt").read_text()
+
+
+def test_the_statement_is_that_of_the_choice(made):
+    _, folder, _ = made([0.3, 0.4])
+    sweep = made.sweep
+    event, statement = outside_of(sweep.candidates[0].run.target)
+    cost = selection.epsilon([event], TruncatedNegativeBinomial(mean=4), delta=statement.delta, relation=statement.relation)
+    for place in (folder, folder / "runs" / "chosen"):
+        told = json.loads((place / "statement.json").read_text())
+        assert (told["epsilon"], told["accountant"]) == (cost.epsilon, cost.accountant)
+        assert told["epsilon"] > 1.2 * statement.epsilon
+        assert [(one["name"], one["epsilon"]) for one in told["adversaries"]] == [("outsiders", cost.epsilon)]
+        assert any("participants and the server: they see every run" in line for line in told["not_covered"])
+        assert told["incidents"] == ["round 1 was left out"]
+        assert told["num_rounds"] == 2
+        assert (told["parts"], told["paper"]) == ({}, None)
+    rows = [json.loads(line) for line in (folder / "runs/chosen/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1] == {"round": 2, "private-accuracy": 0.4}
+
+
+@pytest.mark.parametrize("scores", [[], ["fails", None]])
+def test_without_a_run_to_show_nothing_is_released(made, scores):
+    _, folder, _ = made(scores)
+    assert shown(folder) == sorted([*STATEMENTS, "sweep.lock", "sweep.toml"])
+    told = json.loads((folder / "statement.json").read_text())
+    assert (told["method"], told["num_rounds"], told["private"]) == ("The best of K runs: nothing was released", 0, True)
+
+
+def test_a_run_that_cost_more_than_its_plan_is_not_shown(made):
+    _, folder, _ = made([0.3, 0.9, 0.4], dear=[1])
+    assert (folder / "runs/chosen/model.safetensors").read_bytes() == b"0.4"
+
+
+def test_an_interrupted_choice_goes_on_with_what_was_drawn(made, capsys):
+    scores = [0.3, "fails", 0.2, 0.1]
+    with pytest.raises(Interrupted):
+        made(scores, interrupt_after=3)
+    assert capsys.readouterr().out == ""
+    sweep = made.sweep
+    first = Drawn(sweep.path.parent / "out" / "private").trials()
+    assert len(first) == 4
+    assert not (sweep.path.parent / "out" / "statement.json").exists()
+    assert oct((sweep.path.parent / "out" / "private").stat().st_mode & 0o777) == "0o700"
+    runs = Runs(sweep, [0.8])
+    _, folder, _ = made(scores, again=True, runs=runs)
+    # The fourth run alone is made: those that ended are not made again, the failed one neither.
+    assert [run.name for run in runs.made] == [first[3].name]
+    assert [(run.point, run.seed) for run in runs.made] == [(sweep.candidates[first[3].point].run.point, first[3].seed)]
+    assert (folder / "runs/chosen/model.safetensors").read_bytes() == b"0.8"
+
+
+def test_a_choice_is_made_once(made):
+    _, folder, _ = made([0.3])
+    before = (folder / "statement.json").read_bytes()
+    told, folder, runs = made([0.9], again=True)
+    assert (told, runs.made) == (["The choice was made before; it is not made again."], [])
+    assert (folder / "statement.json").read_bytes() == before
+
+
+def test_another_file_and_a_folder_with_runs_are_refused(made, write):
+    _, folder, _ = made([0.3])
+    write(FILE.replace("0.3]", "0.4]"))
+    with pytest.raises(ValueError, match="was made with another"):
+        made([0.3])
+    (folder / "statement.json").unlink()
+    write(FILE)
+    with pytest.raises(ValueError, match="may have been looked at"):
+        made([0.3])
+
+
+def test_points_and_seeds_are_drawn_uniformly(tmp_path):
+    # 4.5 standard errors: false alarms below 1e-5 for each point.
+    place = Drawn(tmp_path / "private")
+    trials = [trial for _ in range(30) for trial in place.draw(Poisson(mean=100), 3)]
+    counts = Counter(trial.point for trial in trials)
+    for point in range(3):
+        assert abs(counts[point] - len(trials) / 3) < 4.5 * math.sqrt(len(trials) * 2 / 9)
+    assert len({trial.seed for trial in trials}) > 0.99 * len(trials)
+    assert len({trial.name for trial in trials}) == len(trials)
+    assert place.trials() == trials[-len(place.trials()) :]
+
+
+PRIVATE = "[private-selection]\nmean = 4"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (PRIVATE, "", "private-selection: is missing"),
+        ("mean = 4", "shape = 1", "private-selection.mean: is missing"),
+        ("mean = 4", "mean = 0.5", "private-selection.mean=0.5"),
+        ("mean = 4", "mean = 4\nshape = -1", "private-selection.shape=-1"),
+        ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is no key"),
+        ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be true or false"),
+        ('select = {metric = "private-accuracy", mode = "max"}', "", "select: is missing"),
+        ("private-accuracy", "accuracy", "is on test records"),
+        ("private-accuracy", "client-train-loss", "is no result"),
+        ("private-accuracy", "cohort-size", "is no result"),
+        ('app = "', 'seeds = 2\napp = "', "every run has a seed of its own"),
+        ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would tell how many runs"),
+        ("learning-rate = [0.1, 0.2, 0.3]", "num-clients = [200, 300]", "is in"),
+        ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.delta = [1e-4, 1e-3]", "differ in delta"),
+        ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.noise-multiplier = [1.0, 0.0]", "is not private"),
+        ("mnist-dp-fedavg", "mnist-nbafl", "which sees every run"),
+    ],
+)
+def test_what_a_choice_can_not_cover_is_refused(write, old, new, message):
+    text = FILE.replace(old, new)
+    if new == "mnist-nbafl":
+        text = PRIVATE.join(['app = "mnist-nbafl"\nselect = {metric = "private-accuracy"}\n', ""])
+    if message == "is in":
+        text, message = FILE.replace(old, "dp-fedavg.relation = ['replace-one', 'add-or-remove-one']"), "differ in relation"
+    with pytest.raises(ValueError, match=message):
+        PrivateSweep.read(write(text))
+
+
+def test_public_test_data_and_another_law_are_taken_at_their_word(write):
+    text = FILE.replace("private-accuracy", "accuracy").replace(
+        "mean = 4", 'mean = 4\nshape = "poisson"\npublic-test-data = true'
+    )
+    sweep = PrivateSweep.read(write(text))
+    assert sweep.number == Poisson(mean=4)
+    assert "on test records that are public" in str(sweep._statement(sweep.candidates[0].statement, {}, chosen=True))
+
+
+def test_the_smallest_score_may_be_the_best(write):
+    sweep = PrivateSweep.read(write(FILE.replace("max", "min")))
+    place = Drawn(sweep.path.parent / "none")
+    (place.path / "one").mkdir(parents=True)
+    for name, text in {"config.toml": "", "model.safetensors": "", "model.json": "{}"}.items():
+        (place.path / "one" / name).write_text(text)
+    (place.path / "one" / "metrics.jsonl").write_text('{"round": 2, "private-accuracy": 0.25}\n')
+    (place.path / "one" / "statement.json").write_text(json.dumps(sweep.candidates[0].statement.to_dict()))
+    trial = private_choice.Trial(name="one", point=0, seed=1)
+    assert sweep.score(place.path / "one", trial, place) == -0.25
+
+
+def test_the_two_kinds_of_sweep_are_not_mixed_up(write):
+    with pytest.raises(ValueError, match="shows one run alone"):
+        Sweep.read(write(FILE))
+
+
+def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
+    result = CliRunner().invoke(
+        app, ["sweep", str(write(FILE)), "--private-selection", "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    )
+    assert result.exit_code == 0
+    assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
+    assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
+    assert not (tmp_path / "out").exists()

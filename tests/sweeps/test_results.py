@@ -1,0 +1,112 @@
+"""What a sweep writes: public numbers alone, a row a run, a row a point, the best point."""
+
+import csv
+import json
+import math
+
+import pytest
+
+from flower_dp.reporting.past_run import read_past_run
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.file import Choice, read
+from flower_dp.sweeps.folder import SweepFolder
+from flower_dp.sweeps.results import Results, last_metrics
+from flower_dp.sweeps.sweep import Sweep
+from tests.sweeps.conftest import finish
+
+GRID = "seeds = 2\n[grid]\n'dp-fedsam.epsilon' = [1.0, 4.0]\n"
+
+
+@pytest.fixture
+def made(tmp_path, write):
+    """A sweep of four runs, of which three have finished."""
+    folder = SweepFolder(tmp_path / "out")
+    runs = plan.planned(read(write(GRID)), 1)
+    for run, accuracy, epsilon in zip(runs[:3], (0.5, 0.7, 0.6), (1.0, 4.0, 1.0), strict=True):
+        more = {"validation-accuracy": accuracy, "private-loss": 0.3, "client-norm": 9.0, "secret": None}
+        finish(folder.of(run), run.config, accuracy, epsilon=epsilon, **more)
+    return Results(folder=folder, runs=runs, metric="accuracy")
+
+
+def rows(results):
+    results.write_rows()
+    return list(csv.DictReader((results.folder.path / "results.csv").read_text().splitlines()))
+
+
+def test_a_row_for_each_run(made):
+    found = rows(made)
+    assert [(row["dp-fedsam.epsilon"], row["seed"], row["state"], row["accuracy"], row["epsilon"]) for row in found] == [
+        ("1.0", "0", "finished", "0.5", "1.0"),
+        ("4.0", "0", "finished", "0.7", "4.0"),
+        ("1.0", "1", "finished", "0.6", "1.0"),
+        ("4.0", "1", "not begun", "", ""),
+    ]
+    assert found[0]["folder"] == f"runs/{made.runs[0].name}"
+    assert found[0]["command"] == made.runs[0].command
+    assert (found[0]["delta"], found[0]["unit"], found[0]["private-loss"]) == ("0.001", "client", "0.3")
+    commands = (made.folder.path / "commands.txt").read_text()
+    assert f"# dp-fedsam.epsilon=1.0, seed 1\n{made.runs[2].command}\n" in commands
+
+
+def test_rows_have_public_numbers_alone(made):
+    """No time of a run whose times tell how many clients took part, and nothing that clients were asked for."""
+    (first, second, *_) = rows(made)
+    assert not {"client-norm", "secret", "secret-cohort", "cohort-size"} & first.keys()
+    assert first["seconds"] == ""
+    finish(made.folder.of(made.runs[1]), made.runs[1].config, 0.7, elapsed=12.5)
+    assert rows(made)[1]["seconds"] == "12.5"
+    assert second["seconds"] == ""
+
+
+def test_a_run_that_is_not_private_and_one_that_has_not_ended(made):
+    path = made.folder.of(made.runs[0])
+    (path / "statement.json").write_text(json.dumps({"private": False}))
+    finish(made.folder.of(made.runs[1]), made.runs[1].config, 0.7, finished=False)
+    (made.folder.of(made.runs[1]) / "statement.json").unlink()
+    found = rows(made)
+    assert (found[0]["epsilon"], found[1]["epsilon"], found[1]["state"], found[1]["rounds"]) == ("inf", "", "unfinished", "1")
+
+
+def test_the_table_has_mean_and_spread(made):
+    curves = made.curves()
+    assert [(len(curve.runs), float(curve.mean[-1])) for curve in curves] == [(2, pytest.approx(0.55)), (1, 0.7)]
+    made.write_table(curves, "")
+    text = (made.folder.path / "table.md").read_text()
+    assert "| dp-fedsam.epsilon=1 | 2 | 55 ± 7.1 | 1 | 0.001 | 1 |" in text  # 0.1 / sqrt(2)
+    assert "Not in the table, since not finished or without accuracy: dp-fedsam.epsilon=4.0, seed 1." in text
+    assert "Not covered: choosing among the runs" in text
+    assert made.runs[1].command in text
+    assert made.runs[2].command not in text
+    assert made.draw(curves).read_bytes().startswith(b"\x89PNG")
+    made.write_table([], "")
+    assert made.draw([]) is None
+
+
+def test_the_best_point_has_all_its_runs(made, write):
+    best = made.best(Choice(metric="validation-accuracy", mode="max"))
+    assert (best.run, best.mean, best.num_seeds) == (made.runs[0], pytest.approx(0.55), 2)  # the other one has no second run
+    finish(made.folder.of(made.runs[3]), made.runs[3].config, 0.3, **{"validation-accuracy": 0.3})
+    assert made.best(Choice(metric="validation-accuracy", mode="min")).run == made.runs[1]
+    assert made.best(Choice(metric="none", mode="max")) is None
+
+
+@pytest.mark.parametrize("metric", ["validation-accuracy", "accuracy"])
+def test_what_choosing_costs_is_said(made, write, metric):
+    path = write(f"select = {{metric = '{metric}', mode = 'max'}}\n{GRID}")
+    sweep = Sweep.read(path)
+    said = sweep.best(made)
+    assert said.startswith(f"Best by {metric} (max), 0.55 on the mean of 2 seeds: dp-fedsam.epsilon=1.0.\n{made.runs[0].command}")
+    assert "Not covered: choosing among the runs" in said
+    assert ("is of the test records" in said) is (metric == "accuracy")
+    assert Sweep.read(write(GRID)).best(made) == ""
+
+
+def test_last_values(tmp_path):
+    past = read_past_run(finish(tmp_path / "a", {}, 0.4, loss=2.0))
+    assert last_metrics(past, "loss") == {"loss": 2.0, "accuracy": 0.4}
+    assert last_metrics(past, "none") == {"loss": 2.0, "accuracy": 0.4}
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"round": 2, "accuracy": None, "other": None}) + "\n")
+    diverged = last_metrics(read_past_run(tmp_path / "a"), "loss")
+    assert list(diverged) == ["loss", "accuracy"]
+    assert (diverged["loss"], math.isnan(diverged["accuracy"])) == (2.0, True)
