@@ -215,4 +215,6 @@ def _shortened(settings: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _shown(key: str, value: Any) -> str:
-    return str(value) if key in ("app", "method") else f"{key}={_text(value) or '""'}"
+    if key in ("app", "method"):
+        return str(value)
+    return f'{key}=""' if value == "" else f"{key}={_text(value)}"
