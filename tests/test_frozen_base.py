@@ -85,7 +85,7 @@ def test_the_hash_of_a_base_changes_with_it(change: Any) -> None:
     [
         lambda model: model[1].weight.add_(1.0),
         lambda model: model.double(),
-        lambda model: FlatModel(model),
+        FlatModel,
         lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight.T.contiguous().T, requires_grad=False)),
     ],
     ids=["adapter", "precision", "in one vector", "memory layout"],

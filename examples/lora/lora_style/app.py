@@ -1,13 +1,13 @@
-"""The Flower app: a small language model learns the clients' style, and the adapters alone are trained, sent, clipped and noised."""
+"""The Flower app: a small language model learns the clients' style; adapters alone are trained, sent, clipped and noised."""
 
 import warnings
 from functools import cache
 
+from torch import Tensor, nn
+
 import flower_dp
-import torch
 from lora_style.base import Base
 from lora_style.grammar import Writer, records
-from torch import Tensor, nn
 
 SENTENCES, TEST_SENTENCES = 8, 500
 # Clients' seeds begin behind those of the base language and of the test.

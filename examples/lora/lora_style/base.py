@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from flower_dp.running.apps import own_module
-from lora_style.grammar import LENGTH, WORDS, Writer, records
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from flower_dp.running.apps import own_module
+from lora_style.grammar import LENGTH, WORDS, Writer, records
 
 log = logging.getLogger("flwr")
 

@@ -1,7 +1,7 @@
 """Text of two small grammars: a base language, and a style of its own, in which clients write.
 
-Base: determiner, adjective, noun, verb, object, adverb. Style: the verb comes last, adjectives follow their nouns, the adverb comes
-first, and other verbs and adverbs are the common ones. Both are made up, and nothing is downloaded.
+Base: determiner, adjective, noun, verb, object, adverb. Style: the verb comes last, adjectives follow their nouns, the adverb
+comes first, and other verbs and adverbs are the common ones. Both are made up, and nothing is downloaded.
 """
 
 import random
@@ -9,15 +9,54 @@ import random
 import torch
 from torch import Tensor
 
-DETERMINERS = "the a this every".split()
-ADJECTIVES = "old small quiet bright heavy green narrow young cold broken clever tired".split()
-NOUNS = (
-    "river farmer letter garden doctor window bridge teacher market engine harbour painter forest kettle sailor mirror "
-    "baker tower pilot basket hunter candle singer wagon"
-).split()
-VERBS = "sees finds carries follows repairs paints leaves keeps crosses watches hides sells builds opens reads wants".split()
-ADVERBS = "today slowly again often quietly never soon twice".split()
-PREPOSITIONS = "near behind under without beside above".split()
+DETERMINERS = ["the", "a", "this", "every"]
+ADJECTIVES = ["old", "small", "quiet", "bright", "heavy", "green", "narrow", "young", "cold", "broken", "clever", "tired"]
+NOUNS = [
+    "river",
+    "farmer",
+    "letter",
+    "garden",
+    "doctor",
+    "window",
+    "bridge",
+    "teacher",
+    "market",
+    "engine",
+    "harbour",
+    "painter",
+    "forest",
+    "kettle",
+    "sailor",
+    "mirror",
+    "baker",
+    "tower",
+    "pilot",
+    "basket",
+    "hunter",
+    "candle",
+    "singer",
+    "wagon",
+]
+VERBS = [
+    "sees",
+    "finds",
+    "carries",
+    "follows",
+    "repairs",
+    "paints",
+    "leaves",
+    "keeps",
+    "crosses",
+    "watches",
+    "hides",
+    "sells",
+    "builds",
+    "opens",
+    "reads",
+    "wants",
+]
+ADVERBS = ["today", "slowly", "again", "often", "quietly", "never", "soon", "twice"]
+PREPOSITIONS = ["near", "behind", "under", "without", "beside", "above"]
 PAD, END = "<pad>", "."
 WORDS = (PAD, END, *DETERMINERS, *ADJECTIVES, *NOUNS, *VERBS, *ADVERBS, *PREPOSITIONS)
 NUMBERS = {word: number for number, word in enumerate(WORDS)}
