@@ -43,7 +43,7 @@ def perplexities(folder: Path) -> tuple[float, float, float, float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     values = [line["perplexity"] for line in lines if "perplexity" in line]
     statement = json.loads((folder / "statement.json").read_text())
-    tight = statement["epsilon"]["tight"] if statement["private"] else float("inf")
+    tight = statement["epsilon"] if statement["private"] else float("inf")
     return values[0], values[-1], lines[-1]["clip-norm"], tight
 
 
