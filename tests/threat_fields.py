@@ -114,7 +114,7 @@ def messages() -> set[str]:
         for name, record in message.content.items():
             keys = set(record) - {"w"}
             found |= {name, *(key.replace(f"{wire.KEY}.v", f"{wire.KEY}.*") for key in keys)}
-    return found | metadata()
+    return found | {wire.BASE} | metadata()
 
 
 def metadata() -> set[str]:

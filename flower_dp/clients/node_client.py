@@ -17,7 +17,7 @@ from flower_dp import wire
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, Declined, in_own_words, reading
+from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, in_own_words, reading
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.reply.work import Work, add_up
 from flower_dp.clients.training.recipe import FlatModel
@@ -193,6 +193,7 @@ class NodeClient(NumPyClient):
             raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
         if not evaluates and (instruction.method not in self.methods or instruction.method == wire.EVALUATION):
             raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        self._check_base(config.get(wire.BASE))
         self._check(instruction)
         vector = self._vector(arrays, instruction)
         if not evaluates:
@@ -207,6 +208,16 @@ class NodeClient(NumPyClient):
         if self.context is not None:  # accounts were charged, and nothing is left that could fail
             keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
         return list(made.payload.arrays), {wire.KEY: text}
+
+    def _check_base(self, servers: object) -> None:
+        """Refuse to work on another frozen base than the one that the server names: the update would be one of another model.
+
+        Raises:
+            Declined: with the server's hash; that of this client's own base is in the node's log alone.
+        """
+        if servers is not None and servers != self.model.base:
+            log.error("the frozen base of this client's model has SHA-256 %s", self.model.base or "none: it has no frozen base")
+            raise Declined(f"base={str(servers)[:16]}: this client's model has another frozen base; load the server's; {SEE_LOG}")
 
     @property
     def vectors(self) -> tuple[str, ...]:

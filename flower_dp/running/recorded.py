@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -21,7 +21,7 @@ from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
 from flower_dp.strategies.run_checkpoints import CheckpointPlace
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.wire import numpy_arrays
+from flower_dp.wire import BASE, numpy_arrays
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +147,8 @@ def record_run(
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         on_round: called with every line, as the strategies' argument of this name.
         model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
-            rest, and `RunFolder.model_into` takes no other base.
+            rest, and `RunFolder.model_into` takes no other base. Messages name the SHA-256 of the frozen base, and clients of
+            this package that have another one refuse.
         resume: go on with the run in the folder `path`, from its last checkpoint; if there is no run, a new one begins there.
         arguments: further arguments of `strategy.start`.
 
@@ -163,6 +164,8 @@ def record_run(
     """
     trackers = () if on_round is None else (tracker(on_round),)
     others = {} if model is None else rest_of(model)
+    if model is not None:
+        arguments |= _naming_the_base(model, strategy, arguments)
     recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
     observers = (recording, *trackers)
     token = OBSERVERS.set(lambda: observers)
@@ -171,6 +174,17 @@ def record_run(
     finally:
         OBSERVERS.reset(token)
     return result
+
+
+def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mapping[str, Any]) -> dict[str, ConfigRecord]:
+    """Return the configurations that are sent, with the SHA-256 of the model's frozen base; nothing where there is none."""
+    from flower_dp.clients.training.base import base_hash  # noqa: PLC0415 - torch
+
+    if not (base := base_hash(model)):
+        return {}
+    log.info("The frozen base has SHA-256 %s", base)
+    kinds = ["train_config", *(["evaluate_config"] if strategy.rules.evaluation is not None else [])]
+    return {kind: ConfigRecord({**(arguments.get(kind) or {}), BASE: base}) for kind in kinds}
 
 
 def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:

@@ -28,9 +28,10 @@ from flower_dp.wire.messages import (
     reported_metrics,
     train_message,
 )
-from flower_dp.wire.text import KEY, PROTOCOL
+from flower_dp.wire.text import BASE, KEY, PROTOCOL
 
 __all__ = [
+    "BASE",
     "DECLINED",
     "EVALUATION",
     "FAILED",

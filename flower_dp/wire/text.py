@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The one key of ours in a config record, and the name of our record in query messages and replies.
+# The key of ours in a config record, and the name of our record in query messages and replies.
 KEY = "flower-dp"
+# The key beside it under which a server names the frozen base of its model, by its SHA-256.
+BASE = "flower-dp-base"
 PROTOCOL = 4
 
 

@@ -1,7 +1,9 @@
 """The recipe of local training, and the model that it trains."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients.reasons import BatchStatisticsError
+from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.lus import LUS
@@ -18,6 +21,8 @@ from flower_dp.clients.training.records import Inputs, Records, outputs_of, spli
 from flower_dp.clients.training.regularizers import Regularizer
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
+
+log = logging.getLogger("flwr")
 
 # Records that are fetched from a client's data set at a time.
 _FETCHED_RECORDS = 512
@@ -58,6 +63,11 @@ class FlatModel:
             (owner, {name: None if buffer is None else saved[id(buffer)] for name, buffer in owner._buffers.items()})
             for owner in self.module.modules()
         ]
+
+    @cached_property
+    def base(self) -> str:
+        """The SHA-256 of what is not trained; "" where no parameter is frozen (`base_hash`)."""
+        return base_hash(self.module)
 
     def reset_buffers(self) -> None:
         """Restore the initial buffers: training may have stored information on one client's data in them, or in new ones."""
@@ -233,8 +243,14 @@ def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def model_arrays(module: nn.Module) -> ArrayRecord:
-    """Return a model's trainable parameters as the record to start a strategy with."""
+    """Return a model's trainable parameters as the record to start a strategy with.
+
+    Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained.
+    """
     parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
+    trained, total = sum(value.size for value in parameters.values()), sum(value.numel() for value in module.parameters())
+    if trained < total:
+        log.info("%s of %s parameters are trained: only they are sent, clipped and noised", f"{trained:,}", f"{total:,}")
     return ArrayRecord({name: FlowerArray(np.asarray(value, order="C")) for name, value in parameters.items()})
 
 

@@ -1,0 +1,1 @@
+"""A language model that learns its clients' style."""
