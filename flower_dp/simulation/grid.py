@@ -17,7 +17,9 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
+from flower_dp.simulation.cluster import installed
 from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, SERVER_NODE, identify, numbered, run_of
 from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
 from flower_dp.simulation.workers import Workers
@@ -26,6 +28,8 @@ log = logging.getLogger("flwr")
 
 # The longest time that a thread waits for Ray before it looks at what other threads have sent.
 _SLICE_SECONDS = 0.05
+# How long messages wait for the first of several workers that no machine has taken.
+_PLACE_SECONDS = 120.0
 _EMPTY = pickle.dumps(RecordDict())
 
 
@@ -39,12 +43,13 @@ class _Call:
 
 
 class RayGrid(Grid):
-    """A Grid whose nodes run a ClientApp on this machine's Ray actors.
+    """A Grid whose nodes run a ClientApp on Ray actors, on this machine or on those of a cluster.
 
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
     messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
-    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one. What a
-    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
+    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one, as soon as a
+    machine has room for it; the others serve its nodes meanwhile. What a ClientApp raises becomes an error reply too; the node's
+    state is then as it was before the message.
 
     A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
     it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
@@ -62,6 +67,9 @@ class RayGrid(Grid):
 
     Raises:
         FlowerVersionError: the installed Flower is not known.
+        ValueError: nodes have a `ledger-path`, and are on several machines: each would have a file of its own, with a part of
+            what the node has spent.
+        RuntimeError: messages wait, and no machine runs a worker any more, or takes one within two minutes.
 
     Example:
         >>> from flower_dp.simulation import RayGrid, Workers
@@ -92,17 +100,23 @@ class RayGrid(Grid):
         self._run_config = dict(run_config or {})
         self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
         own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
+        if workers.away and any(LEDGER_PATH in config for config in own.values()):
+            raise ValueError(
+                f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
+            )
         setup = {
             "app": dumps((lambda: app) if isinstance(app, ClientApp) else app),
             "run_id": self._run.run_id,
             "run_config": self._run_config,
             "num_nodes": num_nodes,
             "node_config": own,
-            "folder": str(Path.cwd()),
-            "path": tuple(os.path.abspath(place) for place in sys.path),
+            "folder": "" if workers.away else str(Path.cwd()),
+            "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
             "bytecode": not sys.dont_write_bytecode,
+            "versions": installed() if workers.away else {},
         }
-        self._setup = dumps(setup)
+        # It may hold data: every machine gets it once.
+        self._setup = ray.put(dumps(setup))
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
@@ -113,9 +127,12 @@ class RayGrid(Grid):
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._idle: set[int] = set(range(len(workers.actors)))
-        for actor in workers.actors:
-            actor.begin.remote(self._setup)
+        self._idle: set[int] = set()
+        # Workers that Ray has not placed on a machine yet; when messages had a worker last.
+        self._starting: dict[Any, int] = {}
+        self._served = time.monotonic()
+        for index in range(len(workers.actors)):
+            self._begin(index)
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -167,6 +184,7 @@ class RayGrid(Grid):
                 sent.append(call.number)
                 self._replies[call.number] = None
                 if call.node in self._nodes:
+                    self._served = self._served if self._waits() else time.monotonic()
                     self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
                 else:
                     self._settle(call, _failed(message, NODE_UNAVAILABLE, f"node {call.node} is not one of this run"))
@@ -236,14 +254,44 @@ class RayGrid(Grid):
             return
         try:
             with self._lock:
-                running = list(self._running)
-            if not running:
+                pending = [*self._running, *self._starting]
+                self._check_served()
+            if not pending:
                 return
-            for ref in self._ray.wait(running, num_returns=1, timeout=seconds)[0]:
+            for ref in self._ray.wait(pending, num_returns=1, timeout=seconds)[0]:
                 with self._lock:
-                    self._finish(ref)
+                    self._start(ref) if ref in self._starting else self._finish(ref)
         finally:
             self._waiting.release()
+
+    def _waits(self) -> bool:
+        return any(self._queues)
+
+    def _check_served(self) -> None:
+        """Raise if messages wait, and there is nobody to take them."""
+        if self._idle or self._running or not self._waits():
+            self._served = time.monotonic()
+        elif not self._starting:
+            raise RuntimeError("no worker is left: all have died, and none could be started again")
+        elif (waited := time.monotonic() - self._served) > _PLACE_SECONDS:
+            raise RuntimeError(f"no worker is left: for {waited:.0f} s no machine has had room for one")
+
+    def _begin(self, index: int) -> None:
+        """Let a worker begin the run, when Ray has placed it on a machine."""
+        actor = self._workers.actors[index]
+        self._starting[actor.__ray_ready__.remote()] = index
+        actor.begin.remote(self._setup)
+
+    def _start(self, ref: Any) -> None:
+        """A worker is there, and may be handed calls; or it could not be started, and is not tried again."""
+        index = self._starting.pop(ref)
+        try:
+            self._ray.get(ref)
+        except Exception as error:  # such as a machine that lacks this package
+            log.error("a worker could not be started: %s", str(error).strip().splitlines()[-1])
+            return
+        self._idle.add(index)
+        self._dispatch()
 
     def _finish(self, ref: Any) -> None:
         """Take a worker's answer, and hand it the next call."""
@@ -255,13 +303,15 @@ class RayGrid(Grid):
         except self._ray.exceptions.RayActorError as error:
             log.error("a worker has died while it served node %s: %s", call.node, str(error).strip().splitlines()[0])
             self._workers.replace(index)
-            self._workers.actors[index].begin.remote(self._setup)
+            self._begin(index)
             reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
         except Exception as error:  # such as an answer that can't be read here
             log.exception("node %s: no answer", call.node)
+            self._idle.add(index)
             reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
+        else:
+            self._idle.add(index)
         self._busy.discard(call.node)
-        self._idle.add(index)
         self._settle(call, reply)
         self._dispatch()
 

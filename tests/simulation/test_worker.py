@@ -55,7 +55,7 @@ def here(tmp_path, monkeypatch):
 
 def setup_of(folder, load, path=()):
     arguments = {"run_id": 1, "run_config": {}, "num_nodes": 3, "node_config": {}, "folder": str(folder), "path": path}
-    return cloudpickle.dumps(arguments | {"app": cloudpickle.dumps(load), "bytecode": False})
+    return cloudpickle.dumps(arguments | {"app": cloudpickle.dumps(load), "bytecode": False, "versions": {}})
 
 
 @pytest.fixture
