@@ -21,6 +21,7 @@ from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
 from flower_dp.simulation.cluster import installed
 from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.placement import Placement
 from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
 from flower_dp.simulation.workers import Workers
 
@@ -28,8 +29,6 @@ log = logging.getLogger("flwr")
 
 # The longest time that a thread waits for Ray before it looks at what other threads have sent.
 _SLICE_SECONDS = 0.05
-# How long messages wait for the first of several workers that no machine has taken.
-_PLACE_SECONDS = 120.0
 _EMPTY = pickle.dumps(RecordDict())
 
 
@@ -115,8 +114,7 @@ class RayGrid(Grid):
             "bytecode": not sys.dont_write_bytecode,
             "versions": installed() if workers.away else {},
         }
-        # It may hold data: every machine gets it once.
-        self._setup = ray.put(dumps(setup))
+        setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
@@ -127,12 +125,7 @@ class RayGrid(Grid):
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._idle: set[int] = set()
-        # Workers that Ray has not placed on a machine yet; when messages had a worker last.
-        self._starting: dict[Any, int] = {}
-        self._served = time.monotonic()
-        for index in range(len(workers.actors)):
-            self._begin(index)
+        self._placement = Placement(workers, setup_on_machines)
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -184,7 +177,6 @@ class RayGrid(Grid):
                 sent.append(call.number)
                 self._replies[call.number] = None
                 if call.node in self._nodes:
-                    self._served = self._served if self._waits() else time.monotonic()
                     self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
                 else:
                     self._settle(call, _failed(message, NODE_UNAVAILABLE, f"node {call.node} is not one of this run"))
@@ -230,11 +222,13 @@ class RayGrid(Grid):
 
     def _dispatch(self) -> None:
         """Hand waiting calls to idle workers."""
-        for index in sorted(self._idle):
+        idle, awaited = self._placement.idle, self._placement.awaited_by_their_nodes()
+        for index in sorted(idle):
             self._hand(index, self._queues[index])
-        # A worker without calls of its own nodes takes those of one that is at work.
-        for index in sorted(self._idle):
-            self._hand(index, max(self._queues, key=len))
+        # A worker without calls of its own nodes takes those of one that is at work, or gone.
+        others = [queue for index, queue in enumerate(self._queues) if index not in awaited]
+        for index in sorted(idle):
+            self._hand(index, max(others, key=len))
 
     def _hand(self, index: int, queue: deque[_Call]) -> None:
         """Hand a worker the first call of a queue whose node is not being served."""
@@ -244,7 +238,7 @@ class RayGrid(Grid):
         queue.remove(call)
         actor = self._workers.actors[index]
         state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
-        self._idle.remove(index)
+        self._placement.idle.remove(index)
         self._busy.add(call.node)
         self._running[actor.run.remote(call.message, state)] = index, call
 
@@ -254,44 +248,19 @@ class RayGrid(Grid):
             return
         try:
             with self._lock:
-                pending = [*self._running, *self._starting]
-                self._check_served()
+                self._dispatch()
+                self._placement.check(at_work=bool(self._running), waits=any(self._queues))
+                pending = [*self._running, *self._placement.awaited()]
             if not pending:
                 return
             for ref in self._ray.wait(pending, num_returns=1, timeout=seconds)[0]:
                 with self._lock:
-                    self._start(ref) if ref in self._starting else self._finish(ref)
+                    if self._placement.arrived(ref):
+                        self._dispatch()
+                    else:
+                        self._finish(ref)
         finally:
             self._waiting.release()
-
-    def _waits(self) -> bool:
-        return any(self._queues)
-
-    def _check_served(self) -> None:
-        """Raise if messages wait, and there is nobody to take them."""
-        if self._idle or self._running or not self._waits():
-            self._served = time.monotonic()
-        elif not self._starting:
-            raise RuntimeError("no worker is left: all have died, and none could be started again")
-        elif (waited := time.monotonic() - self._served) > _PLACE_SECONDS:
-            raise RuntimeError(f"no worker is left: for {waited:.0f} s no machine has had room for one")
-
-    def _begin(self, index: int) -> None:
-        """Let a worker begin the run, when Ray has placed it on a machine."""
-        actor = self._workers.actors[index]
-        self._starting[actor.__ray_ready__.remote()] = index
-        actor.begin.remote(self._setup)
-
-    def _start(self, ref: Any) -> None:
-        """A worker is there, and may be handed calls; or it could not be started, and is not tried again."""
-        index = self._starting.pop(ref)
-        try:
-            self._ray.get(ref)
-        except Exception as error:  # such as a machine that lacks this package
-            log.error("a worker could not be started: %s", str(error).strip().splitlines()[-1])
-            return
-        self._idle.add(index)
-        self._dispatch()
 
     def _finish(self, ref: Any) -> None:
         """Take a worker's answer, and hand it the next call."""
@@ -302,15 +271,14 @@ class RayGrid(Grid):
             reply = self._taken(call, self._ray.get(ref), actor)
         except self._ray.exceptions.RayActorError as error:
             log.error("a worker has died while it served node %s: %s", call.node, str(error).strip().splitlines()[0])
-            self._workers.replace(index)
-            self._begin(index)
+            self._placement.replace(index)
             reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
         except Exception as error:  # such as an answer that can't be read here
             log.exception("node %s: no answer", call.node)
-            self._idle.add(index)
+            self._placement.idle.add(index)
             reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
         else:
-            self._idle.add(index)
+            self._placement.idle.add(index)
         self._busy.discard(call.node)
         self._settle(call, reply)
         self._dispatch()

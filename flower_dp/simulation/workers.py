@@ -226,6 +226,7 @@ class Workers:
         checks.number("gpus", gpus, at_least=0)
         self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
         self.away = cluster is not None
+        self._needs = cpus, gpus
         fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
@@ -242,6 +243,19 @@ class Workers:
             return  # Ray is gone, and would start again
         self._ray.kill(self.actors[index])
         self.actors[index] = self._make.remote()
+
+    def have_room(self) -> bool:
+        """Return whether the machines that are left have room for all of them."""
+        fit = sum(fitting(node, *self._needs) for node in self._ray.nodes())
+        return fit >= len(self.actors)
+
+    def failure(self, ready: Any) -> str:
+        """Return why an actor could not be started, "" if it was; Ray has an answer to `ready`."""
+        try:
+            self._ray.get(ready)
+        except Exception as error:  # such as a machine that lacks this package
+            return str(error).strip().splitlines()[-1]
+        return ""
 
     def close(self) -> None:
         """End all actors."""
