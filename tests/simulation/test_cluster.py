@@ -284,7 +284,7 @@ def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
         raylet = psutil.Process(int((first / "pid").read_text()))
         assert psutil.wait_procs([one for one in raylet.children() if "ray::Worker" in one.name()], timeout=20)[1] == []
     # Both had clients before, each from its own copy of the app's files; the one that is left has all of them after.
-    assert sorted(map(int, served[0][::2] + served[1][::2])) == list(range(20))
+    assert set(map(int, served[0][::2] + served[1][::2])) == set(range(20))
     assert served[0]
     assert served[1]
     assert set(map(int, after[::2])) == set(range(20))

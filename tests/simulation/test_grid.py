@@ -284,13 +284,16 @@ def test_a_worker_that_finds_no_machine_leaves_its_nodes_to_the_others(grid, ins
 
 
 @pytest.mark.parametrize(
-    ("worker", "num_cpus", "why"),
-    [(Worker, 1_000, "no machine has had room for one"), (Broken, 1, "all have died, and none could be started again")],
+    ("worker", "num_cpus", "seconds", "why"),
+    [
+        (Worker, 1_000, 0.5, "no machine has had room for one"),
+        (Broken, 1, 200.0, "all have died, and none could be started again"),
+    ],
     ids=["no room", "nothing installed"],
 )
-def test_a_run_without_workers_ends(grid, instead, monkeypatch, caplog, worker, num_cpus, why):
+def test_a_run_without_workers_ends(grid, instead, monkeypatch, caplog, worker, num_cpus, seconds, why):
     list(grid.send_and_receive([to(2), to(3)]))
-    monkeypatch.setattr(placement, "_NOBODY_SECONDS", 0.5)
+    monkeypatch.setattr(placement, "_NOBODY_SECONDS", seconds)
     instead(worker, num_cpus)
     replies = grid.send_and_receive([to(2, do="die"), to(3, do="die")])
     assert [reply.error.code for reply in replies] == [8, 8]
