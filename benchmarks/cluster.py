@@ -2,8 +2,8 @@
 
     python benchmarks/cluster.py [--workers 2 4 8] [--parameters N] [--rounds N] [--ray-address HOST:PORT] [--json FILE]
 
-Every worker serves one node, and answers each round with an array of N float32 values that it makes without computing, so that
-what remains is messages, Ray, and the server's sum. Prints, for every number of workers, the median seconds of a round, the bytes that
+Every worker serves one node, and answers each round with an array of N float32 values that it makes without computing: what
+remains is messages, Ray, and the server's sum. Prints, for every number of workers, the median seconds of a round, the bytes that
 cross to and from one node in it, and of these seconds those in which the driver reads the replies and adds them up. Without an
 address the workers share the cores of this machine: a round can't be shorter there than their work one after the other, and the
 lines say how much the driver adds for each node, not how fast a cluster is. Says how busy the machine was before.
