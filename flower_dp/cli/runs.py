@@ -59,12 +59,20 @@ def run(
     engine: Annotated[
         Engine, typer.Option(help="ray: flower-dp's own, with short rounds; flower: Flower's, by `flwr run`.")
     ] = Engine.RAY,
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT|auto",
+            help="Run the workers on this Ray cluster, to which this machine belongs. Default: Ray on this machine alone.",
+            show_default=False,
+        ),
+    ] = "",
     resume: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Go on with the run in this folder, as it was begun.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a Flower app on this machine, and leave no process running.
+    """Run a Flower app on this machine or a Ray cluster, and leave no process running.
 
     Give the name of one of flower-dp's presets or tasks, or the folder of a Flower app; else flower-dp's own app runs. A run that
     was interrupted, or whose processes were killed, goes on with --resume RUN: a round that was charged and not finished stays
@@ -76,7 +84,7 @@ def run(
         others = {"PRESET": target, "--set": setting, "--output-dir": output_dir}
         if given := [name for name, value in others.items() if value]:
             refuse(f"{given[0]}: a run that goes on keeps its app, its settings and its folder")
-        _go_on(resume, workers)
+        _go_on(resume, workers, ray_address)
         return
     from flower_dp.running import apps, launched, plugins, preflight, run_folder
 
@@ -86,7 +94,10 @@ def run(
         from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # in another app, output-dir is its own setting
         if output_dir is not None and from_settings:
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
-        num_workers = preflight.workers_of(workers, gpus_per_worker)
+        if ray_address:
+            num_workers = _on_cluster(ray_address, workers, gpus_per_worker, engine)
+        else:
+            num_workers = preflight.workers_of(workers, gpus_per_worker)
         num_supernodes = preflight.nodes_of(what, supernodes, num_workers)
         preflight.check_settings(what)
         # Of the data, the other engine checks them while it starts. The defaults are valid.
@@ -96,7 +107,7 @@ def run(
         wanted = output_dir or str(from_settings)
         is_new = not (wanted and Path(wanted).expanduser().exists())
         folder = run_folder.new_folder(wanted or None, what.name)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         refuse(str(error))
     begun = launched.Launched(
         app="" if what.app.own else str(what.app.folder),
@@ -106,6 +117,7 @@ def run(
         workers=num_workers,
         supernodes=num_supernodes,
         gpus_per_worker=gpus_per_worker,
+        ray_address=ray_address,
     )
     with ExitStack() as stack:
         if is_new:
@@ -117,7 +129,19 @@ def run(
         _launch(begun, folder)
 
 
-def _go_on(folder: Path, workers: int | None) -> None:
+def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str) -> int:
+    """Return how many workers run on a cluster: as many as asked for, else all that fit."""
+    from flower_dp.simulation import cluster
+
+    if engine == Engine.FLOWER and workers is not None:
+        raise ValueError(f"--workers={workers}: with --engine flower there are as many as fit on the cluster; leave it out")
+    fit = cluster.room(ray_address, gpus)
+    if fit < (workers or 1):
+        raise ValueError(f"--workers={workers or 1}: {fit} fit on the cluster, with one CPU core and {gpus:g} GPUs each")
+    return workers or fit
+
+
+def _go_on(folder: Path, workers: int | None, ray_address: str) -> None:
     """Go on with a run."""
     from flower_dp.core.environment import RESUMED
     from flower_dp.running import launched
@@ -125,9 +149,13 @@ def _go_on(folder: Path, workers: int | None) -> None:
     folder = folder.expanduser().absolute()
     try:
         begun = launched.Launched.read(folder)
-    except ValueError as error:
+        begun = replace(begun, workers=workers or begun.workers, ray_address=ray_address or begun.ray_address)
+        if begun.ray_address:
+            ray_only = begun.workers if begun.engine == Engine.RAY else None
+            begun = replace(begun, workers=_on_cluster(begun.ray_address, ray_only, begun.gpus_per_worker, begun.engine))
+    except (ValueError, OSError, ImportError) as error:
         refuse(str(error))
-    _launch(begun if workers is None else replace(begun, workers=workers), folder, resume=RESUMED)
+    _launch(begun, folder, resume=RESUMED)
 
 
 def statement(
@@ -158,7 +186,11 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
 
     again = f"It goes on with: flower-dp run --resume {shlex.quote(str(folder))}"
     try:
-        app = begun.target.app
+        app, address = begun.target.app, ""
+        if begun.ray_address and resume != STATED:
+            from flower_dp.simulation import cluster
+
+            address = cluster.address_of(begun.ray_address)
         with ExitStack() as stack:
             if not app.own:
                 stack.enter_context(workplace.app_files_linked(folder, app.folder))
@@ -174,6 +206,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
                 on_progress=screen.show,
                 on_log=screen.tell,
                 engine="flower" if begun.engine == Engine.FLOWER else "ray",
+                ray_address=address,
                 resume=resume,
             )
     except ValueError as error:

@@ -188,9 +188,7 @@ def own_module(name: str) -> ModuleType:
     Raises:
         ImportError: there is none, or another package is called `apps`.
     """
-    folder = next((place / "apps" for place in (_PACKAGE.parent, _INSTALLED) if (place / "apps" / "methods").is_dir()), None)
-    if folder is None:
-        raise ImportError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again")
+    folder = own_package()
     if "apps" not in sys.modules:
         spec = importlib.util.spec_from_file_location("apps", folder / "__init__.py", submodule_search_locations=[str(folder)])
         if spec is None or spec.loader is None:
@@ -200,6 +198,18 @@ def own_module(name: str) -> ModuleType:
     if Path(str(sys.modules["apps"].__file__)).resolve().parent != folder.resolve():
         raise ImportError(f"{sys.modules['apps'].__file__}: another package is called apps, as flower-dp's own; rename it")
     return importlib.import_module(f"apps.{name}")
+
+
+def own_package() -> Path:
+    """Return the folder of the package `apps`.
+
+    Raises:
+        ImportError: there is none.
+    """
+    for place in (_PACKAGE.parent, _INSTALLED):
+        if (place / "apps" / "methods").is_dir():
+            return place / "apps"
+    raise ImportError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again")
 
 
 @dataclass(frozen=True, slots=True)

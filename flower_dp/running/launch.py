@@ -1,4 +1,4 @@
-"""Run a Flower app on this machine: failures are detected, and no process is left running.
+"""Run a Flower app from this machine: failures are detected, and no process is left running.
 
 There are two engines. `ray` is this package's own (`flower_dp.simulation`), in one process and its workers. `flower` is `flwr
 run` on a private SuperLink: `flwr run` alone exits with status 0 when the app failed, leaves a SuperLink running on fixed ports,
@@ -70,6 +70,7 @@ def launch(
     on_progress: Callable[[dict[str, Any]], None],
     on_log: Callable[[str], None] | None = None,
     engine: Literal["flower", "ray"] = "flower",
+    ray_address: str = "",
     resume: str = "",
 ) -> Outcome:
     """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
@@ -83,12 +84,14 @@ def launch(
         overrides: Run-config values by flat key (`a.b` for a nested one); the app must have every key.
         output_dir: The run folder. Flower's output goes to `flower.log` there; `RunFolder.create` uses this folder in the app.
         working_dir: Where the app runs; None for an empty folder, which is removed afterwards.
-        num_workers: Number of Ray workers, one CPU core each.
+        num_workers: Number of Ray workers, one CPU core each; with Flower's engine on a cluster, as many as fit there.
         num_supernodes: Number of SuperNodes that the workers simulate; None for one per worker. Each stock client is a SuperNode.
         gpus_per_worker: The fraction of a GPU that Ray gives each worker; with 0 they use the CPU.
         on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
         on_log: Called with every line of Flower's output, without colours.
         engine: What runs the app.
+        ray_address: HOST:PORT of a Ray cluster to which this machine belongs, for the workers; "" for Ray on this machine alone.
+            Flower's engine loads the app from `output_dir`, which all machines must then share.
         resume: Whether the run in `output_dir` goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
 
     Raises:
@@ -110,7 +113,8 @@ def launch(
     log = output_dir / LOG
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        private_folder = Path(stack.enter_context(_temporary_folder()))
+        shared = output_dir if ray_address and engine == "flower" else None
+        private_folder = Path(stack.enter_context(_temporary_folder(shared)))
         stack.callback(without_colours, log)
         rows = _Tail(output_dir / METRICS, _rows_to(on_progress), anew=bool(resume))
         readers = [rows]
@@ -134,6 +138,7 @@ def launch(
             num_workers=num_workers,
             num_supernodes=num_supernodes or num_workers,
             gpus_per_worker=float(gpus_per_worker),
+            ray_address=ray_address,
             resume=resume,
         )
         status, details = run.result(engine, signals, read)
@@ -157,6 +162,7 @@ class _Run:
     num_workers: int
     num_supernodes: int
     gpus_per_worker: float
+    ray_address: str = ""
     resume: str = ""
 
     def result(self, engine: str, signals: Signals, read: Callable[[], None]) -> tuple[str, str]:
@@ -194,8 +200,9 @@ class _Run:
         with SuperLink(self.private_folder, check, programs=self._programs(check)) as superlink:
             config = self.private_folder / "overrides.toml"
             config.write_text(tomli_w.dumps(dict(self.overrides)), encoding="utf-8")
+            cores = "" if self.ray_address else f"init-args-num-cpus={self.num_workers} "  # a cluster has its own
             nodes = (
-                f"num-supernodes={self.num_supernodes} init-args-num-cpus={self.num_workers} "
+                f"num-supernodes={self.num_supernodes} {cores}"
                 f"client-resources-num-cpus=1 client-resources-num-gpus={self.gpus_per_worker}"
             )
             with new_log(self.output_dir, go_on=bool(self.resume)) as output:
@@ -223,6 +230,7 @@ class _Run:
                     num_workers=self.num_workers,
                     num_nodes=self.num_supernodes,
                     gpus_per_worker=self.gpus_per_worker,
+                    ray_address=self.ray_address,
                     only_state=self.resume == STATED,
                     output=output,
                 )
@@ -243,6 +251,7 @@ class _Run:
             run_folder=self.output_dir,
             config=self.config,
             working_dir=self.working_dir,
+            ray_address=self.ray_address,
             resume=self.resume,
         )
 
@@ -314,7 +323,9 @@ class _Tail:
             self._take(line)
 
 
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder(shared: Path | None) -> tempfile.TemporaryDirectory[str]:
+    if shared is not None:
+        return tempfile.TemporaryDirectory(prefix="flower-", dir=shared, ignore_cleanup_errors=True)
     # Ray puts sockets under it, and a socket's path has at most 103 characters on macOS, 107 on Linux.
     parent = tempfile.gettempdir()
     if len(parent) > 12 and os.access("/tmp", os.W_OK):  # noqa: S108

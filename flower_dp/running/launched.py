@@ -25,6 +25,7 @@ class Launched:
         workers: worker processes.
         supernodes: that they simulate.
         gpus_per_worker: the fraction of a GPU of each.
+        ray_address: the Ray cluster that they are on, as it was given; "" for none.
     """
 
     app: str
@@ -34,6 +35,7 @@ class Launched:
     workers: int
     supernodes: int
     gpus_per_worker: float
+    ray_address: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> "Launched":

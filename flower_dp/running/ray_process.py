@@ -27,6 +27,7 @@ class RayProcess:
         num_workers: Ray workers, one CPU core each.
         num_nodes: nodes that they simulate.
         gpus_per_worker: the fraction of a GPU of each.
+        ray_address: HOST:PORT of the Ray cluster that the workers are on; "" for this machine.
         only_state: run the ServerApp alone, up to the statement of the run in the run folder.
         output: the file that the process writes to.
     """
@@ -41,6 +42,7 @@ class RayProcess:
         num_workers: int,
         num_nodes: int,
         gpus_per_worker: float,
+        ray_address: str,
         only_state: bool,
         output: Any,
     ) -> None:
@@ -52,6 +54,7 @@ class RayProcess:
             "num_nodes": num_nodes,
             "gpus_per_worker": gpus_per_worker,
             "ray_folder": str(private_folder),
+            "ray_address": ray_address,
             "only_state": only_state,
             "launcher": os.getpid(),
             "outcome": str(self._outcome),

@@ -126,6 +126,7 @@ def programs(
     run_folder: Path,
     config: Mapping[str, Any],
     working_dir: Path | None = None,
+    ray_address: str = "",
     resume: str = "",
 ) -> Programs:
     """Return the programs of one run, whose FLWR_HOME is `private_folder / "home"`.
@@ -136,12 +137,13 @@ def programs(
         run_folder: the folder that `RunFolder.create` uses in the app.
         config: the run's settings, for the folder of an app that does not write them itself.
         working_dir: the working directory of all programs; None for an empty one, from which nothing can be imported.
+        ray_address: the Ray cluster that Flower's engine joins; "" for none.
         resume: see `launch`.
     """
     home, place = private_folder / "home", working_dir or private_folder / "empty"
     home.mkdir()
     place.mkdir(exist_ok=True)
-    environment = _environment(private_folder, home) | {
+    environment = _environment(private_folder, home, ray_address) | {
         RUN_FOLDER: str(run_folder),
         RUN_CONFIG: json.dumps(dict(config)),
         OBSERVERS: "flower_dp.running.recorded:launched",
@@ -155,7 +157,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
 
 
-def _environment(private_folder: Path, home: Path) -> dict[str, str]:
+def _environment(private_folder: Path, home: Path, ray_address: str = "") -> dict[str, str]:
     """Return the environment of Flower's programs: that of this process, with settings that isolate Flower and Ray."""
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_DATABASE"):
@@ -173,6 +175,8 @@ def _environment(private_folder: Path, home: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(private_folder),
         "PYTHONUNBUFFERED": "1",
     }
+    # Without this a Ray of this machine alone listens to all others, by the address by which they reach it.
+    environment |= {"RAY_ADDRESS": ray_address} if ray_address else {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     environment["PATH"] = os.pathsep.join([*_program_folders(), environment.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1", "localhost"]))

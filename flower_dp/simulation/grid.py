@@ -17,8 +17,11 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
+from flower_dp.simulation.cluster import installed
 from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.placement import Placement
 from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
 from flower_dp.simulation.workers import Workers
 
@@ -39,12 +42,13 @@ class _Call:
 
 
 class RayGrid(Grid):
-    """A Grid whose nodes run a ClientApp on this machine's Ray actors.
+    """A Grid whose nodes run a ClientApp on Ray actors, on this machine or on those of a cluster.
 
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
     messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
-    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one. What a
-    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
+    Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one, as soon as a
+    machine has room for it; the others serve its nodes meanwhile. What a ClientApp raises becomes an error reply too; the node's
+    state is then as it was before the message.
 
     A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
     it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
@@ -62,6 +66,9 @@ class RayGrid(Grid):
 
     Raises:
         FlowerVersionError: the installed Flower is not known.
+        ValueError: nodes have a `ledger-path`, and are on several machines: each would have a file of its own, with a part of
+            what the node has spent.
+        RuntimeError: messages wait, and no machine runs a worker any more, or takes one within two minutes.
 
     Example:
         >>> from flower_dp.simulation import RayGrid, Workers
@@ -92,17 +99,22 @@ class RayGrid(Grid):
         self._run_config = dict(run_config or {})
         self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
         own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
+        if workers.away and any(LEDGER_PATH in config for config in own.values()):
+            raise ValueError(
+                f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
+            )
         setup = {
             "app": dumps((lambda: app) if isinstance(app, ClientApp) else app),
             "run_id": self._run.run_id,
             "run_config": self._run_config,
             "num_nodes": num_nodes,
             "node_config": own,
-            "folder": str(Path.cwd()),
-            "path": tuple(os.path.abspath(place) for place in sys.path),
+            "folder": "" if workers.away else str(Path.cwd()),
+            "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
             "bytecode": not sys.dont_write_bytecode,
+            "versions": installed() if workers.away else {},
         }
-        self._setup = dumps(setup)
+        setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
@@ -113,9 +125,7 @@ class RayGrid(Grid):
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._idle: set[int] = set(range(len(workers.actors)))
-        for actor in workers.actors:
-            actor.begin.remote(self._setup)
+        self._placement = Placement(workers, setup_on_machines)
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -212,11 +222,13 @@ class RayGrid(Grid):
 
     def _dispatch(self) -> None:
         """Hand waiting calls to idle workers."""
-        for index in sorted(self._idle):
+        idle, awaited = self._placement.idle, self._placement.awaited_by_their_nodes()
+        for index in sorted(idle):
             self._hand(index, self._queues[index])
-        # A worker without calls of its own nodes takes those of one that is at work.
-        for index in sorted(self._idle):
-            self._hand(index, max(self._queues, key=len))
+        # A worker without calls of its own nodes takes those of one that is at work, or gone.
+        others = [queue for index, queue in enumerate(self._queues) if index not in awaited]
+        for index in sorted(idle):
+            self._hand(index, max(others, key=len))
 
     def _hand(self, index: int, queue: deque[_Call]) -> None:
         """Hand a worker the first call of a queue whose node is not being served."""
@@ -226,7 +238,7 @@ class RayGrid(Grid):
         queue.remove(call)
         actor = self._workers.actors[index]
         state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
-        self._idle.remove(index)
+        self._placement.idle.remove(index)
         self._busy.add(call.node)
         self._running[actor.run.remote(call.message, state)] = index, call
 
@@ -236,12 +248,17 @@ class RayGrid(Grid):
             return
         try:
             with self._lock:
-                running = list(self._running)
-            if not running:
+                self._dispatch()
+                self._placement.check(at_work=bool(self._running), waits=any(self._queues))
+                pending = [*self._running, *self._placement.awaited()]
+            if not pending:
                 return
-            for ref in self._ray.wait(running, num_returns=1, timeout=seconds)[0]:
+            for ref in self._ray.wait(pending, num_returns=1, timeout=seconds)[0]:
                 with self._lock:
-                    self._finish(ref)
+                    if self._placement.arrived(ref):
+                        self._dispatch()
+                    else:
+                        self._finish(ref)
         finally:
             self._waiting.release()
 
@@ -254,14 +271,15 @@ class RayGrid(Grid):
             reply = self._taken(call, self._ray.get(ref), actor)
         except self._ray.exceptions.RayActorError as error:
             log.error("a worker has died while it served node %s: %s", call.node, str(error).strip().splitlines()[0])
-            self._workers.replace(index)
-            self._workers.actors[index].begin.remote(self._setup)
+            self._placement.replace(index)
             reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
         except Exception as error:  # such as an answer that can't be read here
             log.exception("node %s: no answer", call.node)
+            self._placement.idle.add(index)
             reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
+        else:
+            self._placement.idle.add(index)
         self._busy.discard(call.node)
-        self._idle.add(index)
         self._settle(call, reply)
         self._dispatch()
 

@@ -4,8 +4,9 @@ import importlib
 import operator
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ _looked = time.time_ns()
 class InFolder:
     """Returns what an app's pyproject.toml names as "module:name", from the modules in the app's folder.
 
-    Modules of the folder that are there already are imported again: they may be those of an earlier run.
+    Modules of the folder that are there already are imported again: they may be those of an earlier run. "." is the folder in
+    which the call is made.
 
     Raises:
         ValueError: on a call, if the name is not there, or has another type.
@@ -34,18 +36,18 @@ class InFolder:
 
     def __call__(self) -> Any:
         """Return it."""
-        forget(self.folder)
-        if self.folder not in sys.path:
-            sys.path.insert(0, self.folder)
+        folder = str(Path(self.folder).absolute())
+        forget(folder)
+        sys.path.insert(0, folder)
         module, _, name = self.reference.partition(":")
         if not module or not name:
-            raise ValueError(f"{self.key}={self.reference!r}: must be 'module:name' in {self.folder}")
+            raise ValueError(f"{self.key}={self.reference!r}: must be 'module:name' in {folder}")
         try:
             imported = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name not in (module, module.partition(".")[0]):
                 raise  # a package that the app needs is not installed
-            raise ValueError(f"{self.key}={self.reference!r}: {error}; must be 'module:name' in {self.folder}") from None
+            raise ValueError(f"{self.key}={self.reference!r}: {error}; must be 'module:name' in {folder}") from None
         try:
             found = operator.attrgetter(name)(imported)
         except AttributeError:
@@ -53,6 +55,13 @@ class InFolder:
         if type(found).__name__ != self.type_name:
             raise ValueError(f"{self.key}={self.reference!r}: is a {type(found).__name__}: must be a {self.type_name}")
         return found
+
+
+def client_of(app: App, *, away: bool) -> Callable[[], Any]:
+    """Return what loads an app's ClientApp in a worker: from the app's folder, or on a cluster from what every machine has."""
+    if not away:
+        return components(app)[0]
+    return own_client_app if app.own else replace(components(app)[0], folder=".")
 
 
 def components(app: App) -> tuple[InFolder, InFolder]:

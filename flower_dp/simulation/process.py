@@ -27,10 +27,10 @@ _LOOK_SECONDS = 0.5
 def main(request_file: str) -> None:
     """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
-    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `only_state`, `launcher`
-    and `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the settings, or
-    `interrupted` after a SIGTERM, which comes too when the launcher has died: the run has then written its statement and a
-    checkpoint.
+    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `ray_address`,
+    `only_state`, `launcher` and `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the
+    settings, or `interrupted` after a SIGTERM, which comes too when the launcher has died: the run has then written its statement
+    and a checkpoint.
     """
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     threading.Thread(target=_end_with, args=(request["launcher"],), daemon=True).start()
@@ -60,20 +60,23 @@ def main(request_file: str) -> None:
 
 
 def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
-    from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (after the settings of Python above)
-    from flower_dp.simulation.modules import components  # noqa: PLC0415
+    from flower_dp.simulation.cluster import Cluster, bundled  # noqa: PLC0415  (after the settings of Python above)
+    from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415
+    from flower_dp.simulation.modules import client_of, components  # noqa: PLC0415
     from flower_dp.simulation.silent_grid import SilentGrid  # noqa: PLC0415
     from flower_dp.simulation.workers import Workers, start_ray  # noqa: PLC0415
 
     config = {**app.defaults, **request["overrides"]}
-    client, server = components(app)
+    away = request["ray_address"]
+    server = components(app)[1]
     if request["only_state"]:
         silent = SilentGrid()
         server()(silent, silent.server_context(config))
         return "failed", "the app has started no strategy of flower-dp"
-    start_ray(request["num_workers"], Path(request["ray_folder"]))
-    workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"])
-    grid = RayGrid(client, workers, num_nodes=request["num_nodes"], run_config=config)
+    cluster = Cluster(address=away, bundle=bundled(app)) if away else None
+    start_ray(request["num_workers"], Path(request["ray_folder"]), cluster)
+    workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"], cluster=cluster)
+    grid = RayGrid(client_of(app, away=bool(away)), workers, num_nodes=request["num_nodes"], run_config=config)
     try:
         if app.check and request["overrides"]:  # the defaults are valid
             with plugins.loaded(app, app.check) as check:

@@ -1,4 +1,4 @@
-"""One call that runs a Flower app on this machine, in a script or a notebook."""
+"""One call that runs a Flower app, on this machine or a Ray cluster, in a script or a notebook."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +19,11 @@ from flower_dp.running import progress as screen
 from flower_dp.running.apps import own_module, resolve, with_values
 from flower_dp.running.recorded import WATCH, Watch, unasked
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
+from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_machines
 from flower_dp.simulation.grid import RayGrid
-from flower_dp.simulation.modules import components, forget, own_client_app
+from flower_dp.simulation.modules import client_of, components, forget, own_client_app
 from flower_dp.simulation.worker import Value
-from flower_dp.simulation.workers import Workers, stop_ray
+from flower_dp.simulation.workers import Workers, default_workers, start_ray, stop_ray
 from flower_dp.strategies.journal import OBSERVERS
 
 
@@ -69,6 +70,7 @@ class _Loaded:
     client: ClientApp | Callable[[], ClientApp]
     run_config: Mapping[str, Value]
     name: str
+    bundle: bytes = b""  # the app's files, for a cluster
 
 
 def simulate(
@@ -83,9 +85,10 @@ def simulate(
     node_config: Callable[[int], Mapping[str, Value]] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    ray_address: str = "",
     progress: bool = True,
 ) -> Run:
-    """Run a Flower app on this machine's cores, and return the run.
+    """Run a Flower app on this machine's cores, or on those of a Ray cluster, and return the run.
 
     The first call starts Ray and a worker for each core. They stay, so that the next call begins at once, with the functions as
     they are then: those of a notebook or script travel by value; modules are imported again when their files have changed.
@@ -108,10 +111,15 @@ def simulate(
         output_dir: the run folder, new or empty; None for a new one under `~/.flower-dp/runs`.
         resume: the folder of a run that was interrupted, or failed: it goes on from its last checkpoint, with the same app and
             settings. A run that has ended is not run again.
+        ray_address: HOST:PORT of a Ray cluster to which this machine belongs, or "auto"; "" for Ray on this machine alone. The
+            files of an app's folder travel; what else a ClientApp imports must be installed on every machine, with the same
+            versions of Python, Ray, Flower, torch, NumPy and this package. Who can read the cluster's traffic reads what clients
+            send (docs/cluster.md).
         progress: whether to show a progress bar, or a line a round where no bar can be shown.
 
     Raises:
-        ValueError: for invalid settings, naming them.
+        ValueError: for invalid settings, naming them; or a machine of the cluster has other versions installed.
+        ConnectionError: no cluster answers, or this process can't join it.
         ImportError: Ray is not installed.
         Exception: what the ServerApp raises; the run folder has the statement of what was released before.
 
@@ -133,10 +141,11 @@ def simulate(
         checks.integer("seed", seed, at_least=0)
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
-        loaded = stack.enter_context(_loaded(app, client_app, values))
+        loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
         stack.enter_context(_run_folder(_folder(output_dir, resume, loaded.name), resume=resume is not None))
         try:
-            workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes)
+            cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
+            workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
             nodes = num_nodes or len(workers.actors)
             grid = stack.enter_context(
                 RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
@@ -168,11 +177,11 @@ def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
 
 
 @contextmanager
-def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value]) -> Iterator[_Loaded]:
+def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value], *, away: bool) -> Iterator[_Loaded]:
     if isinstance(app, str | os.PathLike):
         if client_app is not None:
             raise ValueError("client_app: the app's folder names its own; leave it out")
-        with _from_folder(str(app), values) as loaded:
+        with _from_folder(str(app), values, away=away) as loaded:
             yield loaded
         return
     server, client = (
@@ -186,15 +195,16 @@ def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value])
 
 
 @contextmanager
-def _from_folder(target: str, values: Mapping[str, Value]) -> Iterator[_Loaded]:
+def _from_folder(target: str, values: Mapping[str, Value], *, away: bool) -> Iterator[_Loaded]:
     what = resolve(target, [])
     config = with_values(what, values)
     if what.app.own:  # the package's own, wherever it is
         yield _Loaded(server=own_module("server_app").app, client=own_client_app, run_config=config, name=what.name)
         return
-    client, server = components(what.app)
+    client = client_of(what.app, away=away)
     try:
-        yield _Loaded(server=server(), client=client, run_config=config, name=what.name)
+        files = bundled(what.app) if away else b""
+        yield _Loaded(server=components(what.app)[1](), client=client, run_config=config, name=what.name, bundle=files)
     finally:
         forget(str(what.app.folder))  # another app may have modules of the same names
 
@@ -236,20 +246,20 @@ def _run_folder(folder: Path | None, *, resume: bool) -> Iterator[None]:
 _warm: dict[tuple[Any, ...], Workers] = {}
 
 
-def warm_workers(*, cpus: float, gpus: float, at_most: int | None) -> Workers:
+def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Cluster | None = None) -> Workers:
     """Return the workers of the last call, if they are of this kind, else new ones in their place."""
-    import ray  # noqa: PLC0415
-
-    session = ray.get_runtime_context().get_job_id() if ray.is_initialized() else None
+    ray = start_ray(default_workers(), cluster=cluster)
+    context = ray.get_runtime_context()
+    session = context.get_session_name(), context.get_job_id()
     key = session, cpus, gpus, at_most
-    if session is None or key not in _warm:
-        for old in _warm.values():
-            if session is not None:
+    if key not in _warm:
+        for (theirs, *_), old in _warm.items():
+            if theirs == session:  # others ended with their session
                 old.close()
         _warm.clear()
-        made = Workers(cpus=cpus, gpus=gpus, at_most=at_most)
-        _warm[ray.get_runtime_context().get_job_id(), cpus, gpus, at_most] = made
-        return made
+        if cluster is not None:
+            check_machines(ray, cpus, gpus)
+        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)
     return _warm[key]
 
 

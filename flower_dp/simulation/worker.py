@@ -6,6 +6,7 @@ system, as a device does; no state of a generator is sent to it.
 
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp.simulation import modules
+from flower_dp.simulation.cluster import differences, installed
 from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
 
 Value = bool | int | float | str
@@ -33,9 +35,10 @@ class Setup:
         run_config: the run's settings.
         num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ...
         node_config: further settings of nodes, by partition.
-        folder: the working directory.
+        folder: the working directory; "" where the worker's own has the app's files.
         path: where modules are looked for.
         bytecode: whether imports may write files beside the modules.
+        versions: what every machine must have installed (`cluster.installed`); empty on the server's own machine.
     """
 
     run_id: int
@@ -46,6 +49,7 @@ class Setup:
     folder: str
     path: tuple[str, ...]
     bytecode: bool
+    versions: Mapping[str, str]
 
     def context(self, node: int) -> Context:
         """Return the context of a node with an empty state."""
@@ -90,7 +94,9 @@ class Worker:
         try:
             # The app may be in a folder that is not known here yet; it is a pickle of its own for that.
             found: dict[str, Any] = pickle.loads(setup)  # noqa: S301  (made by this run's own server)
-            os.chdir(found["folder"])
+            if other := differences(found["versions"], installed() if found["versions"] else {}):
+                raise RuntimeError(f"machine {socket.gethostname()}: {other}")
+            os.chdir(found["folder"] or ".")
             sys.path += [place for place in found["path"] if place not in sys.path]
             modules.forget_changed()
             sys.dont_write_bytecode = not found["bytecode"]

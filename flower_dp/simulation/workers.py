@@ -1,4 +1,4 @@
-"""Ray on this machine, and the actors on it that run ClientApps. Both stay from one simulation to the next."""
+"""Ray, and the actors on it that run ClientApps. Both stay from one simulation to the next."""
 
 import atexit
 import importlib.util
@@ -10,26 +10,33 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
+from flower_dp.simulation.cluster import Cluster, fitting
 
-# What Ray reads when it starts.
+# What Ray reads in every process: messages of up to 4 MiB go directly to the worker, not through its object store.
+_MESSAGES = {"RAY_max_direct_call_object_size": str(2**22)}
+# What it reads when it starts.
 ENVIRONMENT = {
+    **_MESSAGES,
     # Ray starts workers at niceness 15, so other programs would take the cores from the training.
     "RAY_worker_niceness": "0",
-    # Messages of up to 4 MiB go directly to the worker, not through Ray's object store.
-    "RAY_max_direct_call_object_size": str(2**22),
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise Ray looks for a `uv run` among the parents of this process.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
+# On Linux Ray would take the address by which others reach this machine in its place, and listen to all, but for this.
+ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 _lock = threading.Lock()
-_folder: Path | None = None
+# What was started or joined here: the folder of a Ray of this process's own, or the cluster.
+_ours: Path | Cluster | None = None
 
 
 def default_workers() -> int:
@@ -39,32 +46,66 @@ def default_workers() -> int:
     return os.cpu_count() or 1
 
 
-def start_ray(num_cpus: int, folder: Path | None = None) -> Any:
-    """Start Ray on this machine, unless it runs in this process already, and return its module.
+def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None = None) -> Any:
+    """Start Ray on this machine, or join a cluster, unless this process has done that already, and return Ray's module.
 
     Args:
-        num_cpus: how many workers of one core may run at once.
+        num_cpus: how many workers of one core may run at once, on this machine.
         folder: where Ray puts its sockets and logs; None for a new one, which is removed with Ray.
+        cluster: what to join; None to start Ray here. A Ray that `ray.init` has started in this process serves for both.
 
     Raises:
         ImportError: Ray is not installed.
+        ConnectionError: the cluster can't be joined, as Ray says why.
     """
-    global _folder  # noqa: PLW0603  (there is one Ray in a process)
+    global _ours  # noqa: PLW0603  (there is one Ray in a process)
     if importlib.util.find_spec("ray") is None:
         raise ImportError("Ray is not installed: pip install 'flower-dp[simulation]'", name="ray")
     import ray  # noqa: PLC0415  (a third of a second)
 
     with _lock:
+        if ray.is_initialized() and _ours is None:
+            _check_theirs(ray, cluster)
+            return ray
+        if ray.is_initialized() and (_ours if isinstance(_ours, Cluster) else None) == cluster:
+            return ray
         if ray.is_initialized():
+            _stop(ray)
+        if cluster is not None:
+            _join(ray, cluster)
+            _ours = cluster
+            atexit.register(stop_ray)
             return ray
         if folder is None:
-            folder = _folder = short_folder()
+            folder = _ours = short_folder()
         if threading.current_thread() is threading.main_thread():
             _init(ray, num_cpus, folder)
         else:
             _init_in_a_lasting_thread(ray, num_cpus, folder)
         atexit.register(stop_ray)
         return ray
+
+
+def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
+    """Refuse a cluster where this process has joined another one itself."""
+    there = ray.get_runtime_context().gcs_address
+    if cluster is not None and (cluster.bundle or there != cluster.address):
+        raise ConnectionError(
+            f"ray_address={cluster.address!r}: this process has called ray.init() itself, for {there}; call ray.shutdown() before"
+        )
+
+
+def _join(ray: Any, cluster: Cluster) -> None:
+    environment: dict[str, Any] = {"env_vars": _MESSAGES}
+    try:
+        with warnings.catch_warnings(), _set(_MESSAGES), tempfile.TemporaryDirectory(prefix="flower-dp-") as folder:
+            warnings.simplefilter("ignore")
+            if cluster.bundle:
+                environment["working_dir"] = str(Path(folder, "app.zip"))
+                Path(folder, "app.zip").write_bytes(cluster.bundle)
+            ray.init(address=cluster.address, runtime_env=environment, logging_level=logging.ERROR)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConnectionError(f"ray_address={cluster.address!r}: {str(error).strip()}") from error
 
 
 def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
@@ -88,11 +129,11 @@ def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
 
 
 def _init(ray: Any, num_cpus: int, folder: Path) -> None:
-    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "PYTHONPATH")}
     paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
-    os.environ |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    constants = ray._private.ray_constants  # read from the environment when Ray was imported
+    among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _set(ENVIRONMENT | ALONE | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}):
             warnings.simplefilter("ignore")  # hints on future releases of Ray
             ray.init(
                 address="local",
@@ -103,6 +144,17 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
                 _temp_dir=str(folder),
             )
     finally:
+        constants.ENABLE_RAY_CLUSTER = among_others
+
+
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within this context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -111,21 +163,25 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
 
 
 def stop_ray() -> None:
-    """End the Ray that `start_ray` has started, with all its workers; a Ray of somebody else goes on."""
-    global _folder  # noqa: PLW0603
+    """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on."""
     with _lock:
-        if _folder is None:
-            return
-        import ray  # noqa: PLC0415
+        if _ours is not None:
+            import ray  # noqa: PLC0415
 
-        ray.shutdown()
+            _stop(ray)
+
+
+def _stop(ray: Any) -> None:
+    global _ours  # noqa: PLW0603
+    ray.shutdown()
+    if isinstance(_ours, Path):
         for _ in range(30):  # Ray's processes write into it until they have ended
-            shutil.rmtree(_folder, ignore_errors=True)
-            if not _folder.exists():
+            shutil.rmtree(_ours, ignore_errors=True)
+            if not _ours.exists():
                 break
             time.sleep(0.1)
-        _folder = None
-        atexit.unregister(stop_ray)
+    _ours = None
+    atexit.unregister(stop_ray)
 
 
 def short_folder() -> Path:
@@ -140,24 +196,38 @@ class Workers:
     """Actors of one kind, each of which runs a ClientApp for one node at a time; a dead one can be replaced.
 
     Args:
-        num_workers: how many; None for as many as fit on this machine, but no more than `at_most`.
+        num_workers: how many; None for as many as fit, machine by machine, but no more than `at_most`.
         cpus: CPU cores of each; torch uses as many threads.
         gpus: the fraction of a GPU that each gets; with 0 it sees no GPU.
+        cluster: where they are; None for this machine.
+
+    Attributes:
+        actors: Ray's handles. One that has been replaced waits in Ray's queue until a machine has room for it.
+        away: whether they are on a cluster, whose machines need not share a folder with this one.
 
     Raises:
-        ValueError: they do not fit on this machine.
+        ValueError: they do not fit.
         ImportError: Ray is not installed.
+        ConnectionError: the cluster can't be joined.
     """
 
     def __init__(
-        self, *, num_workers: int | None = None, cpus: float = 1.0, gpus: float = 0.0, at_most: int | None = None
+        self,
+        *,
+        num_workers: int | None = None,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        at_most: int | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         if num_workers is not None:
             checks.integer("num_workers", num_workers, at_least=1)
         checks.number("cpus", cpus, above=0)
         checks.number("gpus", gpus, at_least=0)
-        self._ray = start_ray(max(default_workers(), num_workers or 0))
-        fit = self._capacity(cpus, gpus)
+        self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
+        self.away = cluster is not None
+        self._needs = cpus, gpus
+        fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
             raise ValueError(
@@ -174,23 +244,25 @@ class Workers:
         self._ray.kill(self.actors[index])
         self.actors[index] = self._make.remote()
 
+    def have_room(self) -> bool:
+        """Return whether the machines that are left have room for all of them."""
+        fit = sum(fitting(node, *self._needs) for node in self._ray.nodes())
+        return fit >= len(self.actors)
+
+    def failure(self, ready: Any) -> str:
+        """Return why an actor could not be started, "" if it was; Ray has an answer to `ready`."""
+        try:
+            self._ray.get(ready)
+        except Exception as error:  # such as a machine that lacks this package
+            return str(error).strip().splitlines()[-1]
+        return ""
+
     def close(self) -> None:
         """End all actors."""
         if self._ray.is_initialized():
             for actor in self.actors:
                 self._ray.kill(actor)
         self.actors = []
-
-    def _capacity(self, cpus: float, gpus: float) -> int:
-        """Return how many fit, machine by machine."""
-        total = 0
-        for node in self._ray.nodes():
-            has = node["Resources"]
-            # A GPU is never shared by fractions of two.
-            shares = int(has.get("GPU", 0)) * int(1 / gpus) if 0 < gpus <= 1 else int(has.get("GPU", 0) / gpus) if gpus else None
-            of_cpus = int(has.get("CPU", 0) / cpus)
-            total += of_cpus if shares is None else min(of_cpus, shares)
-        return total
 
 
 def _worker_class() -> type:

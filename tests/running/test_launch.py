@@ -176,11 +176,20 @@ def test_the_environment_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "example.org")
     got = superlink._environment(tmp_path, tmp_path / "home")
     assert "RAY_ADDRESS" not in got
+    assert got["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"  # without it Ray listens to other machines
     assert got["FLWR_HOME"] == str(tmp_path / "home")
     assert got["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
     assert got["FLWR_TELEMETRY_ENABLED"] == "0"
     assert got["NO_PROXY"] == "example.org,127.0.0.1,localhost"
     assert got["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
+
+
+def test_the_environment_of_a_run_on_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+    got = superlink._environment(tmp_path, tmp_path / "home", "10.0.0.2:6379")
+    assert got["RAY_ADDRESS"] == "10.0.0.2:6379"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in got  # it is one of several machines
 
 
 def test_a_program_that_is_not_there_says_how_to_get_it():

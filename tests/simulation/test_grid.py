@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp.clients import client_app
-from flower_dp.simulation import RayGrid
+from flower_dp.simulation import RayGrid, placement
+from flower_dp.simulation.worker import Worker
 from flower_dp.strategies import DPStrategy
 from tests.contracts import METHODS, Words
 from tests.grids import asks_to_train
@@ -240,6 +242,72 @@ def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
     assert [report.replies for report in run.strategy.rounds] == [4, 2, 4]
     assert any("did not reply" in line for line in run.strategy.statement.incidents)
     assert run.strategy.statement.num_rounds == 3
+
+
+# Workers that find no machine
+
+
+class Broken(Worker):
+    """A worker whose machine lacks what it needs."""
+
+    def __init__(self):
+        raise ModuleNotFoundError("No module named 'flower_dp'")
+
+
+@pytest.fixture
+def instead(workers):
+    """Replace workers by others from now on; in the end those of the file are as before."""
+    import ray
+
+    before = workers._make
+
+    def by(worker=Worker, num_cpus=1_000):
+        workers._make = ray.remote(worker).options(num_cpus=num_cpus)
+
+    yield by
+    workers._make = before
+    for index in range(len(workers.actors)):
+        workers.replace(index)
+
+
+def test_a_worker_that_finds_no_machine_leaves_its_nodes_to_the_others(grid, instead, monkeypatch):
+    monkeypatch.setattr(placement, "_START_SECONDS", 1.0)
+    before = list(map(reported, grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])))
+    instead(num_cpus=1_000)
+    dead, *others = grid.send_and_receive([to(2, do="die"), to(3), to(4), to(5)])
+    assert dead.error.code == 8
+    after = list(map(reported, grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])))
+    assert len({answer["process"] for answer in [*map(reported, others), *after]}) == 1
+    assert {answer["process"] for answer in after} < {answer["process"] for answer in before}
+    # The state of the nodes that have moved came along.
+    assert [answer["count"] for answer in after] == [2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("worker", "num_cpus", "seconds", "why"),
+    [
+        (Worker, 1_000, 0.5, "no machine has had room for one"),
+        (Broken, 1, 200.0, "all have died, and none could be started again"),
+    ],
+    ids=["no room", "nothing installed"],
+)
+def test_a_run_without_workers_ends(grid, instead, monkeypatch, caplog, worker, num_cpus, seconds, why):
+    list(grid.send_and_receive([to(2), to(3)]))
+    monkeypatch.setattr(placement, "_NOBODY_SECONDS", seconds)
+    instead(worker, num_cpus)
+    replies = grid.send_and_receive([to(2, do="die"), to(3, do="die")])
+    assert [reply.error.code for reply in replies] == [8, 8]
+    with pytest.raises(RuntimeError, match=f"no worker is left: .*{why}"):
+        grid.send_and_receive([to(2)])
+    assert worker is Worker or "a worker could not be started" in caplog.text
+
+
+def test_ray_listens_to_this_machine_alone(workers):
+    """Whoever reaches one of its ports may run anything."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    at = {place.laddr for one in processes for place in one.net_connections("tcp") if place.status == psutil.CONN_LISTEN}
+    assert len(at) > 3
+    assert [place for place in at if not place.ip.endswith("127.0.0.1")] == []
 
 
 def forging(message: Message, context: Context) -> Message:

@@ -1,6 +1,7 @@
 """What runs in a worker, called in this process: states, errors, modules that change."""
 
 import pickle
+import socket
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp.simulation import modules
+from flower_dp.simulation import worker as worker_module
 from flower_dp.simulation.identity import SERVER_NODE, identify, numbered
 from flower_dp.simulation.worker import Worker
 from tests.grids import LocalGrid  # noqa: F401  (it makes messages possible)
@@ -53,9 +55,23 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def setup_of(folder, load, path=()):
+def test_a_machine_with_another_code_takes_no_part(here, monkeypatch):
+    """An older flower-dp may clip or draw noise in another way."""
+    there = {"torch": "2.13.0", "flower-dp": "0.1.0 with files 01234567"}
+    monkeypatch.setattr(worker_module, "installed", lambda: there | {"flower-dp": "0.1.0 with files 89abcdef"})
+    worker = Worker()
+    worker.begin(setup_of(here, lambda: app, versions=there))
+    reply = worker.run(to(2), None).reply
+    assert reply.error.code == 1
+    assert f"machine {socket.gethostname()}: flower-dp 0.1.0 with files 89abcdef in place of" in reply.error.reason
+    monkeypatch.setattr(worker_module, "installed", lambda: there)
+    worker.begin(setup_of(here, lambda: app, versions=there))
+    assert not worker.run(to(2), None).reply.has_error()
+
+
+def setup_of(folder, load, path=(), versions=None):
     arguments = {"run_id": 1, "run_config": {}, "num_nodes": 3, "node_config": {}, "folder": str(folder), "path": path}
-    return cloudpickle.dumps(arguments | {"app": cloudpickle.dumps(load), "bytecode": False})
+    return cloudpickle.dumps(arguments | {"app": cloudpickle.dumps(load), "bytecode": False, "versions": versions or {}})
 
 
 @pytest.fixture

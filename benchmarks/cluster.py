@@ -1,0 +1,98 @@
+"""Seconds a round by the number of workers: what the driver of a run on a cluster adds up, in the same run on one machine.
+
+    python benchmarks/cluster.py [--workers 2 4 8] [--parameters N] [--rounds N] [--ray-address HOST:PORT] [--json FILE]
+
+Every worker serves one node, and answers each round with an array of N float32 values that it makes without computing: what
+remains is messages, Ray, and the server's sum. Prints, for every number of workers, the median seconds of a round, the bytes that
+cross to and from one node in it, and of these seconds those in which the driver reads the replies and adds them up. Without an
+address the workers share the cores of this machine: a round can't be shorter there than their work one after the other, and the
+lines say how much the driver adds for each node, not how fast a cluster is. Says how busy the machine was before.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_dp.simulation import RayGrid, Workers
+from flower_dp.simulation.cluster import Cluster, address_of
+
+WARM_UP = 3
+
+
+def answering(parameters: int) -> ClientApp:
+    """Return an app whose nodes answer with an array at once."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"sum": ArrayRecord([np.ones(parameters, np.float32)])}), reply_to=message)
+
+    return app
+
+
+def measured(workers: Workers, parameters: int, num_rounds: int) -> dict[str, Any]:
+    """Return what a round takes with one node a worker."""
+    model = ArrayRecord([np.zeros(parameters, np.float32)])
+    seconds, adding = [], []
+    with RayGrid(answering(parameters), workers, num_nodes=len(workers.actors)) as grid:
+        for _ in range(num_rounds + WARM_UP):
+            started = time.perf_counter()
+            replies = grid.send_and_receive(
+                [Message(RecordDict({"model": model}), node, "train") for node in grid.get_node_ids()]
+            )
+            there = time.perf_counter()
+            total = np.zeros(parameters, np.float64)
+            for reply in replies:
+                total += next(iter(reply.content.array_records.values())).to_numpy_ndarrays()[0]
+            if not np.array_equal(total, np.full(parameters, len(workers.actors))):
+                raise SystemExit("a reply is missing")
+            adding.append(time.perf_counter() - there)
+            seconds.append(time.perf_counter() - started)
+    return {
+        "workers": len(workers.actors),
+        "bytes_each_way": 4 * parameters,
+        "seconds": statistics.median(seconds[WARM_UP:]),
+        "adding_seconds": statistics.median(adding[WARM_UP:]),
+    }
+
+
+def main() -> None:
+    """Measure every number of workers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--parameters", type=int, default=203_530, help="those of the MLP 784-256-10 by default")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--ray-address", default="")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    print(
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} before"
+    )
+    cluster = Cluster(address=address_of(options.ray_address)) if options.ray_address else None
+    results = []
+    for number in options.workers:
+        # On one machine they share cores.
+        share = 1.0 if cluster else min(1.0, (os.cpu_count() or 1) / max(options.workers))
+        workers = Workers(num_workers=number, cpus=share, cluster=cluster)
+        results.append(measured(workers, options.parameters, options.rounds))
+        workers.close()
+        one = results[-1]
+        print(
+            f"{number} workers: {1000 * one['seconds']:.1f} ms a round, of which the sum {1000 * one['adding_seconds']:.1f} ms; "
+            f"{one['bytes_each_way'] / 1e6:.2f} MB to each node and back"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""A Ray cluster: what is refused before it is joined, what its machines must have, and a run that loses a machine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from flwr.clientapp import ClientApp
+
+import flower_dp
+from flower_dp.clients.account import LEDGER_PATH
+from flower_dp.running.apps import own_app, read_app
+from flower_dp.running.processes import ProcessTree
+from flower_dp.simulation import RayGrid, cluster
+
+ROOT = Path(flower_dp.__file__).parents[1]
+
+# Addresses
+
+
+@pytest.fixture
+def listening():
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        there.listen()
+        yield f"127.0.0.1:{there.getsockname()[1]}"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_auto_is_the_environments_or_what_ray_start_has_begun(tmp_path, monkeypatch, listening):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConnectionError, match="RAY_ADDRESS is not set, and `ray start` has begun no cluster"):
+        cluster.address_of("auto")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"{listening}\n")
+    assert cluster.address_of("auto") == listening
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(ConnectionError, match=os.environ["RAY_ADDRESS"]):
+        cluster.address_of("auto")
+    assert cluster.address_of(listening) == listening
+
+
+@pytest.mark.parametrize("address", ["", "head", "head:", ":6379", "ray://head:10001", "head:6379/x", "a b:1"])
+def test_what_is_no_address_is_refused(address, monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ValueError, match="must be HOST:PORT or auto"):
+        cluster.address_of(address)
+
+
+def test_an_address_that_nobody_answers_is_refused_before_anything_starts(monkeypatch):
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match=f"ray_address='{nobody}': no Ray cluster answers there"):
+        flower_dp.simulate(own_app().folder, ray_address=nobody, progress=False)
+    with pytest.raises(ConnectionError, match="no Ray cluster answers there"):
+        cluster.address_of("127.0.0.1:99999")
+
+
+# Machines
+
+
+def test_versions_that_differ_are_named():
+    here = {"Python": "3.11", "torch": "2.13.0", "flower-dp": "0.1.0 with files 01234567"}
+    assert cluster.differences(here, here) == ""
+    there = here | {"torch": "2.12.0"}
+    assert cluster.differences(here, there) == "torch 2.12.0 in place of 2.13.0"
+    del there["flower-dp"]
+    assert cluster.differences(here, there).endswith("flower-dp none in place of 0.1.0 with files 01234567")
+
+
+def test_what_is_installed(monkeypatch, tmp_path):
+    found = cluster.installed()
+    assert list(found) == ["Python", "ray", "flwr", "flower-dp", "torch", "numpy"]
+    assert found["Python"] == "{}.{}".format(*sys.version_info[:2])
+    assert "none" not in found.values()
+    assert "+" not in found["torch"]  # a machine with GPUs has another build
+    # The code counts, not its version alone.
+    (tmp_path / "flower_dp").mkdir()
+    (tmp_path / "flower_dp" / "__init__.py").write_text("")
+    monkeypatch.setattr(flower_dp, "__file__", str(tmp_path / "flower_dp" / "__init__.py"))
+    other = cluster.installed()
+    assert cluster.differences(found, other).startswith("flower-dp 0.")
+    assert cluster.installed() == other
+
+
+def node_of(cpus, gpus=0.0, *, alive=True):
+    return {"Alive": alive, "Resources": {"CPU": cpus, **({"GPU": gpus} if gpus else {})}}
+
+
+@pytest.mark.parametrize(
+    ("node", "cpus", "gpus", "fit"),
+    [
+        (node_of(8.0), 1.0, 0.0, 8),
+        (node_of(8.0), 3.0, 0.0, 2),
+        (node_of(8.0), 1.0, 0.5, 0),
+        (node_of(8.0, 2.0), 1.0, 0.5, 4),
+        (node_of(8.0, 2.0), 1.0, 0.4, 4),  # two on each: the fifths that are left on both make none
+        (node_of(8.0, 3.0), 1.0, 2.0, 1),
+        (node_of(2.0, 4.0), 1.0, 1.0, 2),
+        (node_of(8.0, alive=False), 1.0, 0.0, 0),
+        ({"Alive": False, "Resources": {}}, 1.0, 0.0, 0),
+    ],
+)
+def test_how_many_workers_fit_on_a_machine(node, cpus, gpus, fit):
+    assert cluster.fitting(node, cpus, gpus) == fit
+
+
+def test_a_ledger_file_is_refused_where_nodes_move_between_machines():
+    """Each machine would have a file of its own, with a part of what the node has spent."""
+    away = SimpleNamespace(away=True, actors=[])
+    with pytest.raises(ValueError, match="ledger-path is a file of one machine"):
+        RayGrid(ClientApp(), away, num_nodes=2, node_config=lambda part: {LEDGER_PATH: "ledger"} if part else {})
+
+
+def test_the_files_of_an_app_that_travel(tmp_path):
+    app = write_app(tmp_path / "app")
+    (app / ".venv").mkdir()
+    (app / ".venv" / "secret.py").write_text("")
+    (app / "records.npy").write_bytes(bytes(100))
+    bundle = cluster.bundled(read_app(app))
+    assert {"pyproject.toml", "my_app.py", "my_help.py"} <= set(zipfile.ZipFile(BytesIO(bundle)).namelist())
+    assert not {".venv/secret.py", "records.npy"} & set(zipfile.ZipFile(BytesIO(bundle)).namelist())
+    os.utime(app / "my_help.py", (1, 1))
+    assert cluster.bundled(read_app(app)) == bundle
+    assert cluster.bundled(own_app()) == b""
+
+
+# A cluster of two raylets, which share no folder
+
+APP = """
+import time
+from pathlib import Path
+
+import torch
+
+import flower_dp
+import my_help
+
+
+def records(client, num_clients):
+    with (Path.home() / "served").open("a") as file:
+        file.write(f"{client} {my_help.__file__}\\n")
+    rng = torch.Generator().manual_seed(client)
+    return torch.randn(8, 3, generator=rng), torch.randint(2, (8,), generator=rng)
+
+
+def evaluate(model):
+    time.sleep(0.1)  # so that a test can come in between two rounds
+    return {"accuracy": 0.5}
+
+
+app = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records, evaluate_fn=evaluate)
+"""
+PROJECT = """
+[project]
+name = "mine"
+version = "1.0.0"
+
+[tool.flwr.app]
+publisher = "me"
+
+[tool.flwr.app.components]
+serverapp = "my_app:app.server"
+clientapp = "my_app:app.client"
+
+[tool.flwr.app.config]
+method = "dp-fedavg"
+num-clients = 20
+num-rounds = 30
+sampling = "full"
+batch-size = 4
+engine = "one-by-one"
+"dp-fedavg.delta" = 1e-3
+"dp-fedavg.target-epsilon" = 0.0
+"""
+
+
+def write_app(folder):
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "my_app.py").write_text(APP)
+    (folder / "my_help.py").write_text("")
+    return folder
+
+
+def environment(home, **more):
+    """Return that of a machine of its own."""
+    (home / "work").mkdir(parents=True)
+    kept = {name: os.environ[name] for name in ("PATH", "FLOWER_DP_TEST_DATA") if name in os.environ}
+    own = {"HOME": str(home), "FLWR_HOME": str(home / "flwr"), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    return kept | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} | more
+
+
+@contextmanager
+def machines(mark):
+    """Start two, and yield the cluster's port and the folder of each; in the end nothing of them is left."""
+    port, tree = free_port(), ProcessTree(("FLOWER_DP_MARK", mark))
+    with ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="m", dir="/tmp"))) for _ in range(2)]
+        stack.callback(tree.end, grace=1.0)
+        for folder, role in zip(folders, ("head", "more"), strict=True):
+            out = stack.enter_context((folder / "out").open("wb"))
+            started = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("raylet.py")), str(port), str(folder), role],
+                cwd=folder,
+                env=environment(folder / "home", FLOWER_DP_MARK=mark),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(started.wait)
+            stack.callback(started.stdin.close)
+            tree.add(started.pid)
+            wait_until(lambda: role == "more" or answers(port), started, folder / "out")  # noqa: B023
+        wait_until((folder / "pid").exists, started, folder / "out")
+        tree.remember_descendants()
+        yield port, folders
+
+
+def answers(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(found, process, output, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert process.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.05)
+
+
+def listens_to_others(process):
+    return [at.laddr for at in process.net_connections("tcp") if at.status == "LISTEN" and "127.0.0.1" not in at.laddr.ip]
+
+
+@pytest.mark.slow
+@pytest.mark.flwr_run
+def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
+    app, run = write_app(tmp_path / "app"), tmp_path / "run"
+    with machines(str(tmp_path)) as (port, (first, second)):
+        raylet = psutil.Process(int((second / "pid").read_text()))
+        assert listens_to_others(raylet) == []
+        command = [
+            sys.executable,
+            "-c",
+            "from flower_dp.cli.entry import main; main()",
+            "run",
+            str(app),
+            "--output-dir",
+            str(run),
+        ]
+        with (tmp_path / "out").open("wb") as out:
+            process = subprocess.Popen(
+                [*command, "--ray-address", f"127.0.0.1:{port}", "--supernodes", "4"],
+                cwd=tmp_path,
+                env=environment(tmp_path / "home"),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        wait_until(lambda: rounds(run) > 3, process, tmp_path / "out")
+        served = [(folder / "home" / "served").read_text().split() for folder in (first, second)]
+        raylet.send_signal(signal.SIGKILL)
+        lost_in = rounds(run)
+        assert process.wait(200) == 0, (tmp_path / "out").read_text()
+        out = (tmp_path / "out").read_text()
+        after = (first / "home" / "served").read_text().split()
+        raylet = psutil.Process(int((first / "pid").read_text()))
+        assert psutil.wait_procs([one for one in raylet.children() if "ray::Worker" in one.name()], timeout=20)[1] == []
+    # Both had clients before, each from its own copy of the app's files; the one that is left has all of them after.
+    assert set(map(int, served[0][::2] + served[1][::2])) == set(range(20))
+    assert served[0]
+    assert served[1]
+    assert set(map(int, after[::2])) == set(range(20))
+    for folder, lines in ((first, served[0]), (second, served[1])):
+        assert {Path(file).is_relative_to(folder) for file in lines[1::2]} == {True}
+    # Nothing that was on its way is counted, and the run has all its rounds.
+    statement = json.loads((run / "statement.json").read_text())
+    assert statement["num_rounds"] == 30
+    assert any("did not reply" in line for line in statement["incidents"]), statement["incidents"]
+    assert "round 30/30" in out
+    assert rounds(run) == 31 > lost_in
+
+
+def rounds(run):
+    """Return how many lines a run's metrics have."""
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
