@@ -1,4 +1,4 @@
-"""The check of a run-config that `flower-dp run` calls before it starts Flower."""
+"""The check of a run-config that `flower-dp run` calls before it asks any client."""
 
 from collections.abc import Mapping
 from typing import Any

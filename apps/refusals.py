@@ -1,4 +1,4 @@
-"""What is wrong with a run, as far as its settings say: found within a second or two, before Flower, Ray or torch start."""
+"""What is wrong with a run, as far as its settings say: found within a second or two, while its workers start."""
 
 import re
 from collections.abc import Mapping, Sequence

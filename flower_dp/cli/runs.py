@@ -78,7 +78,7 @@ def run(
             refuse(f"{given[0]}: a run that goes on keeps its app, its settings and its folder")
         _go_on(resume, workers)
         return
-    from flower_dp.running import apps, launched, plugins, preflight, run_folder
+    from flower_dp.running import apps, launched, preflight, run_folder
 
     try:
         what = apps.resolve(target, setting or [])
@@ -88,11 +88,8 @@ def run(
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
         num_workers = preflight.workers_of(workers, gpus_per_worker)
         num_supernodes = preflight.nodes_of(what, supernodes, num_workers)
-        preflight.check_settings(what)
-        # Of the data, the other engine checks them while it starts. The defaults are valid.
-        if what.app.check and overrides and engine is Engine.FLOWER:
-            with plugins.loaded(what.app, what.app.check) as check:
-                check({**what.app.defaults, **overrides})
+        if engine is Engine.FLOWER:  # the other one checks them while its workers start
+            preflight.check_settings(replace(what, overrides=overrides))
         wanted = output_dir or str(from_settings)
         is_new = not (wanted and Path(wanted).expanduser().exists())
         folder = run_folder.new_folder(wanted or None, what.name)
@@ -114,7 +111,7 @@ def run(
         begun.write(folder)
         if supernodes is None and num_supernodes > num_workers:
             typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
-        _launch(begun, folder)
+        _launch(begun, folder, given=what.given)
 
 
 def _go_on(folder: Path, workers: int | None) -> None:
@@ -150,7 +147,7 @@ def statement(
     _launch(begun, folder, resume=STATED)
 
 
-def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
+def _launch(begun: "Launched", folder: Path, *, given: tuple[str, ...] = (), resume: str = "") -> None:
     """Run an app in a folder, and tell how that ended."""
     from flower_dp.core.environment import STATED
     from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
@@ -173,6 +170,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
                 on_progress=screen.show,
                 on_log=screen.tell,
                 engine="flower" if begun.engine == Engine.FLOWER else "ray",
+                given=given,
                 resume=resume,
             )
     except ValueError as error:

@@ -34,7 +34,7 @@ class App:
 
     `pilot`, `check` and `public_test` are functions that the app's pyproject.toml names under [tool.flower-dp], as
     "module:function"; empty if there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem.
-    `flower-dp run` calls `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
+    `flower-dp run` calls `check` with the run-config before it asks any client; it raises ValueError for invalid settings.
     `flower-dp epsilon` and `flower-dp calibrate` call `cost` with it, for the statement that the run will end with.
     `flower-dp figure landscape` calls `public_test` with a run's config, for its model, loss and public test records. `server`
     and `client` are the app's components, as "module:name".

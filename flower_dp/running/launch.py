@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +79,7 @@ def launch(
     on_progress: Callable[[dict[str, Any]], None],
     on_log: Callable[[str], None] | None = None,
     engine: Literal["flower", "ray"] = "flower",
+    given: Sequence[str] = (),
     resume: str = "",
 ) -> Outcome:
     """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
@@ -98,6 +99,7 @@ def launch(
         on_progress: Called with every line that the app appends to `output_dir/metrics.jsonl`.
         on_log: Called with every line of Flower's output, without colours.
         engine: What runs the app.
+        given: Keys that were set one by one, not by a preset; `ray` checks the settings while its workers start.
         resume: Whether the run in `output_dir` goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
 
     Raises:
@@ -143,6 +145,7 @@ def launch(
             num_workers=num_workers,
             num_supernodes=num_supernodes or num_workers,
             gpus_per_worker=float(gpus_per_worker),
+            given=tuple(given),
             resume=resume,
         )
         status, details = run.result(engine, signals, read)
@@ -166,6 +169,7 @@ class _Run:
     num_workers: int
     num_supernodes: int
     gpus_per_worker: float
+    given: tuple[str, ...] = ()
     resume: str = ""
 
     def result(self, engine: str, signals: "_Signals", read: Callable[[], None]) -> tuple[str, str]:
@@ -232,6 +236,7 @@ class _Run:
                     num_workers=self.num_workers,
                     num_nodes=self.num_supernodes,
                     gpus_per_worker=self.gpus_per_worker,
+                    given=self.given,
                     only_state=self.resume == STATED,
                     output=output,
                 )

@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from flower_dp.core import checks
+from flower_dp.running import plugins
 from flower_dp.running.apps import Target, own_app, own_module
 from flower_dp.running.built import tree_of
 from flower_dp.running.launch import default_workers
@@ -14,16 +15,19 @@ _STRATEGIES = "flower_dp.strategies"
 
 
 def check_settings(target: Target) -> None:
-    """Refuse settings with which no round can be run; only those of apps that have flower-dp's settings are known.
+    """Refuse settings with which no round can be run: of apps that have flower-dp's settings, and by an app's own check.
 
     Raises:
-        SettingsError: with all that is wrong, a line each.
+        ValueError: with what is wrong; a SettingsError has all of it, a line each.
     """
     app = target.app
-    if not app.built and not (app.own and app.check and target.overrides):  # the defaults are valid
-        return
     config = {**app.defaults, **target.overrides}
-    own_module("refusals").check(config, defaults=own_app().defaults, given=target.given, built=app.built)
+    changed = app.check and target.overrides  # the defaults are valid
+    if app.built or (app.own and changed):
+        own_module("refusals").check(config, defaults=own_app().defaults, given=target.given, built=app.built)
+    if changed:
+        with plugins.loaded(app, app.check) as check:
+            check(config)
 
 
 def workers_of(workers: int | None, gpus_per_worker: float) -> int:

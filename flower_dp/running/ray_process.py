@@ -27,6 +27,7 @@ class RayProcess:
         num_workers: Ray workers, one CPU core each.
         num_nodes: nodes that they simulate.
         gpus_per_worker: the fraction of a GPU of each.
+        given: keys that were set one by one.
         only_state: run the ServerApp alone, up to the statement of the run in the run folder.
         output: the file that the process writes to.
     """
@@ -41,6 +42,7 @@ class RayProcess:
         num_workers: int,
         num_nodes: int,
         gpus_per_worker: float,
+        given: tuple[str, ...],
         only_state: bool,
         output: Any,
     ) -> None:
@@ -51,6 +53,7 @@ class RayProcess:
             "num_workers": num_workers,
             "num_nodes": num_nodes,
             "gpus_per_worker": gpus_per_worker,
+            "given": given,
             "ray_folder": str(private_folder),
             "only_state": only_state,
             "outcome": str(self._outcome),

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.running import plugins
-from flower_dp.running.apps import App, read_app
+from flower_dp.running import preflight
+from flower_dp.running.apps import App, Target, read_app
 
 log = logging.getLogger("flwr")
 
@@ -23,8 +23,8 @@ log = logging.getLogger("flwr")
 def main(request_file: str) -> None:
     """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
-    The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `only_state` and
-    `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the settings, or `interrupted`
+    The request has `folder`, `overrides`, `given`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `only_state`
+    and `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the settings, or `interrupted`
     after a SIGTERM: the run has then written its statement and a checkpoint.
     """
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
@@ -63,10 +63,9 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     start_ray(request["num_workers"], Path(request["ray_folder"]))
     workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"])
     grid = RayGrid(client, workers, num_nodes=request["num_nodes"], run_config=config)
+    target = Target(app=app, name=app.name, overrides=request["overrides"], given=tuple(request["given"]))
     try:
-        if app.check and request["overrides"]:  # the defaults are valid
-            with plugins.loaded(app, app.check) as check:
-                check(config)
+        preflight.check_settings(target)
     except ValueError as error:
         return "refused", str(error)
     signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own

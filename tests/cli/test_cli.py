@@ -494,7 +494,7 @@ def test_a_foreign_app_works_in_the_runs_folder_and_keeps_its_own_settings(forei
     assert (tmp_path / "run" / "final_model.pt").read_text() == "5.1"
     assert sorted(path.name for path in foreign.iterdir()) == ["iris.csv", "pyproject.toml"]
     call("run", str(foreign), "--set", "output-dir=/there", "--output-dir", str(tmp_path / "second"))
-    assert got["overrides"] == {"output-dir": "/there"}
+    assert (got["overrides"], got["given"]) == ({"output-dir": "/there"}, ("output-dir",))
 
 
 def test_the_log_is_shown_until_metrics_come(foreign, tmp_path, call, launched):
