@@ -10,6 +10,7 @@ import pytest
 
 from flower_dp.running import launch, superlink
 from flower_dp.running.processes import ProcessTree
+from flower_dp.running.run_folder import new_log
 
 # ending processes
 
@@ -213,6 +214,24 @@ def test_launch_refuses_nonsense(tmp_path, changes, named):
     arguments = {"overrides": {}, "output_dir": tmp_path, "num_workers": 1, "gpus_per_worker": 0.0} | changes
     with pytest.raises(ValueError, match=named):
         launch.launch(tmp_path, on_progress=print, **arguments)
+
+
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_refused_settings_are_an_error_and_leave_no_log(tmp_path, monkeypatch, engine):
+    app, folder = tmp_path / "app", tmp_path / "run"
+    app.mkdir()
+    folder.mkdir()
+    (app / "pyproject.toml").write_text("")
+
+    def refuse(run, *_):
+        new_log(run.output_dir, go_on=False).close()
+        return "refused", f"pause={run.overrides['pause']}: must be less, of {run.given}"
+
+    monkeypatch.setattr(launch._Run, f"on_{engine}", refuse)
+    arguments = {"overrides": {"pause": 9.0}, "output_dir": folder, "num_workers": 1, "gpus_per_worker": 0.0, "engine": engine}
+    with pytest.raises(ValueError, match=r"^pause=9\.0: must be less, of \('pause',\)$"):
+        launch.launch(app, on_progress=print, given=["pause"], **arguments)
+    assert list(folder.iterdir()) == []
 
 
 def test_default_workers_is_what_this_process_may_use():

@@ -1,5 +1,7 @@
 """The process of `flower-dp run --engine ray`, without Ray: what is checked, and when."""
 
+import json
+
 import pytest
 
 from flower_dp.running import preflight
@@ -53,3 +55,16 @@ def test_the_apps_own_settings_are_refused(steps, tmp_path, overrides, named):
     assert status == "refused"
     assert named in why
     assert len(why.splitlines()) == 1
+
+
+def test_what_an_apps_own_check_refuses_is_the_outcome(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    (tmp_path / "pyproject.toml").write_text(APP + '[tool.flower-dp]\ncheck = "refusing_app:check"\n')
+    (tmp_path / "refusing_app.py").write_text(
+        "def check(config):\n    raise ValueError(f'rounds={config[\"rounds\"]}: must be less')\n"
+    )
+    request = request_of(tmp_path, rounds=9) | {"folder": str(tmp_path), "outcome": str(tmp_path / "outcome.json")}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    process.main(str(tmp_path / "request.json"))
+    assert json.loads((tmp_path / "outcome.json").read_text()) == {"status": "refused", "details": "rounds=9: must be less"}
+    assert not list(tmp_path.glob("**/__pycache__"))
