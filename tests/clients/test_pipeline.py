@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import FrozenInstanceError, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
