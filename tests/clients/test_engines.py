@@ -329,7 +329,7 @@ def test_no_neighbour_changes_a_bit_of_a_row(name: str, engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("training", [CHAOTIC, replace(EVERYTHING, num_local_epochs=5)], ids=["plain", "everything"])
+@pytest.mark.parametrize("training", [CHAOTIC, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize(
     ("make", "records"), [(_deep, _wide), (_convolutions, _images)], ids=["linear layers of odd sizes", "convolutions"]
 )
