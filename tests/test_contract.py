@@ -855,13 +855,14 @@ CASES = [
 ]
 
 
-def in_how_many_rounds() -> Iterator[tuple[str, str, str, int, bool]]:
+def in_how_many_rounds() -> Iterator[Any]:
     """All of them if tests are thorough (FUZZ=thorough), else a frequent and a rare evaluation, one of them with newcomers."""
     for place, case in enumerate(CASES):
         few = {(EVERY[place % 2], place // 2 % 2 == 0), (EVERY[2 + place // 2 % 2], place // 2 % 2 == 1)}
         for every, newcomers in itertools.product(EVERY, (False, True)):
             if THOROUGH or (every, newcomers) in few:
-                yield *case, every, newcomers
+                label = "-".join((*case, str(every), "newcomers" if newcomers else "the same clients"))
+                yield pytest.param(*case, every, newcomers, id=label)
 
 
 @pytest.mark.slow
