@@ -6,12 +6,13 @@ server.
 """
 
 import copy
+import itertools
 import json
 import logging
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -33,6 +34,7 @@ from flower_dp.core.stored import from_stored, to_stored
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
+from tests.adversaries.fuzzing import THOROUGH
 from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
@@ -844,6 +846,7 @@ WITH_EVALUATION = {
     "distributed": (DPFedSAM, {"placement": "distributed"}, evaluating_own_app, ["full", "poisson", "in turn"]),
     "untrusted": (DPFedSAM, {"placement": "distributed", "trusted_server": False}, evaluating_own_app, ["poisson", "in turn"]),
 }
+EVERY = [1, 2, 3, 5]
 CASES = [
     (kind, training, evaluation)
     for kind, (*_, samplers) in WITH_EVALUATION.items()
@@ -852,14 +855,22 @@ CASES = [
 ]
 
 
+def in_how_many_rounds() -> Iterator[Any]:
+    """All of them if tests are thorough (FUZZ=thorough), else a frequent and a rare evaluation, one of them with newcomers."""
+    for place, case in enumerate(CASES):
+        few = {(EVERY[place % 2], place // 2 % 2 == 0), (EVERY[2 + place // 2 % 2], place // 2 % 2 == 1)}
+        for every, newcomers in itertools.product(EVERY, (False, True)):
+            if THOROUGH or (every, newcomers) in few:
+                label = "-".join((*case, str(every), "newcomers" if newcomers else "the same clients"))
+                yield pytest.param(*case, every, newcomers, id=label)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("newcomers", [False, True], ids=["the same clients", "newcomers"])
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
-@pytest.mark.parametrize(("kind", "training", "evaluation"), CASES)
+@pytest.mark.parametrize(("kind", "training", "evaluation", "every", "newcomers"), list(in_how_many_rounds()))
 def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers):
     cls, own, app, _ = WITH_EVALUATION[kind]
     case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
-    strategy, num_rounds = case.strategy(), 10
+    strategy, num_rounds = case.strategy(), max(6, 2 * every)
     grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
     strategy._run.durable = kept = Kept()
     strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)

@@ -10,7 +10,6 @@ import multiprocessing
 import pickle
 import sys
 import tracemalloc
-from pathlib import Path
 
 import cloudpickle
 import numpy as np
@@ -242,20 +241,6 @@ def test_forks_of_a_client_do_not_repeat_its_noise(cls):
     for child in children:
         child.join()
     assert_all_differ(replies)
-
-
-@pytest.mark.flwr_run
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_clients_that_reach_rays_workers_as_copies_do_not_repeat_their_noise(monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where workers find this module
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        client = ray.put(still_client())
-        work = ray.remote(reply_of)
-        assert_all_differ(ray.get([work.remote(client) for _ in range(4)]))
-    finally:
-        ray.shutdown()
 
 
 @pytest.mark.parametrize("strategy_class", [DPFedAvg, DPFedSAM])

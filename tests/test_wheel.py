@@ -102,11 +102,14 @@ def test_a_run(installed):
     assert "over 2 rounds" in done.stdout
 
 
-def test_an_app_of_ones_own(installed, tmp_path):
+def test_a_new_app_runs_at_once(installed, tmp_path):
     """`flower_dp.app` around a model and data, in a folder outside of the checkout: results, and what is shown."""
     app = tmp_path / "mine"
-    shutil.copytree(REPOSITORY / "tests" / "foreign" / "five-lines", app, ignore=shutil.ignore_patterns("__pycache__"))
-    done = installed("run", str(app), "--workers", "2")
+    done = installed("new", str(app))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"run it: flower-dp run {app}"
+    assert {path.name for path in app.iterdir()} == {"README.md", "mine", "pyproject.toml"}
+    done = installed("run", str(app), "--workers", "2", "--set", "num-rounds=2")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("results: ")
@@ -114,21 +117,12 @@ def test_an_app_of_ones_own(installed, tmp_path):
     assert run.parts[-3:-1] == (".flower-dp", "runs")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2]
-    assert all({"accuracy", "perplexity", "epsilon"} <= set(row) for row in rows)
+    assert all({"loss", "accuracy", "epsilon"} <= set(row) for row in rows)
     assert json.loads((run / "statement.json").read_text())["private"]
     assert {path.name for path in run.iterdir()} == RESULTS
     assert [line.split("  ")[0] for line in lines if line.startswith("round ")] == [f"round {at}/2" for at in range(3)]
     assert sum("Privacy statement: DP-FedAvg" in line for line in lines) == 1
     assert "over 2 rounds" in done.stdout
-
-
-def test_a_new_app(installed, tmp_path):
-    done = installed("new", str(tmp_path / "mine"))
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"README.md", "mine", "pyproject.toml"}
-    done = installed("run", str(tmp_path / "mine"), "--workers", "1", "--set", "num-rounds=1")
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert "over 1 rounds" in done.stdout
 
 
 def test_a_plan_from_a_preset(installed):

@@ -52,7 +52,7 @@ def partition(
     """Deal the records to clients; the result depends on the arguments only.
 
     Kinds: "iid", equal shares of a random order; "dirichlet", each class divided in proportions drawn from a symmetric
-    Dirichlet distribution; "pathological", each client has records of `classes_per_client` classes; these three are
+    Dirichlet distribution; "pathological", each client has records of `classes_per_client` classes; these two are
     flwr-datasets' partitioners. "label-shards", records sorted by label and cut into equal shards, of which each client
     gets `classes_per_client` (McMahan et al. 2017, section 3); a shard can straddle two classes. "het-mnist", each client has
     equally many records of each of `classes_per_client` classes, and all clients have equally many (HET_MNIST of Mohammadi et
@@ -88,6 +88,8 @@ def partition(
     _check_heterogeneity(kind, labels, dirichlet_alpha=dirichlet_alpha, classes_per_client=classes_per_client)
     if kind == "natural":
         clients = _natural(groups, num_clients)
+    elif kind == "iid":
+        clients = np.array_split(np.random.default_rng(seed).permutation(len(labels)), num_clients)
     elif kind == "het-mnist":
         clients = _equal_classes(labels, num_clients, classes_per_client, np.random.default_rng(seed))
     elif kind == "label-shards":
@@ -192,13 +194,8 @@ def _through_flwr_datasets(
         from datasets import Dataset  # noqa: PLC0415
         from flwr_datasets import partitioner as parts  # noqa: PLC0415
 
-        order = np.arange(len(labels))
         partitioner: Any
-        if kind == "iid":
-            # The IID partitioner cuts contiguous pieces; the shuffle before it is the caller's business.
-            order = np.random.default_rng(seed).permutation(len(labels))
-            partitioner = parts.IidPartitioner(num_clients)
-        elif kind == "dirichlet":
+        if kind == "dirichlet":
             partitioner = parts.DirichletPartitioner(
                 num_clients, "label", float(dirichlet_alpha), min_partition_size=1, seed=seed
             )
@@ -207,7 +204,7 @@ def _through_flwr_datasets(
             partitioner = parts.PathologicalPartitioner(
                 num_clients, "label", classes_per_client, class_assignment_mode="first-deterministic", seed=seed
             )
-        partitioner.dataset = Dataset.from_dict({"label": labels[order], "index": order})
+        partitioner.dataset = Dataset.from_dict({"label": labels, "index": np.arange(len(labels))})
         try:
             return [np.asarray(partitioner.load_partition(client)["index"][:], dtype=np.int64) for client in range(num_clients)]
         except ValueError as error:

@@ -1,6 +1,6 @@
 """Mutations of what crosses a boundary, and the bounds that hold whatever crosses it.
 
-`FUZZ=thorough` draws anew in every run, and 100 times as many examples; a failure then prints how to repeat it.
+`FUZZ=thorough` draws anew in every run, and some 300 times as many examples; a failure then prints how to repeat it.
 """
 
 import copy
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from flower_dp import wire
 
 THOROUGH = os.environ.get("FUZZ") == "thorough"
-_MORE = 100
+_MORE, _FEWEST = 100, 15
 # Address space that may be taken beyond what the process has at the start of an example, in bytes.
 _MEMORY = 2**28
 # Seconds of processor time of one example, where these are many.
@@ -33,13 +33,13 @@ _NO_MEMORY = re.compile(r"MemoryError|Unable to allocate|can't allocate memory|b
 
 
 def examples(number: int) -> settings:
-    """Settings of a test that tries so many examples, or many more when it is thorough."""
+    """Settings of a test that tries a third of so many examples, but 15 at least, or 100 times as many when it is thorough."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
     if THOROUGH:
         return settings(
             max_examples=_MORE * number, deadline=None, derandomize=False, print_blob=True, suppress_health_check=checks
         )
-    return settings(max_examples=number, deadline=None, suppress_health_check=checks)
+    return settings(max_examples=max(min(number, _FEWEST), number // 3), deadline=None, suppress_health_check=checks)
 
 
 # Bounds

@@ -80,6 +80,18 @@ def test_iid_sizes_differ_by_one_at_most(num_clients, sizes):
     assert {len(records) for records in deal("iid", num_clients=num_clients)} == sizes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_clients", [20, 300])
+def test_iid_clients_are_those_of_flwr_datasets(num_clients):
+    from datasets import Dataset
+    from flwr_datasets.partitioner import IidPartitioner
+
+    partitioner = IidPartitioner(num_clients)
+    partitioner.dataset = Dataset.from_dict({"index": np.random.default_rng(3).permutation(len(LABELS))})
+    theirs = [partitioner.load_partition(client)["index"][:] for client in range(num_clients)]
+    assert [records.tolist() for records in deal("iid", num_clients=num_clients, seed=3)] == theirs
+
+
 def test_iid_mixes_classes():
     # 200 records of 10 even classes: hypergeometric, mean 20, sd 4.1; 5 sd over 200 counts fails by chance in 1e-4.
     counts = np.array([np.bincount(LABELS[records], minlength=CLASSES) for records in deal("iid")])

@@ -17,7 +17,6 @@ from scipy.stats import norm
 
 import flower_dp
 from flower_dp.running import apps, progress
-from tests.results import RESULTS
 
 TINY = Path(__file__).parents[1] / "foreign" / "tiny"
 
@@ -694,43 +693,33 @@ def _assert_nothing_left(seen, engine):
 
 @pytest.mark.flwr_run
 @engines
-def test_a_run(tmp_path, engine):
-    greeting = """a 'b' "c" = d"""
-    settings = ("--set", f"greeting={greeting}", "--set", "num-rounds=3")
-    status, out, err, seen = _flower_dp_run(tmp_path, "--engine", engine, *settings)
-    assert (status, err) == (0, "")
-    (folder,) = (tmp_path / "home" / ".flower-dp" / "runs").iterdir()
-    lines = out.splitlines()
-    rounds = [at for at, line in enumerate(lines) if line.startswith("round ")]
-    assert [lines[at].split("  ")[0] for at in rounds] == ["round 1/3", "round 2/3", "round 3/3"]
-    assert rounds[2] - rounds[0] == 2  # Flower's log before them, nothing between
-    assert "Nothing private happened here." in lines
-    assert lines[-1] == f"results: {folder}"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
-    assert "\x1b" not in (folder / "flower.log").read_text()
-    assert {path.name for path in folder.iterdir()} == RESULTS
-    assert not list(TINY.glob("**/__pycache__"))
-    _assert_nothing_left(seen, engine)
-
-
-@pytest.mark.flwr_run
-@engines
 def test_a_run_that_fails_says_so_and_keeps_what_it_has_written(tmp_path, engine):
+    """Of runs that end well, tests/foreign/test_real_runs.py has the rest."""
     app = tmp_path / "app"
     shutil.copytree(TINY, app)
     connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
     before = (app / "pyproject.toml").read_text() + connections
     (app / "pyproject.toml").write_text(before)
-    options = ("--engine", engine, "--set", "fail=true", "--output-dir", "results")
-    status, _, err, seen = _flower_dp_run(tmp_path, *options, app=app)
+    greeting = """a 'b' "c" = d"""
+    settings = ("--set", f"greeting={greeting}", "--set", "num-rounds=3", "--set", "fail=true")
+    status, out, err, seen = _flower_dp_run(tmp_path, "--engine", engine, *settings, "--output-dir", "results", app=app)
     # Flower's migration would take the connections into a home that is gone by now.
     assert (app / "pyproject.toml").read_text() == before
-    assert ("igration completed" in (tmp_path / "results" / "flower.log").read_text()) == (engine == "flower")
+    folder = tmp_path / "results"
+    log = (folder / "flower.log").read_text()
+    assert ("igration completed" in log) == (engine == "flower")
     assert status == 1
     assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
-    assert f"What it released before is in {tmp_path / 'results' / 'statement.txt'}" in err
-    assert "Traceback" in (tmp_path / "results" / "flower.log").read_text()
+    assert f"What it released before is in {folder / 'statement.txt'}" in err
+    assert "Traceback" in log
+    assert "\x1b" not in log
+    lines = out.splitlines()
+    rounds = [at for at, line in enumerate(lines) if line.startswith("round ")]
+    assert [lines[at].split("  ")[0] for at in rounds] == ["round 1/3", "round 2/3", "round 3/3"]
+    assert rounds[2] - rounds[0] == 2  # Flower's log before them, nothing between
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
+    assert not list(app.glob("**/__pycache__"))
     _assert_nothing_left(seen, engine)
 
 

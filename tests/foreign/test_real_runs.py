@@ -24,8 +24,7 @@ def flower_dp_run(tmp_path, app, *arguments):
         "flower_dp.cli.main",
         "run",
         str(HERE / app),
-        *("--workers", "1", "--output-dir", "run"),
-        *arguments,
+        *("--workers", "1", *arguments),
     ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -36,7 +35,7 @@ def flower_dp_run(tmp_path, app, *arguments):
 @pytest.mark.parametrize("engine", ["ray", "flower"])
 def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path, engine):
     before = sorted(path.name for path in (HERE / "pytorch").iterdir())
-    lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine)
+    lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine, "--output-dir", "run")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(["final_model.pt", "config.toml", *RESULTS])
     assert sorted(path.name for path in (HERE / "pytorch").iterdir()) == before
     # The app's log until the first round, then the rounds. Every line once, no debugging, no traceback of the client query.
@@ -55,8 +54,9 @@ def test_both_engines_release_the_same_bits(tmp_path):
     found = {}
     for engine in ("ray", "flower"):
         (tmp_path / engine).mkdir()
-        flower_dp_run(tmp_path / engine, "seeded", "--supernodes", "2", "--engine", engine)
-        folder = tmp_path / engine / "run"
+        lines = flower_dp_run(tmp_path / engine, "seeded", "--supernodes", "2", "--engine", engine)
+        (folder,) = (tmp_path / engine / ".flower-dp" / "runs").iterdir()
+        assert lines[-1] == f"results: {folder}"
         found[engine] = [(folder / name).read_bytes() for name in ("model.safetensors", "statement.txt", "config.toml")]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         found[engine].append([[row[key] for key in ("round", "epsilon", "delta")] for row in rows])

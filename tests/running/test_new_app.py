@@ -1,9 +1,6 @@
 """flower-dp new: an app that Flower accepts, and that flower-dp runs."""
 
 import importlib
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -78,21 +75,3 @@ def test_nothing_is_written_over(tmp_path):
     with pytest.raises(ValueError, match="mine: exists already"):
         write_app(tmp_path / "mine")
     assert (tmp_path / "mine" / "mine" / "model.py").read_text() == "my own"
-
-
-@pytest.mark.flwr_run
-def test_the_command_makes_an_app_that_runs_at_once(tmp_path):
-    def call(*arguments):
-        command = [sys.executable, "-m", "flower_dp.cli.main", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-        return done.stdout
-
-    assert call("new", "mine").splitlines()[-1] == "run it: flower-dp run mine"
-    out = call("run", "mine", "--workers", "1", "--set", "num-rounds=2", "--output-dir", "results")
-    assert "Privacy statement: DP-FedAvg" in out
-    rows = [json.loads(line) for line in (tmp_path / "results" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == [0, 1, 2]
-    assert all({"loss", "accuracy", "epsilon"} <= set(row) for row in rows)

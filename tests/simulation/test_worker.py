@@ -4,6 +4,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -16,6 +17,7 @@ from flower_dp.simulation.identity import SERVER_NODE, identify, numbered
 from flower_dp.simulation.worker import Worker
 from tests.grids import LocalGrid  # noqa: F401  (it makes messages possible)
 
+ROOT = Path(__file__).parents[2]
 app = ClientApp()
 
 
@@ -211,3 +213,19 @@ def test_a_worker_imports_nothing_before_its_app():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "ray", "scipy", "dp_accounting", "matplotlib", "sklearn", "flower_dp.strategies", "flower_dp.clients"}
     assert not heavy & set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_a_worker_imports_no_more_than_the_app_uses():
+    """The ClientApp and its records: neither what draws pictures and runs commands, nor libraries of other tasks' data."""
+    code = (
+        "import sys\nfrom apps.client_app import app\nfrom apps.records import config_of, deal\n"
+        "from flower_dp.running.apps import own_app\n"
+        "deal(config_of(own_app().defaults))\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    found = set(done.stdout.split())
+    assert "apps.records" in found
+    heavy = {"datasets", "flwr_datasets", "pandas", "pyarrow", "sklearn", "matplotlib", "seaborn", "opacus", "ray", "psutil"}
+    own = {"flower_dp.audit", "flower_dp.cli", "flower_dp.reporting", "flower_dp.running.launch", "flower_dp.running.plot"}
+    assert not (heavy | own | {"flwr.cli", "torch._dynamo", "torch._inductor"}) & found
