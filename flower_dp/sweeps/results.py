@@ -146,7 +146,7 @@ def last_metrics(past: PastRun, metric: str) -> Mapping[str, float]:
     told = (name for row in past.rows for name in row if not columns.own(name) or name.startswith("private-"))
     found = {name: past.series(name) for name in dict.fromkeys((metric, *told))}
     numbers = {name: of[max(of)] for name, of in found.items() if of}
-    return {name: value for name, value in numbers.items() if name == metric or math.isfinite(value) or _is_number(past, name)}
+    return {name: value for name, value in numbers.items() if _is_number(past, name)}
 
 
 def _is_number(past: PastRun, name: str) -> bool:

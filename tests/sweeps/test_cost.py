@@ -133,6 +133,8 @@ def test_where_no_client_has_all_that_others_have_epsilons_add_up():
     other = GaussianDpEvent(2.0)
     runs = [charged({ONE: 4}, {other: 1}), charged({ONE: 1}, {ONE: 2})]
     assert runs[0].worst is None
+    assert charged({ONE: 2, other: 1}, {ONE: 1, other: 2}).worst is None
+    assert charged({ONE: 1, other: 1}, {ONE: 2, other: 1}, {}).worst == {ONE: 2, other: 1}
     assert runs[1].worst == {ONE: 2}
     cost = compose(runs, 1e-3, CLIENT)
     each = [max(gaussian(3.0, 4, 5e-4), gaussian(2.0, 1, 5e-4)), gaussian(3.0, 2, 5e-4)]
