@@ -46,6 +46,9 @@ def sweep(
 
     folder = SweepFolder(output_dir.expanduser().absolute())
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
+    left = f"the runs so far are in {folder.path}"
+    if private_selection:
+        again, left = f"{again} --private-selection", "what is in the folder may not be looked at before the choice is made"
     try:
         if private_selection:
             _choose(file, folder, at_once, dry_run=dry_run)
@@ -59,7 +62,7 @@ def sweep(
     except ValueError as error:
         refuse(str(error))
     except Interrupted as signal:
-        fail(f"{signal}; nothing is left running; the runs so far are in {folder.path}\n{again}", 128 + signal.signum)
+        fail(f"{signal}; nothing is left running; {left}\n{again}", 128 + signal.signum)
     except (LaunchError, OSError) as error:
         fail(f"{error}\n{again}", 1)
     typer.echo("\n" + (folder.path / TABLE).read_text(encoding="utf-8").partition("\n\nCommands, ")[0])

@@ -60,8 +60,14 @@ class Drawn:
         return [Trial(**one) for one in json.loads((self.path / _FILE).read_text(encoding="utf-8"))]
 
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
-        """Return the runs that have neither finished nor failed, as `SweepFolder.left` does."""
-        return SweepFolder(self.path).left([run for run in runs if not self.failed(run.name)])
+        """Return the runs that have neither finished nor failed, as `SweepFolder.left` does; all of them begin anew.
+
+        A run that went on would show that it was interrupted, and so which one of them it was. Nobody sees what it has released.
+        """
+        left = [run for run in runs if not (self.failed(run.name) or is_finished(self.path / RUNS / run.name))]
+        for run in left:
+            shutil.rmtree(self.path / RUNS / run.name, ignore_errors=True)
+        return SweepFolder(self.path).left(left)
 
     def ended(self, ended: Ended) -> None:
         """Keep it if a run has failed: it is not tried again. Nobody is told."""

@@ -149,7 +149,7 @@ class Lanes:
         for lane in self._lanes:
             lane.interrupt()
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while any(lane.alive for lane in self._lanes) and time.monotonic() < deadline and not self._again():
+        while any(lane.alive and lane.busy for lane in self._lanes) and time.monotonic() < deadline and not self._again():
             time.sleep(POLL_SECONDS)
 
 

@@ -254,9 +254,9 @@ def law_in_words(number: NumberOfRuns) -> str:
     """Return the law of K in words."""
     if isinstance(number, Poisson):
         return f"Poisson with mean {number.mean:g}"
-    names = {0: "logarithmic", 1: "geometric"}
-    name = names.get(int(number.shape)) if number.shape in names else f"truncated negative binomial with shape {number.shape:g}"
-    return f"{name} with mean {number.mean:g}"
+    if number.shape in (0, 1):
+        return f"{'geometric' if number.shape else 'logarithmic'} with mean {number.mean:g}"
+    return f"truncated negative binomial with shape {number.shape:g} and mean {number.mean:g}"
 
 
 def columns_private(metric: str) -> bool:

@@ -46,9 +46,11 @@ class Runs:
         self.made = []
 
     def __call__(self, left, lock, at_once, place):
-        for run, folder, _ in left:
+        for run, folder, goes_on in left:
+            assert not goes_on
             if len(self.made) >= self.interrupt_after:
                 self.interrupt_after = math.inf
+                (folder / "checkpoint" / "checkpoint-1").touch()
                 raise Interrupted(2)
             score = self.scores[len(self.made)]
             self.made.append(run)
@@ -276,3 +278,28 @@ def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interruption_names_the_command_and_no_run(write, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise Interrupted(15)
+
+    monkeypatch.setattr(PrivateSweep, "make", interrupted)
+    file, folder = write(FILE), tmp_path / "out"
+    result = CliRunner().invoke(app, ["sweep", str(file), "--private-selection", "--output-dir", str(folder)])
+    assert result.exit_code == 128 + 15
+    assert f"It goes on with: flower-dp sweep {file} --output-dir {folder} --private-selection" in result.output
+    assert "the runs so far" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (TruncatedNegativeBinomial(mean=3, shape=0), "logarithmic with mean 3"),
+        (TruncatedNegativeBinomial(mean=3), "geometric with mean 3"),
+        (TruncatedNegativeBinomial(mean=3, shape=0.5), "truncated negative binomial with shape 0.5 and mean 3"),
+        (Poisson(mean=3), "Poisson with mean 3"),
+    ],
+)
+def test_laws_in_words(number, words):
+    assert private_choice.law_in_words(number) == words
