@@ -276,7 +276,8 @@ def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
             )
         wait_until(lambda: rounds(run) > 3, process, tmp_path / "out")
         served = [(folder / "home" / "served").read_text().split() for folder in (first, second)]
-        raylet.send_signal(signal.SIGKILL)
+        for one in [raylet, *raylet.children(recursive=True)]:  # a machine loses its workers with its raylet
+            one.send_signal(signal.SIGKILL)
         lost_in = rounds(run)
         assert process.wait(200) == 0, (tmp_path / "out").read_text()
         out = (tmp_path / "out").read_text()
@@ -294,6 +295,9 @@ def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
     statement = json.loads((run / "statement.json").read_text())
     assert statement["num_rounds"] == 30
     assert any("did not reply" in line for line in statement["incidents"]), statement["incidents"]
+    replies = [json.loads(line).get("replies") for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert min(replies) in (5, 10, 15)
+    assert replies[-1] == 20
     assert "round 30/30" in out
     assert rounds(run) == 31 > lost_in
 
