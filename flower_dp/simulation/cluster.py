@@ -17,7 +17,7 @@ from typing import Any
 import flower_dp
 from flower_dp.running.apps import App, own_package
 
-# How long an address may take to answer, and a machine to say what it has.
+# How long an address may take to answer, twice, and a machine to say what it has.
 _ANSWER_SECONDS = 5.0
 _MACHINE_SECONDS = 120.0
 _DISTRIBUTIONS = ("ray", "flwr", "flower-dp", "torch", "numpy")
@@ -52,12 +52,37 @@ def address_of(ray_address: str) -> str:
     if form is None:
         hint = "; run on a machine of the cluster, without Ray's client protocol" if "://" in address else ""
         raise ValueError(f"ray_address={address!r}: must be HOST:PORT or auto{hint}")
-    host, port = form["host"].strip("[]"), int(form["port"])
+    host, port = _seen_by_ray(form["host"].strip("[]")), int(form["port"])
     try:
         socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ConnectionError(f"ray_address={address!r}: no Ray cluster answers there ({error})") from None
-    return address
+        raise ConnectionError(f"ray_address={address!r}: no Ray cluster answers at {host}:{port} ({error})") from None
+    asked = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _check_grpc(asked)
+    return asked
+
+
+def _check_grpc(address: str) -> None:
+    """Refuse a server of another kind, which Ray would ask again and again."""
+    import grpc  # noqa: PLC0415
+    from ray._private.grpc_utils import init_grpc_channel  # noqa: PLC0415  (encrypted, where Ray is)
+
+    channel = init_grpc_channel(address)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
+    except grpc.FutureTimeoutError:
+        raise ConnectionError(f"ray_address={address!r}: what answers there is no Ray cluster, or expects TLS") from None
+    finally:
+        channel.close()
+
+
+def _seen_by_ray(host: str) -> str:
+    """Return the host that Ray will ask: it takes this machine's outward address for a local one, and waits there for minutes."""
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        return host
+    from ray._private.services import resolve_ip_for_localhost  # noqa: PLC0415  (a third of a second)
+
+    return str(resolve_ip_for_localhost(host))
 
 
 def _found() -> str:

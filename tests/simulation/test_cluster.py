@@ -9,11 +9,13 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import psutil
 import pytest
 from flwr.clientapp import ClientApp
@@ -29,12 +31,21 @@ ROOT = Path(flower_dp.__file__).parents[1]
 # Addresses
 
 
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch):
+    """Ray takes a local address as it stands."""
+    from ray._private import ray_constants
+
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+
+
 @pytest.fixture
 def listening():
-    with socket.socket() as there:
-        there.bind(("127.0.0.1", 0))
-        there.listen()
-        yield f"127.0.0.1:{there.getsockname()[1]}"
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
 
 
 def free_port():
@@ -66,10 +77,28 @@ def test_what_is_no_address_is_refused(address, monkeypatch):
 
 def test_an_address_that_nobody_answers_is_refused_before_anything_starts(monkeypatch):
     nobody = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConnectionError, match=f"ray_address='{nobody}': no Ray cluster answers there"):
+    with pytest.raises(ConnectionError, match=f"ray_address='{nobody}': no Ray cluster answers at {nobody}"):
         flower_dp.simulate(own_app().folder, ray_address=nobody, progress=False)
-    with pytest.raises(ConnectionError, match="no Ray cluster answers there"):
+    with pytest.raises(ConnectionError, match="no Ray cluster answers at"):
         cluster.address_of("127.0.0.1:99999")
+
+
+def test_a_server_of_another_kind_is_refused(monkeypatch):
+    monkeypatch.setattr(cluster, "_ANSWER_SECONDS", 0.5)
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        there.listen()
+        with pytest.raises(ConnectionError, match="what answers there is no Ray cluster"):
+            cluster.address_of(f"127.0.0.1:{there.getsockname()[1]}")
+
+
+def test_a_local_address_is_asked_for_where_ray_will_ask(monkeypatch, listening):
+    """Ray asks the machine's outward address in its place, and waits there for minutes if nobody answers."""
+    from ray._private import services
+
+    monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.3")
+    with pytest.raises(ConnectionError, match=f"ray_address='{listening}': no Ray cluster answers at 127.0.0.3:"):
+        cluster.address_of(listening)
 
 
 # Machines
@@ -276,7 +305,8 @@ def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
             )
         wait_until(lambda: rounds(run) > 3, process, tmp_path / "out")
         served = [(folder / "home" / "served").read_text().split() for folder in (first, second)]
-        raylet.send_signal(signal.SIGKILL)
+        for one in [raylet, *raylet.children(recursive=True)]:  # a machine loses its workers with its raylet
+            one.send_signal(signal.SIGKILL)
         lost_in = rounds(run)
         assert process.wait(200) == 0, (tmp_path / "out").read_text()
         out = (tmp_path / "out").read_text()
@@ -294,6 +324,9 @@ def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
     statement = json.loads((run / "statement.json").read_text())
     assert statement["num_rounds"] == 30
     assert any("did not reply" in line for line in statement["incidents"]), statement["incidents"]
+    replies = [json.loads(line).get("replies") for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert min(replies) in (5, 10, 15)
+    assert replies[-1] == 20
     assert "round 30/30" in out
     assert rounds(run) == 31 > lost_in
 
