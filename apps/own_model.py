@@ -169,6 +169,8 @@ def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_co
     needed = {key: value for key, value in config.items() if key != "evaluate-fn"}  # which is the server's alone
     functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(needed, node)
     names = run.settings.client_names()
+    if part >= len(names):
+        raise ValueError(f"num-clients={len(names)}: leaves no client to partition-id={part} of num-partitions={parts}")
     clients = _Clients(functions.data, names, names[part::parts])
     everyone = _Clients(functions.data, names, names)
     return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
