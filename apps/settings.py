@@ -31,6 +31,8 @@ TRAINING = (
     "engine",
 )
 # Values that turn a setting off, where that is not the default.
+# The server and every node hold the names of all of them.
+_MOST_CLIENTS = 10**8
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
 _BOUNDS: dict[str, dict[str, float]] = {
     "learning_rate": {"above": 0},
@@ -97,7 +99,9 @@ class Settings:
         for name, valid in (("partition", PARTITIONS), ("engine", ENGINES)):
             with findings.noted():
                 checks.one_of(name, getattr(self, name), valid)
-        for name, least in (("num_clients", 1), ("num_rounds", 0), ("evaluate_every", 0), ("seed", 0)):
+        with findings.noted():
+            checks.integer("num-clients", self.num_clients, at_least=1, at_most=_MOST_CLIENTS)
+        for name, least in (("num_rounds", 0), ("evaluate_every", 0), ("seed", 0)):
             with findings.noted():
                 checks.integer(key_of(name), getattr(self, name), at_least=least)
         self._check_training(findings)

@@ -163,7 +163,7 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
         >>> best_of = selection.TruncatedNegativeBinomial(mean=10, shape=1)
         >>> cost = selection.epsilon([GaussianDpEvent(4.0)], best_of, delta=1e-5, relation="add-or-remove-one")
         >>> round(cost.epsilon, 2), cost.accountant
-        (1.89, 'selection-profile')
+        (1.86, 'selection-profile')
     """
     delta = checks.number("delta", delta, at_least=0, below=1)
     candidates = _candidates(runs)

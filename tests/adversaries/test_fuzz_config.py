@@ -167,7 +167,8 @@ def test_a_node_config_of_any_value_is_an_error_that_names_its_field(data: st.Da
             words = {word for key in changed for word in (key, key.rpartition(".")[2].replace("-", "_"))}
             assert any(word in str(error) for word in words) or _follows(str(error)), f"{changed}: {error}"
         else:
-            assert len(client.clients) <= CLIENTS
+            # The device's owner may let it host others than one of the run's.
+            assert len(client.clients) <= CLIENTS or "num-clients" in changed
 
 
 # Budgets

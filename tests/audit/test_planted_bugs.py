@@ -140,7 +140,7 @@ def value_off_the_lattice(monkeypatch):
 BUGS = [
     (half_the_noise, STOCK, 250),
     (half_the_noise, GRADIENTS, 250),
-    (no_factor_of_replace_one, REPLACED, 250),
+    (no_factor_of_replace_one, REPLACED, 500),
     (no_clip, STOCK, 150),
     (no_clip_of_records, RECORDS, 100),
     (clip_of_each_tensor, STOCK, 1000),
