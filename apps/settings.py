@@ -30,9 +30,9 @@ TRAINING = (
     "optimizer",
     "engine",
 )
-# Values that turn a setting off, where that is not the default.
 # The server and every node hold the names of all of them.
 _MOST_CLIENTS = 10**8
+# Values that turn a setting off, where that is not the default.
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
 _BOUNDS: dict[str, dict[str, float]] = {
     "learning_rate": {"above": 0},
