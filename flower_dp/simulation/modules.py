@@ -117,6 +117,8 @@ def _own_files() -> list[tuple[str, str]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and name not in ("__main__", "__mp_main__"):
+            if "/site-packages/" in file:
+                continue  # thousands, which take half a second to resolve
             with suppress(OSError):
                 found.append((name, str(Path(file).resolve())))
     return [(name, file) for name, file in found if not file.startswith(installed) and "/site-packages/" not in file]

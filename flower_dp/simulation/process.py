@@ -3,6 +3,7 @@
 The workers start and import the ClientApp while this process checks the settings and begins the ServerApp.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -61,21 +63,24 @@ def main(request_file: str) -> None:
 
 def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     from flower_dp.simulation.cluster import Cluster, bundled  # noqa: PLC0415  (after the settings of Python above)
-    from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415
     from flower_dp.simulation.modules import client_of, components  # noqa: PLC0415
-    from flower_dp.simulation.silent_grid import SilentGrid  # noqa: PLC0415
     from flower_dp.simulation.workers import Workers, start_ray  # noqa: PLC0415
 
     config = {**app.defaults, **request["overrides"]}
     away = request["ray_address"]
     server = components(app)[1]
     if request["only_state"]:
+        from flower_dp.simulation.silent_grid import SilentGrid  # noqa: PLC0415
+
         silent = SilentGrid()
         server()(silent, silent.server_context(config))
         return "failed", "the app has started no strategy of flower-dp"
     cluster = Cluster(address=away, bundle=bundled(app)) if away else None
+    _import_meanwhile(app)
     start_ray(request["num_workers"], Path(request["ray_folder"]), cluster)
     workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"], cluster=cluster)
+    from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415
+
     grid = RayGrid(client_of(app, away=bool(away)), workers, num_nodes=request["num_nodes"], run_config=config)
     try:
         if app.check and request["overrides"]:  # the defaults are valid
@@ -89,6 +94,17 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     except SettingsError as error:  # before anything was spent
         return "refused", str(error)
     return "completed", ""
+
+
+def _import_meanwhile(app: App) -> None:
+    """Begin to import, in a thread, what the ServerApp takes most of its time to import; Ray's processes start meanwhile."""
+
+    def load() -> None:
+        with suppress(Exception):  # raised again where the app imports it
+            for package in ("dp_accounting", *(["torch"] if app.own or app.built else [])):
+                importlib.import_module(package)
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 def _end_with(launcher: int) -> None:

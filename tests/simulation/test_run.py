@@ -174,8 +174,10 @@ def test_nonsense_is_refused_before_anything_starts(arguments, named, monkeypatc
 
 
 SCRIPT = """
-import sys
+import signal, sys
 import flower_dp, torch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests in the background may have it ignored
 
 def records(client, num_clients):
     return torch.randn(8, 3), torch.randint(2, (8,))
