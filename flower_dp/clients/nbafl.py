@@ -16,12 +16,15 @@ from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
-from flower_dp.clients.training.records import Records, each, made_up, outputs_of
+from flower_dp.clients.training.records import Inputs, Records, each, made_up, outputs_of
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import check_epsilons, weights_terms
 from flower_dp.privacy.release import Release
 
 log = logging.getLogger("flwr")
+
+# Made-up records that are tried first: a whole batch may be large, and some models need more than one.
+_FEW = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +53,36 @@ class TrainedWeights:
         return (model.vector.clone() if bool(model.vector.isfinite().all()) else vector), loss
 
     def _check_model(self, vector: Tensor, records: Records) -> None:
-        """Raise if the model can't be trained on a batch of made-up records either: then no record is the cause.
+        """Raise if the model can't be trained on made-up records either, few or a whole batch: then no record is the cause.
 
         They always decide, whatever the client's records do.
         """
+        size = self.training.batch_size
         try:
             made = made_up(records, self.model.device)
-            if made is None:
-                return
-            batch = each(made[0], self._repeated), self._repeated(made[1])
-            self.model.vector.copy_(vector)
-            with OwnDraws(self.model.vector.device, 0):
-                outputs = outputs_of(self.model.module, batch[0])
-                loss = checked(self.training.loss)(outputs, batch[1])
-                torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
         except Exception as error:
             raise UnfitModelError(f"the model can't be trained: {type(error).__name__}") from error
+        if made is None:
+            return
+        for count in dict.fromkeys((min(_FEW, size), size)):
+            try:
+                self._gradients(vector, *made, count)
+                return
+            except Exception as error:
+                why = error
+        raise UnfitModelError(f"the model can't be trained: {type(why).__name__}") from why
 
-    def _repeated(self, tensor: Tensor) -> Tensor:
-        return tensor.expand(self.training.batch_size, *tensor.shape[1:]).clone()
+    def _gradients(self, vector: Tensor, inputs: Inputs, targets: Tensor, count: int) -> None:
+        """Compute gradients on so many records like this one [1, ...]."""
+
+        def repeated(tensor: Tensor) -> Tensor:
+            return tensor.expand(count, *tensor.shape[1:]).clone()
+
+        self.model.vector.copy_(vector)
+        with OwnDraws(self.model.vector.device, 0):
+            outputs = outputs_of(self.model.module, each(inputs, repeated))
+            loss = checked(self.training.loss)(outputs, repeated(targets))
+            torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
