@@ -1,6 +1,6 @@
-"""Seconds a round of pfl-research for a job of benchmarks/rounds.py, which starts this program by torchrun.
+"""Seconds a round and accuracy of pfl-research for a job of benchmarks/rounds.py, which starts this program by torchrun.
 
-    python -m torch.distributed.run --nproc-per-node 2 benchmarks/pfl_rounds.py JOB ROUNDS DATA_DIR RESULT
+    python -m torch.distributed.run --nproc-per-node 2 benchmarks/pfl_rounds.py JOB ROUNDS DATA_DIR RESULT [SEED]
 
 It needs `pip install pfl==0.6.0`. Each process trains its part of the cohort with one thread.
 """
@@ -71,8 +71,8 @@ class Clock(TrainingProcessCallback):
         return False, Metrics()
 
 
-def main(name: str, num_rounds: int, data_dir: str, result: Path) -> None:
-    """Run the job, and write down when its rounds ended."""
+def main(name: str, num_rounds: int, data_dir: str, result: Path, seed: int = 0) -> None:
+    """Run the job, and write down when its rounds ended, and the accuracy of the last model."""
     torch.set_num_threads(1)
     (job,) = (job for job in JOBS if job.name == name)
     task = load_task("mnist", data_dir)
@@ -80,7 +80,7 @@ def main(name: str, num_rounds: int, data_dir: str, result: Path) -> None:
         "sample",
         task.train_labels,
         num_clients=job.num_clients,
-        seed=0,
+        seed=seed,
         dirichlet_alpha=1.0,
         classes_per_client=1,
         records_per_client=job.records_per_client,
@@ -92,7 +92,7 @@ def main(name: str, num_rounds: int, data_dir: str, result: Path) -> None:
         rows = rows[torch.randperm(len(rows))]
         return Dataset((task.prepare(images[rows]), labels[rows]), user_id=client)
 
-    network = Classifier(make(job.model, seed=0))
+    network = Classifier(make(job.model, seed=seed))
     model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0))
     clients = FederatedDataset(records, get_user_sampler("random", np.arange(job.num_clients)))
     noise = CentrallyAppliedPrivacyMechanism(GaussianMechanism(clipping_bound=0.5, relative_noise_stddev=0.9))
@@ -108,8 +108,11 @@ def main(name: str, num_rounds: int, data_dir: str, result: Path) -> None:
         callbacks=[clock],
     )
     if pytorch_ops.distributed.global_rank == 0:
-        result.write_text(json.dumps({"ends": clock.ends, "processes": pytorch_ops.distributed.world_size}))
+        with torch.no_grad():
+            found = network(task.prepare(torch.from_numpy(task.test_inputs))).argmax(1)
+        accuracy = (found == torch.from_numpy(task.test_labels)).double().mean().item()
+        result.write_text(json.dumps({"ends": clock.ends, "accuracy": accuracy}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *map(int, sys.argv[5:]))

@@ -246,19 +246,25 @@ def our_run(job: Job, num_rounds: int, data_dir: str, engine: Literal["ray", "fl
 
 def pfl_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
     """Run the job with pfl-research on two processes."""
+    started = time.time()
+    ends = pfl_result(job, num_rounds, data_dir)["ends"]
+    return times(ends) | {"first_round_seconds": ends[0] - started}
+
+
+def pfl_result(job: Job, num_rounds: int, data_dir: str, seed: int = 0) -> dict[str, Any]:
+    """Run the job with pfl-research on two processes; return when its rounds ended, and the accuracy of the last model."""
     program = Path(__file__).with_name("pfl_rounds.py")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        started = time.time()
         subprocess.run(
-            [*torchrun, str(program), job.name, str(num_rounds), data_dir, str(result)],
+            [*torchrun, str(program), job.name, str(num_rounds), data_dir, str(result), str(seed)],
             check=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        ends = json.loads(result.read_text())["ends"]
-    return times(ends) | {"first_round_seconds": ends[0] - started}
+        found: dict[str, Any] = json.loads(result.read_text())
+    return found
 
 
 def times(ends: list[float]) -> dict[str, Any]:

@@ -1,0 +1,264 @@
+"""The same job here, in Flower's own DP wrapper and in pfl-research: accuracy, epsilon by each accountant and by ours, seconds.
+
+    python benchmarks/peers.py [--rounds N] [--seeds N] [--data-dir DIR] [--json FILE]
+
+The job is `mlp` of benchmarks/rounds.py: 1,000 clients with 60 digits each, an MLP, 100 clients a round, one local epoch of SGD,
+clip norm 0.5, noise multiplier 0.9, the noise on the sum of the clipped updates. Here once with cohorts of a fixed size and once
+with Poisson sampling. Seconds are those of the whole command, with its start. Accuracies are of the last model on the task's test
+records; noise is drawn anew in every run, so they differ. pfl-research takes part where `pfl` can be imported
+(`pip install pfl==0.6.0`). Prints a Markdown table.
+
+"By our accountant" is the epsilon of what each says it releases: of cohorts drawn without replacement for Flower. pfl-research
+draws a cohort with replacement, which no accountant here bounds.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import flwr
+import torch
+from dp_accounting import GaussianDpEvent
+from rounds import COHORT, JOBS, REPOSITORY, pfl_result
+
+from flower_dp.core.sampling import FixedSizeSampling
+from flower_dp.privacy import accounting
+from flower_dp.running.apps import read_app, unpacked
+from flower_dp.running.launch import default_workers, launch
+from flower_dp.running.run_folder import METRICS, STATEMENT_JSON
+
+(JOB,) = (job for job in JOBS if job.name == "mlp")
+DELTA = JOB.num_clients**-1.1
+CLIP_NORM, NOISE_MULTIPLIER = 0.5, 0.9
+
+# The job as Flower's users write it, with Flower's wrapper and its accountant.
+FLOWERS_APP = """
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod, ServerApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+
+sys.path.insert(0, {repository!r})
+from apps.tasks import load_task
+from apps.tasks.models import make
+from apps.tasks.partitions import partition
+
+
+@cache
+def dealt():
+    task = load_task("mnist", {data_dir!r})
+    return task, partition(
+        "sample", task.train_labels, num_clients={num_clients}, seed={seed}, dirichlet_alpha=1.0, classes_per_client=1,
+        records_per_client={num_records}
+    )
+
+
+client = ClientApp()
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    torch.set_num_threads(1)
+    task, parts = dealt()
+    rows = parts[context.node_config["partition-id"]]
+    inputs, labels = task.prepare(torch.from_numpy(task.train_inputs[rows])), torch.from_numpy(task.train_labels[rows])
+    model = make("mlp", seed=0)
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in torch.split(torch.randperm(len(rows)), 10):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+        optimizer.step()
+    content = {{"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({{"num-examples": len(rows)}})}}
+    return Message(RecordDict(content), reply_to=message)
+
+
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    task = dealt()[0]
+    inputs, labels = task.prepare(torch.from_numpy(task.test_inputs)), torch.from_numpy(task.test_labels)
+    inner = FedAvg(
+        fraction_train={cohort} / {num_clients}, fraction_evaluate=0.0, min_train_nodes={cohort},
+        min_available_nodes={num_clients},
+    )
+    accountant = RdpAccountant(PrivacyConfig(
+        target_delta={delta}, population_size={num_clients}, neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        sampling_method=SamplingMethod.NO_AMPLIFICATION,
+    ))
+    strategy = DifferentialPrivacyServerSideFixedClipping(
+        inner, noise_multiplier={noise_multiplier}, clipping_norm={clip_norm}, num_sampled_clients={cohort}, accountant=accountant
+    )
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round != {num_rounds}:
+            return None
+        model = make("mlp", seed=0)
+        model.load_state_dict(arrays.to_torch_state_dict())
+        with torch.no_grad():
+            return MetricRecord({{"accuracy": (model(inputs).argmax(1) == labels).double().mean().item()}})
+
+    initial = ArrayRecord(make("mlp", seed={seed}).state_dict())
+    result = strategy.start(grid=grid, initial_arrays=initial, num_rounds={num_rounds}, evaluate_fn=evaluate)
+    found = {{
+        "accuracy": result.evaluate_metrics_serverapp[{num_rounds}]["accuracy"], "own_epsilon": strategy.privacy_spent().epsilon
+    }}
+    Path({result!r}).write_text(json.dumps(found))
+"""
+PROJECT = """
+[project]
+name = "flowers-wrapper"
+version = "1.0.0"
+
+[tool.flwr.app]
+publisher = "benchmark"
+
+[tool.flwr.app.components]
+serverapp = "flowers_wrapper:server"
+clientapp = "flowers_wrapper:client"
+
+[tool.flwr.app.config]
+"""
+
+
+def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[str, Any]:
+    """Run the job as `flower-dp run` does."""
+    settings = JOB.overrides(num_rounds, data_dir) | {"seed": seed, "evaluate-every": num_rounds}
+    if poisson:
+        del settings["cohort-size"]
+        settings |= {"sampling": "poisson", "sampling-rate": COHORT / JOB.num_clients}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        app = stack.enter_context(unpacked(read_app(REPOSITORY)))
+        seconds = _launched(app, folder, settings | {"output-dir": str(folder)}, "ray", num_nodes=None)
+        statement = json.loads((folder / STATEMENT_JSON).read_text())
+        last = json.loads((folder / METRICS).read_text().splitlines()[-1])
+    return {
+        "accuracy": last["accuracy"],
+        "own_epsilon": statement["epsilon"],
+        "our_epsilon": statement["epsilon"],
+        "relation": statement["relation"],
+        "seconds": seconds,
+    }
+
+
+def flowers(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
+    """Run the job as a Flower app with Flower's wrapper, on Flower's simulation engine; each client is a SuperNode."""
+    with ExitStack() as stack:
+        folder, app = (Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2))
+        result = app / "result.json"
+        source = FLOWERS_APP.format(
+            repository=str(REPOSITORY),
+            data_dir=data_dir,
+            num_clients=JOB.num_clients,
+            num_records=JOB.records_per_client,
+            cohort=COHORT,
+            seed=seed,
+            num_rounds=num_rounds,
+            delta=DELTA,
+            clip_norm=CLIP_NORM,
+            noise_multiplier=NOISE_MULTIPLIER,
+            result=str(result),
+        )
+        (app / "flowers_wrapper.py").write_text(source)
+        (app / "pyproject.toml").write_text(PROJECT)
+        seconds = _launched(app, folder, {}, "flower", num_nodes=JOB.num_clients)
+        found: dict[str, Any] = json.loads(result.read_text())
+    event = FixedSizeSampling(cohort_size=COHORT).event(GaussianDpEvent(NOISE_MULTIPLIER), 1, JOB.num_clients)
+    epsilon = accounting.epsilon(accounting.repeated(event, num_rounds), delta=DELTA, relation="replace-one").epsilon
+    return found | {"our_epsilon": epsilon, "relation": "replace-one", "seconds": seconds}
+
+
+def pfls(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
+    """Run the job with pfl-research on two processes; its accountant expects Poisson sampling."""
+    from pfl.privacy.privacy_accountant import PLDPrivacyAccountant  # noqa: PLC0415  (not everybody has it)
+
+    started = time.monotonic()
+    found = pfl_result(JOB, num_rounds, data_dir, seed)
+    seconds = time.monotonic() - started
+    spent = PLDPrivacyAccountant(
+        num_compositions=num_rounds,
+        sampling_probability=COHORT / JOB.num_clients,
+        mechanism="gaussian",
+        delta=DELTA,
+        noise_parameter=NOISE_MULTIPLIER,
+    )
+    return {"accuracy": found["accuracy"], "own_epsilon": spent.epsilon, "our_epsilon": None, "relation": "", "seconds": seconds}
+
+
+def _launched(app: Path, folder: Path, settings: dict[str, Any], engine: Any, *, num_nodes: int | None) -> float:
+    """Run an app, and return the seconds that took."""
+    started = time.monotonic()
+    outcome = launch(
+        app,
+        overrides=settings,
+        output_dir=folder,
+        num_workers=default_workers(),
+        num_supernodes=num_nodes,
+        gpus_per_worker=0.0,
+        on_progress=lambda line: None,
+        engine=engine,
+    )
+    if not outcome.completed:
+        raise SystemExit(f"{app.name}: the run failed: {outcome.details}")
+    return time.monotonic() - started
+
+
+def main() -> None:
+    """Run all, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data-dir", default="")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    kinds = {
+        "flower-dp, Poisson sampling": lambda *of: ours(*of, poisson=True),
+        "flower-dp, fixed cohort size": lambda *of: ours(*of, poisson=False),
+        "Flower's DP wrapper": flowers,
+    }
+    if importlib.util.find_spec("pfl") is not None:
+        kinds["pfl-research"] = pfls
+    print(
+        f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, flwr {flwr.__version__}; "
+        f"{options.rounds} rounds, {options.seeds} seeds, delta {DELTA:.3g}\n"
+    )
+    print("| | accuracy | epsilon by its own accountant | epsilon by ours | seconds |\n|---|---|---|---|---|", flush=True)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for name, run in kinds.items():
+        found = results[name] = [run(options.rounds, seed, options.data_dir) for seed in range(options.seeds)]
+        print(f"| {name} | {_row(found)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+def _row(found: list[dict[str, Any]]) -> str:
+    first = found[0]
+    accuracies, seconds = ([one[key] for one in found] for key in ("accuracy", "seconds"))
+    spread = statistics.stdev(accuracies) if len(found) > 1 else 0.0
+    by_ours = "none bounds it" if first["our_epsilon"] is None else f"{first['our_epsilon']:.2f} ({first['relation']})"
+    return (
+        f"{100 * statistics.fmean(accuracies):.1f} ± {100 * spread:.1f} % | {first['own_epsilon']:.2f} | {by_ours} | "
+        f"{statistics.median(seconds):.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
