@@ -102,6 +102,37 @@ def test_training_that_breaks_replies_with_the_global_model(huge):
     assert row.norm() <= 1.5
 
 
+class Counting(nn.Linear):
+    """Notes how many records every batch has, and takes no fewer than some."""
+
+    def __init__(self, fewest):
+        super().__init__(FEATURES, CLASSES)
+        self.fewest, self.sizes = fewest, []
+
+    def forward(self, inputs):
+        self.sizes.append(len(inputs))
+        if len(inputs) < self.fewest:
+            raise RuntimeError("too few")
+        return super().forward(inputs)
+
+
+def test_a_large_batch_size_costs_no_batch_of_made_up_records():
+    """With a batch size above any data size, a step is on all records; the check of the model takes two."""
+    model = Counting(1)
+    _, recipe = pair(training=Training(learning_rate=0.1, batch_size=10**9), **QUIET)
+    reply(recipe, records("c0"), model=model)
+    assert model.sizes == [2, 8]
+
+
+def test_a_model_that_takes_whole_batches_alone_is_checked_with_one():
+    model = Counting(4)
+    _, recipe = pair(training=Training(learning_rate=0.1, batch_size=4), **QUIET)
+    origin = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    row = reply(recipe, records("c0"), model=model)
+    assert model.sizes == [2, 4, 4, 4]
+    assert not torch.equal(row, origin.to(torch.float64))
+
+
 @pytest.mark.parametrize("wrong", [1.0, 1.05, 0.95])
 def test_measured_uplink_noise_has_the_papers_std_and_a_wrong_one_is_rejected(wrong):
     """36,000 draws; 5 sigma of the variance, false alarm below 1e-6."""
