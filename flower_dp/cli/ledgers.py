@@ -37,7 +37,8 @@ def ledger(
     delta: Annotated[
         float | None,
         typer.Option(
-            help="The delta at which epsilon is computed, if it is not pure: by default 1e-5, or that of the budget.",
+            help="The delta at which epsilon is computed, if it is not pure. By default that of a server's budget, else the "
+            "least one of the ledger's runs; 1e-5 for a device's ledger.",
             show_default=False,
         ),
     ] = None,

@@ -46,7 +46,7 @@ def read(path: Path, delta: float | None) -> tuple[dict[str, Any], list[str]]:
 
     with ServerLedger(path, read_only=True) as ledger:
         budget = ledger.budget
-        at = delta if delta is not None else 1e-5 if budget is None else budget.delta
+        at = delta if delta is not None else _delta(ledger)
         runs, clients = _runs(ledger, at), _clients(ledger, at)
         joint = _joint(ledger.accounts, at, ledger.num_runs_by_scope)
     told = {
@@ -68,6 +68,13 @@ def read(path: Path, delta: float | None) -> tuple[dict[str, Any], list[str]]:
     if budget is not None:
         lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {budget.delta:g}")
     return told, lines
+
+
+def _delta(ledger: "ServerLedger") -> float:
+    """Return the delta of the budget, else the least one of the runs' statements."""
+    if ledger.budget is not None:
+        return ledger.budget.delta
+    return min((run.delta for run in ledger.runs if run.delta > 0), default=1e-5)
 
 
 def _runs(ledger: "ServerLedger", delta: float) -> dict[str, dict[str, Any]]:

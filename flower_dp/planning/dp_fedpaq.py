@@ -13,7 +13,7 @@ import numpy as np
 from flower_dp.planning.dp_fedpaq_bound import METHOD, Problem
 from flower_dp.planning.dp_fedpaq_plan import Candidate, Plan
 from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.problem import Floats
+from flower_dp.planning.problem import Floats, share_above
 
 __all__ = ["METHOD", "Candidate", "Plan", "from_data", "plan"]
 
@@ -114,7 +114,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
     best, *others = candidates
     reasons = [f"{_at(best)} has the least bound, {best.bound:.4g}"]
     reasons += [
-        f"{other.name}: {_at(other)} with {other.bound:.4g}, {100 * (other.bound / best.bound - 1):.2g} % more"
+        f"{other.name}: {_at(other)} with {other.bound:.4g}, {share_above(other.bound, best.bound)}"
         for other in others[1:]
         if _at(other) != _at(best) and best.bound > 0
     ]

@@ -16,7 +16,7 @@ import numpy as np
 from flower_dp.planning.fedsgd_dpc_bound import LONGEST, METHOD, GaussianBound, LaplaceBound, Problem
 from flower_dp.planning.fedsgd_dpc_plan import Candidate, Plan, num_replies
 from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.problem import Floats, ProblemError, finite
+from flower_dp.planning.problem import Floats, ProblemError, finite, share_above
 
 __all__ = ["METHOD", "Candidate", "Plan", "from_data", "num_replies", "plan"]
 
@@ -144,7 +144,7 @@ def _reasons(problem: Problem, bound: LaplaceBound | GaussianBound, best: Candid
         second = min(others, key=lambda candidate: candidate.bound)
         reasons.append(
             f"{_point(best)} has the least bound, {best.bound:.4g}; next comes {_point(second)} with {second.bound:.4g}"
-            + (f", {100 * (second.bound / best.bound - 1):.2g} % more" if best.bound > 0 else "")
+            + (f", {share_above(second.bound, best.bound)}" if best.bound > 0 else "")
         )
     if best.name == _ANYWHERE:
         reasons.append("T* at b = 1 and b = N is so far from a whole number that another cohort size does better")

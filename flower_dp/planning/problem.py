@@ -159,3 +159,9 @@ def finite(key: str, value: float, what: str) -> float:
     if not math.isfinite(value):
         raise ProblemError(key, f"{key}: {what} leaves the range of floating-point numbers; rescale the problem")
     return value
+
+
+def share_above(bound: float, least: float) -> str:
+    """Return by how much a bound is above the least one, in percent: "1.9 % more", "113 % more"."""
+    percent = 100 * (bound / least - 1)
+    return f"{percent:.0f} % more" if percent >= 10 else f"{percent:.2g} % more"

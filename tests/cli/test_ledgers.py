@@ -110,7 +110,7 @@ def charges(path, *runs):
 
 def gaussian(*multipliers):
     together = GaussianDpEvent(1 / math.sqrt(sum(one**-2 for one in multipliers)))
-    return accounting.epsilon(together, delta=1e-5, relation="replace-one").epsilon
+    return accounting.epsilon(together, delta=1e-3, relation="replace-one").epsilon
 
 
 def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
@@ -156,11 +156,11 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
     assert f"epsilon {shown[1]} (record, replace-one)" in lines[1]
     assert "method of 1" in lines[2]
     assert lines[3:6] == [f"  b: epsilon {shown[2]}", f"  a: epsilon {shown[0]}", f"  c: epsilon {shown[1]}"]
-    assert lines[6].startswith(f"all 2 runs together (record, replace-one): epsilon {shown[2]} at delta 1e-05, accountant")
+    assert lines[6].startswith(f"all 2 runs together (record, replace-one): epsilon {shown[2]} at delta 0.001, accountant")
     assert lines[7].startswith("  every client: epsilon ")
     assert lines[8].startswith("one run (client, add-or-remove-one): epsilon ")
     assert lines[9] == "no accountant adds up costs of different units or relations: they are apart"
-    status, out, _ = call(path, "--json", "--delta", 1e-5)
+    status, out, _ = call(path, "--json", "--delta", 1e-3)
     told = json.loads(out)
     assert told["joint"][0] == {
         "unit": "record",
@@ -181,6 +181,18 @@ def test_the_delta_is_that_of_the_budget_unless_another_is_given(call, path):
         told = json.loads(call(path, "--json", *arguments)[1])
         expected = accounting.epsilon(GaussianDpEvent(2.0), delta=delta, relation="add-or-remove-one").epsilon
         assert (told["delta"], told["joint"][0]["epsilon"]) == (delta, pytest.approx(expected))
+
+
+def test_without_a_budget_the_delta_is_the_least_of_the_runs(call, path):
+    ServerLedger.create(path)
+    assert json.loads(call(path, "--json")[1])["delta"] == 1e-5
+    with ServerLedger(path) as ledger:
+        for number, delta in enumerate((1e-3, 1e-4, 0.0), start=1):  # 0: a pure method
+            ledger.charge(ledger.begin_run(method="m", delta=delta), charge(), number)
+    told = json.loads(call(path, "--json")[1])
+    expected = accounting.epsilon(GaussianDpEvent(2.0), delta=1e-4, relation="add-or-remove-one").epsilon
+    assert told["delta"] == 1e-4
+    assert next(iter(told["runs"].values()))["epsilon"][0]["epsilon"] == pytest.approx(expected)
 
 
 def test_the_folder_of_a_run_stands_for_its_ledger(call, path):

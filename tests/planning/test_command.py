@@ -15,6 +15,7 @@ from flower_dp.planning import ProblemError, fedsgd_dpc, nbafl, read_problem
 from flower_dp.planning.command import run
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
 from flower_dp.planning.plot import figure
+from flower_dp.planning.problem import share_above
 from flower_dp.planning.registry import PLANNERS
 
 LAPLACE: dict[str, Any] = {
@@ -330,3 +331,8 @@ def test_the_examples_in_the_docs_are_real(call):
     assert [method for method, _ in answers] == list(PLANNERS)
     for problem, (method, answer) in zip(problems, answers, strict=True):
         assert call(method, problem) == (0, answer, "")
+
+
+def test_by_how_much_a_bound_is_above_the_least_one():
+    shown = [share_above(value, 2.0) for value in (2.002, 2.038, 3.12, 4.26)]
+    assert shown == ["0.1 % more", "1.9 % more", "56 % more", "113 % more"]
