@@ -84,7 +84,9 @@ def _own_server_app() -> Any:
 def _read(orders: "queue.SimpleQueue[Order]") -> None:
     for line in sys.stdin:
         orders.put(Order(**json.loads(line)))
-    os.kill(os.getpid(), signal.SIGTERM)
+    from flower_dp.simulation.workers import end_this_process  # noqa: PLC0415  (imported by the main thread meanwhile)
+
+    end_this_process()
 
 
 def _made(order: Order, workers: Any) -> tuple[str, str]:

@@ -108,10 +108,12 @@ def _import_meanwhile(app: App) -> None:
 
 
 def _end_with(launcher: int) -> None:
-    """Send SIGTERM to this process when the process that has started it is gone, killed perhaps."""
+    """End this process when the one that has started it is gone, killed perhaps."""
     while os.getppid() == launcher:
         time.sleep(_LOOK_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
+    from flower_dp.simulation.workers import end_this_process  # noqa: PLC0415  (imported by the main thread meanwhile)
+
+    end_this_process()
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

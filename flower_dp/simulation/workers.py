@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -35,6 +36,7 @@ _ADDRESS = "127.0.0.1"
 ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 _lock = threading.Lock()
+_starts = threading.Event()
 # What was started or joined here: the folder of a Ray of this process's own, or the cluster.
 _ours: Path | Cluster | None = None
 
@@ -63,7 +65,7 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
         raise ImportError("Ray is not installed: pip install 'flower-dp[simulation]'", name="ray")
     import ray  # noqa: PLC0415  (a third of a second)
 
-    with _lock:
+    with _lock, _starting():
         if ray.is_initialized() and _ours is None:
             _check_theirs(ray, cluster)
             return ray
@@ -84,6 +86,22 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
             _init_in_a_lasting_thread(ray, num_cpus, folder)
         atexit.register(stop_ray)
         return ray
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    _starts.set()
+    try:
+        yield
+    finally:
+        _starts.clear()
+
+
+def end_this_process() -> None:
+    """Send SIGTERM to this process. While Ray starts, whose own code may wait forever and hears no signal, end it at once."""
+    if _starts.is_set():
+        os._exit(1)  # nothing was begun; Ray's processes end with this one
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
