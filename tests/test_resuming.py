@@ -415,6 +415,16 @@ def test_a_run_with_a_fixed_seed_does_not_become_private_when_it_goes_on(tmp_pat
         fresh.start()  # nor when it has ended
 
 
+def test_a_private_run_does_not_go_on_with_a_fixed_seed(tmp_path):
+    """Other runs on its ledger take all of its charges for private ones."""
+    case = stock_case(tmp_path / "run", noise_seed=None)
+    case.fails = 2
+    case.start(resume=False)
+    with pytest.raises(LedgerError, match="noise_seed: the run began without one: it goes on so alone"):
+        stock_case(case.folder).start()
+    assert case.start().statement.private
+
+
 def test_metrics_of_clients_stay_in_the_statement_of_a_run_that_goes_on_without_them(tmp_path):
     strategy = stock_case(tmp_path / "run").make()
     assert not any("CLIENT METRICS" in line for line in strategy.statement.not_covered)

@@ -158,7 +158,10 @@ class ClientLevelRules:
         self._planned.plan(num_rounds)
 
     def open(self, names: tuple[str, ...]) -> None:
-        """Nothing: one ledger serves all clients."""
+        """Take the order of the clients, where whose turn it is follows from it; one ledger serves all of them."""
+        self.training.open(names)
+        if self.evaluation is not None:
+            self.evaluation.release.open(names)
 
     def _plan_of(self) -> PlannedCost:
         return PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)

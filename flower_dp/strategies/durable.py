@@ -3,12 +3,15 @@
 import math
 import os
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-from flower_dp.privacy.charge import Charge
+from dp_accounting import NonPrivateDpEvent
+
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
-from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.joint_cost import EVERYONE, Accounts, Scope
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.privacy.statement import JointEpsilon
 
@@ -39,21 +42,47 @@ class Durable(Protocol):
 
 
 class InMemory:
-    """Nothing outlives this process.
+    """Nothing outlives this process, which knows the runs of one strategy.
 
     Attributes:
         run: a random id.
+
+    Args:
+        private: whether its noise is drawn afresh.
+        before: the strategy's run before this one; None for its first.
     """
 
-    def __init__(self) -> None:
-        self.run = uuid.uuid4().hex
+    def __init__(self, *, private: bool, before: "InMemory | None" = None) -> None:
+        self.run, self._private = uuid.uuid4().hex, private
+        self._accounts: Accounts = Accounts() if before is None else before._accounts
+        self._owners: dict[str, int] = {EVERY_CLIENT: EVERYONE} if before is None else before._owners
+        self._earlier: Counter[Scope] = Counter() if before is None else before._earlier + Counter(before._scopes)
+        self._scopes: set[Scope] = set()
+        self._numbers: dict[str, int] = {}
 
     def charge(self, charge: Charge, server_round: int) -> None:
-        """Write nothing down: the state of the run alone has the charge."""
+        """Count a charge.
+
+        Raises:
+            LedgerError: if it was made before: then the state of the run is an older one, and would spend its budget again.
+        """
+        last = self._numbers.get(charge.release, 0)
+        if charge.number <= last:
+            raise LedgerError(
+                f"state: {charge.release} was charged {last} times in this run, and the state has {charge.number - 1} of them: "
+                "it is an older one"
+            )
+        scope = Scope(unit=charge.unit, relation=charge.relation)
+        histories = self._accounts.of(scope)
+        places = {event: histories.place(event if self._private else NonPrivateDpEvent()) for event in set(charge.events)}
+        for owner, event in zip(charge.owners, charge.events, strict=True):
+            histories.charge(self._owners.setdefault(owner, len(self._owners)), places[event])
+        self._numbers[charge.release] = charge.number
+        self._scopes.add(scope)
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
-        """Return None: no other run is known."""
-        return None
+        """Return what this run and the strategy's earlier ones have cost together; None if there were none."""
+        return _joint(self._accounts, self._earlier, scope, delta)
 
     def close(self) -> None:
         """Nothing."""
@@ -73,7 +102,7 @@ class OnLedger:
         run: the id of a run that goes on; empty for a new one.
 
     Raises:
-        LedgerError: if the ledger can't be used, has no such run, or that had noise from a fixed seed and this one has not.
+        LedgerError: if the ledger can't be used, has no such run, or only one of that run and this has noise from a fixed seed.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool, run: str = "") -> None:
@@ -83,8 +112,11 @@ class OnLedger:
         try:
             self.run = run or self._ledger.begin_run(method=method, delta=delta, private=private)
             own = self.charges({}) if run else ()
-            if private and not all(one.private for one in self._ledger.runs if one.name == run):
-                raise LedgerError("noise_seed: the run began with a fixed one, and is not private: it goes on with one alone")
+            if not all(one.private is private for one in self._ledger.runs if one.name == run):
+                began = (
+                    "without one: it goes on so" if not private else "with a fixed one, and is not private: it goes on with one"
+                )
+                raise LedgerError(f"noise_seed: the run began {began} alone")
             for scope in {Scope(unit=charge.unit, relation=charge.relation) for _, charge in own}:
                 self._earlier[scope] -= 1  # this run is not before itself
         except BaseException:
@@ -108,18 +140,23 @@ class OnLedger:
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
         """Return what this run and earlier ones on the ledger have cost the client who was charged most."""
-        if not self._earlier:
-            return None
-        apart = tuple(f"{number} run{'s' * (number > 1)} {other}" for other, number in self._earlier.items() if other != scope)
-        num_runs = self._earlier.get(scope, 0) + 1
-        try:
-            cost = self._accounts.of(scope).worst(delta)
-        except UnsupportedEventError:
-            return JointEpsilon(num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", apart=apart)
-        return JointEpsilon(num_runs=num_runs, epsilon=cost.epsilon, delta=delta, accountant=cost.accountant, apart=apart)
+        return _joint(self._accounts, self._earlier, scope, delta)
 
     def close(self) -> None:
         """Let other processes write."""
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
+
+
+def _joint(accounts: Accounts, earlier: Mapping[Scope, int], scope: Scope, delta: float) -> JointEpsilon | None:
+    """Return what a run and the earlier ones have cost together the client who was charged most; None without earlier ones."""
+    if not earlier:
+        return None
+    apart = tuple(f"{number} run{'s' * (number > 1)} {other}" for other, number in earlier.items() if other != scope)
+    num_runs = earlier.get(scope, 0) + 1
+    try:
+        cost = accounts.of(scope).worst(delta)
+    except UnsupportedEventError:
+        return JointEpsilon(num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", apart=apart)
+    return JointEpsilon(num_runs=num_runs, epsilon=cost.epsilon, delta=delta, accountant=cost.accountant, apart=apart)

@@ -32,7 +32,7 @@ class RunFigures:
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
-        return math.inf if self.seeded_noise else self.rules.epsilon
+        return math.inf if self._run.not_private else self.rules.epsilon
 
     @property
     def rounds(self) -> tuple[RoundReport, ...]:

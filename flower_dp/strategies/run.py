@@ -56,8 +56,12 @@ class Run:
         self._own = RunState()
         self._initial = self.state
         self.asked: dict[str, Asked] = {}
-        self.durable: Durable = InMemory()
+        self.durable: Durable = InMemory(private=not self.seeded_noise)
         self.checkpoints = RunCheckpoints(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but what was asked: a round is charged once, and of several copies only the original releases it."""
+        return {**vars(self), "asked": {}}
 
     def begin(self) -> None:
         """Begin a new run."""
@@ -92,14 +96,24 @@ class Run:
         return (self.rules.training,) if evaluation is None else (self.rules.training, evaluation.release)
 
     @property
+    def num_charged(self) -> tuple[int, ...]:
+        """How often each release was charged."""
+        return tuple(release.num_charged for release in self.releases)
+
+    @property
     def secret_cohort(self) -> bool:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
         return any(release.secret_cohort for release in self.releases)
 
     @property
     def seeded_noise(self) -> bool:
-        """Whether noise or sampling comes from a fixed seed; the run is not private then."""
+        """Whether noise or sampling comes from a fixed seed."""
         return self.noise_seed is not None
+
+    @property
+    def not_private(self) -> bool:
+        """Whether noise or sampling comes from a fixed seed, or did in a round before: the run is not private then."""
+        return self.seeded_noise or self._own.not_private
 
     def generator(self, *purpose: object) -> Generator:
         """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
@@ -108,11 +122,12 @@ class Run:
     def facts(self, *, report_client_metrics: bool, own_evaluation: bool) -> RunFacts:
         """Return the facts for the statement, besides the ledgers."""
         return RunFacts(
-            seeded_noise=self.seeded_noise,
+            seeded_noise=self.not_private,
             missing=self._own.missing,
             incidents=self._own.incidents,
-            report_client_metrics=report_client_metrics or bool(self._own.client_metrics),  # also of a run that goes on without
-            own_evaluation=own_evaluation,
+            # Also of a run that goes on without.
+            report_client_metrics=report_client_metrics or self._own.asked_metrics or bool(self._own.client_metrics),
+            own_evaluation=own_evaluation or self._own.own_evaluation,
         )
 
     # A round of a release
@@ -176,7 +191,7 @@ class Run:
 
     def charged(self, release: RoundRelease, server_round: int) -> None:
         """Remember that a release was charged for a round: a run that goes on does not ask for it again."""
-        self.note(last_charged={**self._own.last_charged, release.name: server_round})
+        self.note(last_charged={**self._own.last_charged, release.name: server_round}, not_private=self.not_private)
 
     def was_charged(self, release: RoundRelease, server_round: int) -> bool:
         """Return whether this round of a release, or a later one, was charged before."""

@@ -89,6 +89,9 @@ class RunState:
         model: the arrays that are trained, as one vector [d], float32, after the last round; None before the first.
         method: the state of the method's releases, and of the method itself.
         optimizer: the state of the server's optimiser; None without one.
+        not_private: whether a round had noise or sampling from a fixed seed; it stays so.
+        asked_metrics: whether clients were asked for training metrics, which are not private.
+        own_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
     """
 
     rounds: tuple[RoundReport, ...] = ()
@@ -102,6 +105,9 @@ class RunState:
     model: np.ndarray | None = None
     method: Any = None
     optimizer: Mapping[str, Any] | None = None
+    not_private: bool = False
+    asked_metrics: bool = False
+    own_evaluation: bool = False
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
         """Return the numbers of a round for people to see.

@@ -69,6 +69,7 @@ def followed(start: Start) -> Start:
     def run(self: "DPStrategy", *arguments: Any, **named: Any) -> Any:
         if self.journal is not None:
             return start(self, *arguments, **named)
+        forgettable = self._run.num_charged == self._forgettable
         call = _Call.of(signature, self, *arguments, **named)
         observers = observers_of(self)
         self.journal = journal = Journal(observers, call.get("num_rounds"))
@@ -103,6 +104,8 @@ def followed(start: Start) -> Start:
                     journal.end(self, result, failed=failed, is_of_folder=is_of_folder)
                 finally:
                     self.close()
+                    if forgettable:  # what was charged here has a statement
+                        self._forgettable = self._run.num_charged
         if where is not None and where.only_state:
             raise Stated
         return result

@@ -85,6 +85,7 @@ class DPStrategy(RunFigures, Strategy):
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
+        self._forgettable = self._run.num_charged
         self.begin()
 
     def __init_subclass__(cls, **named: Any) -> None:
@@ -93,14 +94,16 @@ class DPStrategy(RunFigures, Strategy):
             setattr(cls, "start", followed(cls.start))  # noqa: B010
 
     def begin(self) -> None:
-        """Forget the last run."""
+        """Forget the last run; what it has cost stays in the joint epsilon of this strategy's runs."""
         self._run.begin()
+        self._forgettable = self._run.num_charged
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
-        if isinstance(self._run.durable, OnLedger | InMemory):
-            self._run.durable.close()
-            self._run.durable = InMemory()
+        if isinstance(durable := self._run.durable, OnLedger | InMemory):
+            durable.close()
+            before = durable if isinstance(durable, InMemory) else None
+            self._run.durable = InMemory(private=not self.seeded_noise, before=before)
 
     def go_on(self, found: Checkpoint) -> None:
         """Go on from a checkpoint; what was charged after it stays charged."""
@@ -174,11 +177,17 @@ class DPStrategy(RunFigures, Strategy):
                 `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
             RuntimeError: if all nodes say that their clients can't train, `evaluate_fn` fails, or no client
-                sends a usable update in the first rounds, or in all rounds of a short run.
+                sends a usable update in the first rounds, or in all rounds of a short run; or for a second call within a
+                subclass's `start`, or after rounds of one's own.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         clients_evaluate = self._overrides("configure_evaluate") or self.rules.evaluation is not None
         check_evaluate_config(evaluate_config, clients_evaluate=clients_evaluate)
+        if self._run.num_charged != self._forgettable:
+            raise RuntimeError(
+                "start: rounds were charged already, and a new run would forget what they have cost: call super().start(...) "
+                "once, and go on with a run by resume=True and its checkpoint_dir"
+            )
         self.begin()
         layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
         setting = diagnostics.setting(self.rules, layout, self._optimizer, num_rounds)
@@ -210,6 +219,10 @@ class DPStrategy(RunFigures, Strategy):
             self.journal.flush(self)
         run, is_first = self._run, self._manager is None
         known_clients = self._known_clients(grid)
+        run.note(
+            asked_metrics=run.record.asked_metrics or self.report_client_metrics,
+            own_evaluation=run.record.own_evaluation or self._overrides("configure_evaluate"),
+        )
         run.checkpoints.keep(server_round - 1, arrays, is_over=True)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it

@@ -8,10 +8,11 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
+from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC
-from flower_dp.strategies.population.client_manager import ClientManager
+from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, PrivateEvaluation
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -194,3 +195,49 @@ def test_stock_clients_join_as_nodes():
     strategy.aggregate_train(1, grid.send_and_receive(messages))
     grid.contexts[4] = fourth
     assert len(strategy.configure_train(2, arrays(w=np.zeros(2, np.float32)), {}, grid)) == 4
+
+
+@pytest.mark.parametrize("how", ["training", "evaluation"])
+def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_began(how, tmp_path):
+    """With another first client 'a' would have a second turn in the second round, and everyone be charged for one."""
+    in_turn = RoundRobinSampling(cohort_size=1)
+    words = WORDS | {"noise_multiplier": 1.0}
+    words |= (
+        {"sampling": in_turn} if how == "training" else {"evaluation": PrivateEvaluation(noise_multiplier=1.0, sampling=in_turn)}
+    )
+    known = {
+        one: KnownClients(names=tuple(one), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
+        for one in ("abc", "bca")
+    }
+
+    def stop(server_round, arrays):
+        if server_round == 1:
+            raise OSError("the server's process has ended")
+
+    def begin(nodes, *, resume):
+        strategy = DPFedAvg(**words)
+        grid = Moving(app(), nodes, {})
+        strategy.start(
+            grid, model_arrays(nn.Linear(2, 2)), num_rounds=3, evaluate_fn=stop, checkpoint_dir=tmp_path / "run", resume=resume
+        )
+
+    with pytest.raises(RuntimeError, match="evaluate_fn"):
+        begin(THREE, resume=False)
+    with pytest.raises(ValueError, match="clients: they are not those with which this run began"):
+        begin({1: "a", 2: "b", 3: "A"}, resume=True)
+    with pytest.raises(RuntimeError, match="evaluate_fn"):
+        begin(THREE, resume=True)
+    strategy = DPFedAvg(**words)
+    release = strategy.rules.training if how == "training" else strategy.rules.evaluation.release
+    strategy._run.drawn(release, known["abc"])
+    with pytest.raises(ValueError, match="in the same order"):
+        strategy._run.drawn(release, known["bca"])
+    with pytest.raises(ValueError, match=r"there are 2, and RoundRobinSampling.* is accounted for 3"):
+        release.cohort(("a", "b"), strategy._run.generator("cohort"))
+
+
+def test_charges_in_turn_without_their_order_are_not_gone_on_from():
+    strategy = DPFedAvg(**WORDS | {"sampling": RoundRobinSampling(cohort_size=1)})
+    strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
+    with pytest.raises(ValueError, match="in the same order"):
+        strategy.rules.open(("a", "b", "c"))

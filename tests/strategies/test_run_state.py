@@ -1,15 +1,21 @@
 """A run's state is one value: it can be stored, compared, and gone on from."""
 
+import copy
 import math
+import pickle
 from dataclasses import dataclass, replace
 
+import cloudpickle
 import numpy as np
 import pytest
+from dp_accounting import SelfComposedDpEvent
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.core.stored import from_stored, same, stored, to_stored
+from flower_dp.privacy import accounting
+from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import SumState
 from tests.grids import LocalGrid
@@ -138,6 +144,131 @@ def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begi
     assert (other.rules.training.replies("a"), other.rules.training.replies("b")) == (1, 0)
     with pytest.raises(ValueError, match="'c' was not there when this run began"):
         other.rules.open(("a", "c"))
+
+
+PRIVATE = {name: value for name, value in WORDS.items() if name != "noise_seed"}
+MODEL = arrays(w=np.zeros(9, np.float32))
+
+
+def grid_of_four() -> LocalGrid:
+    return LocalGrid(stock_app(shifted(lambda node: 0.1 * node)), 4)
+
+
+def test_a_run_that_was_not_private_stays_so():
+    """Its first round had noise that everyone can compute; the epsilon of the others does not undo that."""
+    seeded = DPFedAvg(**WORDS)
+    fresh = seeded.state
+    rounds(seeded, MODEL, range(1, 2))
+    strategy = moved(DPFedAvg(**PRIVATE), seeded.state)
+    rounds(strategy, MODEL, range(2, 3))
+    again = moved(DPFedAvg(**PRIVATE), strategy.state)
+    for one in (strategy, again):
+        assert one.state.not_private
+        assert not one.statement.private
+        assert one.epsilon == math.inf
+        assert one.line_of(0)["epsilon"] == 0.0
+    assert moved(DPFedAvg(**PRIVATE), fresh).statement.private
+
+
+class Evaluating(DPFedAvg):
+    def configure_evaluate(self, server_round, arrays, config, grid):
+        return []
+
+    def aggregate_evaluate(self, server_round, replies):
+        return None
+
+
+@pytest.mark.parametrize("kind", ["metrics", "evaluation"])
+def test_what_a_run_has_sent_without_protection_is_told_also_when_it_goes_on_without(kind):
+    """Of a round that was not finished, too: its messages had left."""
+    first = DPFedAvg(**PRIVATE, report_client_metrics=True) if kind == "metrics" else Evaluating(**PRIVATE)
+    first.plan(3)
+    first.configure_train(1, MODEL, ConfigRecord(), grid_of_four())
+    strategy = moved(DPFedAvg(**PRIVATE), first.state)
+    told = "clients sent training metrics" if kind == "metrics" else "the strategy's own configure_evaluate"
+    assert any(told in line for line in strategy.statement.not_covered)
+    assert not any("CLIENT METRICS" in line for line in DPFedAvg(**PRIVATE).statement.not_covered)
+
+
+def pickled(strategy: DPStrategy) -> DPStrategy:
+    return pickle.loads(cloudpickle.dumps(strategy))  # noqa: S301
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("release", ["training", "evaluation"])
+def test_of_several_copies_one_alone_releases_a_round_that_was_charged_once(how, release):
+    strategy = DPFedAvg(**PRIVATE, evaluation=PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling()))
+    grid = grid_of_four()
+    messages = strategy.configure_train(1, MODEL, ConfigRecord(), grid)
+    if release == "evaluation":
+        strategy.aggregate_train(1, grid.send_and_receive(messages))
+        strategy.configure_evaluate(1, MODEL, ConfigRecord(), grid)
+        assert how(strategy)._run.evaluated(1, []) is None
+        assert not how(strategy)._run.asked
+    else:
+        with pytest.raises(RuntimeError, match="aggregate_train needs configure_train"):
+            how(strategy).aggregate_train(1, grid.send_and_receive(messages))
+        assert how(strategy).rules.num_rounds == 1
+    assert strategy._run.asked
+
+
+def test_an_earlier_state_of_this_run_spends_no_budget_again():
+    strategy = DPFedAvg(**PRIVATE)
+    rounds(strategy, MODEL, range(1, 2))
+    earlier = strategy.state
+    rounds(strategy, MODEL, range(2, 4))
+    strategy.state = earlier
+    grid = grid_of_four()
+    with pytest.raises(LedgerError, match="dp-fedavg was charged 3 times in this run, and the state has 1 of them"):
+        strategy.configure_train(2, MODEL, ConfigRecord(), grid)
+    assert not [one for one in grid.sent if one.metadata.message_type == "train"]
+    rounds(moved(DPFedAvg(**PRIVATE), earlier), MODEL, range(2, 3))  # of another process
+
+
+def test_what_a_strategys_runs_have_cost_together_is_told():
+    strategy = DPFedAvg(**PRIVATE)
+    for num_rounds in (2, 3):
+        strategy.start(grid_of_four(), MODEL, num_rounds=num_rounds)
+    copied = copy.deepcopy(strategy)
+    copied.start(grid_of_four(), MODEL, num_rounds=1)
+    for one, count, num_runs in ((strategy, 5, 2), (copied, 6, 3)):
+        event = SelfComposedDpEvent(one.rules.release.mechanism.event(), count)
+        expected = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
+        assert one.statement.joint.epsilon == pytest.approx(expected, rel=1e-9)
+        assert one.statement.joint.num_runs == num_runs
+    assert strategy.statement.num_rounds == 3
+    seeded = DPFedAvg(**WORDS)
+    for _ in range(2):
+        seeded.start(grid_of_four(), MODEL, num_rounds=1)
+    assert seeded.statement.joint.epsilon == math.inf
+
+
+class Twice(DPFedAvg):
+    def start(self, grid, initial_arrays, num_rounds=3, **named):
+        result = super().start(grid, initial_arrays, num_rounds, **named)
+        return super().start(grid, result.arrays, num_rounds, **named)
+
+
+def test_a_second_start_within_a_start_forgets_nothing():
+    """The statement was that of the second half alone, and a target epsilon was spent twice."""
+    strategy, grid = Twice(**PRIVATE), grid_of_four()
+    with pytest.raises(RuntimeError, match="rounds were charged already, and a new run would forget what they have cost"):
+        strategy.start(grid, MODEL, num_rounds=2)
+    assert strategy.statement.num_rounds == 2
+    assert len([one for one in grid.sent if one.metadata.message_type == "train"]) == 8
+    with pytest.raises(RuntimeError, match="rounds were charged already"):  # a new run, as far as its second start
+        strategy.start(grid, MODEL, num_rounds=2)
+    assert strategy.statement.joint.num_runs == 2
+
+
+def test_a_state_that_was_set_is_not_forgotten_by_start():
+    strategy = DPFedAvg(**PRIVATE)
+    rounds(strategy, MODEL, range(1, 3))
+    other = moved(DPFedAvg(**PRIVATE), strategy.state)
+    for one in (strategy, other) * 2:
+        with pytest.raises(RuntimeError, match="rounds were charged already"):
+            one.start(grid_of_four(), MODEL, num_rounds=2)
+        assert one.statement.num_rounds == 2
 
 
 def test_states_are_equal_if_all_that_they_hold_is():

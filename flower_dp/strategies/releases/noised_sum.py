@@ -1,5 +1,6 @@
 """One noised sum of clients' clipped rows: what it asks, the limits of replies, and the server's part of its noise."""
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -43,12 +44,15 @@ class SumState:
         released: the last noised mean [d], where masks are made of it; None before any.
         clip_norm: of the next round, where it is adaptive; None before it has moved.
         kind: the release that was charged, as text: what the charges cost follows from it.
+        order: a digest of the names of all clients in their order, where whose turn it is follows from it; empty before they are
+            known, and for other samplers.
     """
 
     shares: tuple[int, ...] = ()
     released: np.ndarray | None = None
     clip_norm: float | None = None
     kind: str = ""
+    order: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,8 +122,32 @@ class NoisedSum:
 
     # A round
 
+    def open(self, names: Sequence[str]) -> None:
+        """Remember the order of all clients, where whose turn it is follows from it: it is the same in all of a run.
+
+        Raises:
+            ValueError: if their number is not that of the accounting, or the order is another one than before: then clients could
+                have more turns than they are charged for.
+        """
+        if not self.in_order:
+            return
+        if len(names) != self.release.num_clients:
+            raise ValueError(f"clients: there are {len(names)}, and {self.sampling} is accounted for {self.release.num_clients}")
+        order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
+        if order != self.state.order and (self.state.order or self.state.shares):
+            raise ValueError(
+                f"clients: they are not those with which this run began, in the same order; with {self.sampling} some of them "
+                "would have more turns than they are charged for"
+            )
+        self.state = replace(self.state, order=order)
+
     def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does."""
+        """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does.
+
+        Raises:
+            ValueError: as `open`.
+        """
+        self.open(names)
         return self.sampling.choose(self.num_charged + 1, len(names), rng)
 
     def next_charge(self, names: Sequence[str]) -> Charge:
