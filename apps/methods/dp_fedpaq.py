@@ -29,6 +29,7 @@ class Own:
     delta: float = 0.0001
     clip_norm: float = 1.0
     num_local_steps: int = 10
+    calibration: str = "exact"
     sensitivity: str = "clip-update"
     update_clip_norm: float = 0.0
     smoothness: float = 0.0
@@ -88,6 +89,7 @@ def shared(settings: Settings, own: Any) -> dict[str, Any]:
         "steps": steps,
         "epsilon": own.epsilon,
         "delta": own.delta,
+        "calibration": own.calibration,
         "num_replies": replies,
         "quantization_levels": own.quantization_levels or None,
     }

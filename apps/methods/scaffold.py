@@ -28,6 +28,7 @@ class Own:
     delta: float = 0.0001
     clip_norm: float = 1.0
     num_local_steps: int = 10
+    calibration: str = "exact"
     sensitivity: str = "clip-update"
     update_clip_norm: float = 0.0
     smoothness: float = 0.0

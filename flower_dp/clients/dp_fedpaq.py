@@ -56,6 +56,8 @@ class DPFedPAQRecipe:
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
         delta: of the budget, in (0, 1).
         num_replies: the most replies that a client will ever send, one number or one by client name.
+        calibration: `exact`: noise for all replies together; `paper`: the paper's, where epsilon and delta are of one reply, and
+            all replies together cost more: see `update_terms`.
         quantization_levels: levels above 0 of what is sent (paper: s); None: float32.
         loss: model outputs, targets -> loss, for batches of one record.
 
@@ -75,6 +77,7 @@ class DPFedPAQRecipe:
     epsilon: float | Mapping[str, float]
     delta: float
     num_replies: int | Mapping[str, int]
+    calibration: str = "exact"
     quantization_levels: int | None = 10
     loss: Loss = nn.functional.cross_entropy
 
@@ -139,4 +142,11 @@ class DPFedPAQRecipe:
         return convex.why_not(vector, self.steps, step_size=self.steps.step_size(server_round), drift=drift)
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
-        return update_terms(steps=self.steps, epsilon=epsilon, delta=self.delta, num_replies=num_replies, num_records=num_records)
+        return update_terms(
+            steps=self.steps,
+            epsilon=epsilon,
+            delta=self.delta,
+            num_replies=num_replies,
+            num_records=num_records,
+            calibration=self.calibration,
+        )

@@ -50,6 +50,8 @@ class ScaffoldRecipe:
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
         delta: of the budget, in (0, 1).
         num_replies: the most replies that a client will ever send, one number or one by client name.
+        calibration: `exact`: noise for all replies together; `paper`: the paper's, where epsilon and delta are of one reply, and
+            all replies together cost more: see `update_terms`.
         quantization_levels: levels above 0 of what is sent; None: float32.
         loss: model outputs, targets -> loss, for batches of one record.
         common: the server's c [d] of a round: see `given`.
@@ -70,6 +72,7 @@ class ScaffoldRecipe:
     epsilon: float | Mapping[str, float]
     delta: float
     num_replies: int | Mapping[str, int]
+    calibration: str = "exact"
     quantization_levels: int | None = None
     loss: Loss = nn.functional.cross_entropy
     common: Tensor | None = field(default=None, repr=False, compare=False)
@@ -119,6 +122,7 @@ class ScaffoldRecipe:
             epsilon=self.epsilon,
             delta=self.delta,
             num_replies=self.num_replies,
+            calibration=self.calibration,
             quantization_levels=self.quantization_levels,
             loss=self.loss,
         )

@@ -20,6 +20,8 @@ from flower_dp.privacy.release import Release
 
 # How the sensitivity of an update is proved, under replace-one.
 SENSITIVITIES = ("clip-update", "per-step", "convex-glm")
+# What the noise is made for.
+CALIBRATIONS = ("exact", "paper")
 # Where nothing bounds the whole sum (`convex-glm`), rounding adds to half of the distance of two neighbours' sums, in clip norms:
 # to the lattice, which is that much finer, at most 2^-21, and float64 steps at most _STEPS (`longest_weights`), 2^-18 in all; to
 # float32 2^-24 a record, and float64 sums of n records n 2^-52 a record.
@@ -186,12 +188,18 @@ def block_of(columns: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int) -> Terms:
+def update_terms(
+    *, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int, calibration: str = "exact"
+) -> Terms:
     """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantised after that.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
     takes its own E b of the client's records at random, which nobody else knows: amplified by sampling without
     replacement (`flower_dp.privacy.fixed_size`), with a sensitivity of twice the norm.
+
+    With `calibration="paper"` that does not hold: epsilon and delta are the paper's, of one reply, and the noise is that of its
+    eq. 17, which composes nothing and is not proved for most values (`violated_conditions`). What the replies cost follows from
+    the noise, in ledgers and statements alike, and may be many times epsilon.
 
     The release is u, the sum of E b clipped gradients: `noise_scale` x eta_k / b is the noise on the update.
 
@@ -201,6 +209,8 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
         delta: in (0, 1).
         num_replies: the most replies that the client will send.
         num_records: the client's public data size.
+        calibration: `exact`: the least noise that numerical composition proves enough for all replies; `paper`: eq. 17's, where
+            epsilon and delta are of one reply.
 
     Raises:
         ValueError: for a value out of range, naming it; if the client has fewer than E b records.
@@ -218,12 +228,16 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
             f"num_records={size}: a round takes num_local_steps x batch_size = {steps.num_records} of a client's records, "
             "without replacement; use fewer steps or smaller batches"
         )
+    checks.one_of("calibration", calibration, CALIBRATIONS)
     sampler = FixedSizeSampling(cohort_size=steps.num_records)
     replies = checks.integer("num_replies", num_replies, at_least=1)
     checks.number("delta", delta, above=0, below=1)
-    multiplier = least_gaussian_multiplier(
-        sampler, epsilon=budget(epsilon), delta=delta, num_releases=replies, relation="replace-one", num_units=size
-    )
+    if calibration == "paper":
+        multiplier = 2 * paper_noise_ratio(epsilon=epsilon, sampled_part=steps.num_records / size, delta=delta)
+    else:
+        multiplier = least_gaussian_multiplier(
+            sampler, epsilon=budget(epsilon), delta=delta, num_releases=replies, relation="replace-one", num_units=size
+        )
     release = Release(
         what="the noised update of some local steps, in every reply",
         seen_by=SEEN_BY,
@@ -234,7 +248,8 @@ def update_terms(*, steps: FedPAQSteps, epsilon: float, delta: float, num_replie
         sampler=sampler,
         num_clients=size,
     )
-    return Terms(release=release, num_replies=replies, epsilon=epsilon)
+    # Eq. 17 bounds one reply, if that: nobody has proved that all replies cost no more than this epsilon.
+    return Terms(release=release, num_replies=replies, epsilon=epsilon if calibration == "exact" else math.inf)
 
 
 def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_random: bool) -> int:
@@ -247,6 +262,20 @@ def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_
     if not at_random or cohort_size == num_clients:
         return max(1, math.ceil(mean - 1e-9))
     return max(1, int(binom.isf(_SPENT_EARLY, num_rounds, cohort_size / num_clients)))
+
+
+def paper_noise_ratio(*, epsilon: float, sampled_part: float, delta: float) -> float:
+    """Return sigma / Delta of one round by eq. 17: 2 gamma sqrt(2 ln(1.25 gamma / delta)) / epsilon; 0 for an infinite epsilon.
+
+    Args:
+        epsilon: of the round.
+        sampled_part: gamma = E b / n.
+        delta: of the round.
+
+    Raises:
+        ValueError: if 1.25 gamma <= delta: the formula has no value then; or for a value out of range.
+    """
+    return _paper_factor(sampled_part, delta) / budget(epsilon)
 
 
 def paper_epsilon(*, noise_std: float, sensitivity: float, sampled_part: float, delta: float) -> float:
@@ -262,8 +291,12 @@ def paper_epsilon(*, noise_std: float, sensitivity: float, sampled_part: float, 
         ValueError: if 1.25 gamma <= delta: the formula has no value then; or for a value out of range.
     """
     checks.number("noise_std", noise_std, above=0)
+    return _paper_factor(sampled_part, delta) * sensitivity / noise_std
+
+
+def _paper_factor(sampled_part: float, delta: float) -> float:
     checks.number("delta", delta, above=0, below=1.25 * checks.number("sampled_part", sampled_part, above=0, at_most=1))
-    return 2 * sampled_part * sensitivity * math.sqrt(2 * math.log(1.25 * sampled_part / delta)) / noise_std
+    return 2 * sampled_part * math.sqrt(2 * math.log(1.25 * sampled_part / delta))
 
 
 def violated_conditions(epsilon: float, sampled_part: float) -> list[str]:

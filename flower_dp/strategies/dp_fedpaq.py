@@ -37,6 +37,7 @@ class DPFedPAQRules(LocalRules):
         sampling: who takes part in a round.
         delta: of every budget.
         quantization_levels: of what clients send; None: float32.
+        calibration: see `update_terms`.
         name: the method's name on the wire.
         title: the method's name for people.
         control: a vector that is sent with the model; None for none.
@@ -50,18 +51,21 @@ class DPFedPAQRules(LocalRules):
         *,
         delta: float,
         quantization_levels: int | None,
+        calibration: str = "exact",
         name: str = "dp-fedpaq",
         title: str = "DP-FedPAQ",
         control: ControlVariate | None = None,
     ) -> None:
-        self.steps, self.control = steps, control
+        self.steps, self.control, self.calibration = steps, control, calibration
         if not isinstance(steps, FedPAQSteps):
             raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
         if not isinstance(sampling, _SAMPLERS):
             kinds = ", ".join(kind.__name__ for kind in _SAMPLERS)
             raise ValueError(f"sampling={sampling!r}: must be one of {kinds}; the server sees who takes part, so none amplifies")
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
-        terms = partial(update_terms, steps=steps, delta=checks.number("delta", delta, above=0, below=1))
+        terms = partial(
+            update_terms, steps=steps, delta=checks.number("delta", delta, above=0, below=1), calibration=calibration
+        )
         for size in values_in(population.num_records):  # refuses impossible values, without a calibration
             terms(epsilon=math.inf, num_replies=1, num_records=size)
         for budget in values_in(population.epsilon):
@@ -177,6 +181,8 @@ class DPFedPAQ(DPStrategy):
         epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
         delta: of every budget.
         quantization_levels: levels above 0 of what clients send (paper: s); None: float32.
+        calibration: `exact`: noise for all replies together; `paper`: that of eq. 17, for repeating the paper's experiments.
+            Epsilon and delta are then of one reply; the statement's epsilon is what all replies cost with this noise.
         num_replies: the most replies of a client. By default as many as the rounds need (round robin, or all clients); with
             `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
         options: those of every strategy: see `Options`.
@@ -208,9 +214,12 @@ class DPFedPAQ(DPStrategy):
         epsilon: float | PerClient,
         delta: float,
         quantization_levels: int | None = 10,
+        calibration: str = "exact",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
         **options: Unpack[Options],
     ) -> None:
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
-        rules = DPFedPAQRules(population, steps, sampling, delta=delta, quantization_levels=quantization_levels)
+        rules = DPFedPAQRules(
+            population, steps, sampling, delta=delta, quantization_levels=quantization_levels, calibration=calibration
+        )
         super().__init__(rules, **options)

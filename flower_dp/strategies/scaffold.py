@@ -32,6 +32,7 @@ class Scaffold(DPStrategy):
         epsilon: budget of each client; math.inf: no noise, not private.
         delta: of every budget.
         quantization_levels: more than sqrt(d), or None: with fewer the errors of control variates grow from round to round.
+        calibration: as for `DPFedPAQ`.
         num_replies: the most replies of a client.
         options: those of every strategy: see `Options`.
 
@@ -64,6 +65,7 @@ class Scaffold(DPStrategy):
         epsilon: float | PerClient,
         delta: float,
         quantization_levels: int | None = None,
+        calibration: str = "exact",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -74,6 +76,7 @@ class Scaffold(DPStrategy):
             sampling,
             delta=delta,
             quantization_levels=quantization_levels,
+            calibration=calibration,
             name="scaffold",
             title="SCAFFOLD",
             control=ControlVariate(quantization_levels),

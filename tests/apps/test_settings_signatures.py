@@ -30,7 +30,7 @@ WORDS: dict[str, Any] = {
     "aggregation": ("uniform",),
     "sensitivity": ("per-step",),
     "batch-sampling": ("poisson",),
-    "calibration": ("zcdp",),
+    "calibration": ("zcdp", "paper"),
     "best-by": ("accuracy",),
     "client-epsilons": (",".join(["3"] * NUM_CLIENTS),),
     "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),

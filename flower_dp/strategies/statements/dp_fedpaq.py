@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flower_dp.privacy.dp_fedpaq import paper_epsilon, violated_conditions
+from flower_dp.privacy.dp_fedpaq import paper_epsilon, paper_noise_ratio, violated_conditions
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.local import counts_sampling, least_and_largest, local_statement, most_replies
@@ -75,6 +75,14 @@ def _paper(rules: "DPFedPAQRules", run: RunFacts) -> PaperEpsilon | None:
         f"epsilon and delta of a round ({each:.4g}, {rules.delta / replies:.3g}), added up over {replies} replies: the paper "
         "composes nothing"
     )
+    if rules.calibration == "paper":
+        # At the delta of the settings, not at a part of it.
+        ratio = paper_noise_ratio(epsilon=each, sampled_part=part, delta=rules.delta / replies)
+        asked = paper_epsilon(noise_std=ratio, sensitivity=1.0, sampled_part=part, delta=rules.delta)
+        note += (
+            f"; calibration='paper': the noise was made by this formula for epsilon {asked:.4g}, delta {rules.delta:.3g} of each "
+            "reply, which is no budget of all replies"
+        )
     return PaperEpsilon(
         epsilon=total,
         formula="2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma a round, DP-FedPAQ eq. 17",

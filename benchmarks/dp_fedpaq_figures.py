@@ -1,0 +1,519 @@
+"""Figs. 2, 3b and 4 of the DP-FedPAQ paper, and SCAFFOLD with privacy: test loss over E, M, epsilon, C and gamma.
+
+    python benchmarks/dp_fedpaq_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--plot FILE.png]
+                                           [--scaffold-plot FILE.png] [--no-runs]
+
+From the paper: logistic regression on MNIST, HET_MNIST(2), N = 100, M = 10, K = 100 rounds, E = 10, s = 10, gamma = E b / n with
+E b = 120 of 542 records, C = 1, delta 1e-4, eta_k = 0.1 / (1 + kE/100); one of them is changed at a time. Without noise all else
+is the same. What one record moves is taken as 2 eta C / b ("2 eta C / b", which nobody has proved for ten classes and E > 1; the
+paper names no sensitivity at all) or as what the product proves for any model ("per-step"). The noise is eq. 17's, as
+`calibration="paper"` makes it, and in the part `scaffold` that of `calibration="exact"`.
+
+The hundreds of runs are made by steps written out for this one model, all clients of a round at once, which is 50 times as fast
+as the product's. Noise, epsilons, data and initial models are the product's, and before the first run a client's local steps are
+compared with those of the product's. Here everything is drawn from the seed: nothing of it is a private release.
+
+Each run is a line of RESULTS.jsonl, written when it ends; a run that is there is not made again, so the same command goes on
+where it was stopped. One process, one torch thread.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from points import Row, Run, config_of, quiet, records, table
+from torch import Tensor
+
+from flower_dp.clients import DPFedPAQRecipe, FlatModel
+from flower_dp.clients.reply.pipeline import Job
+from flower_dp.privacy import accounting
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_noise_ratio, update_terms
+
+CLIENTS, RECORDS, CLASSES, DELTA, RATE, DECAY = 100, 542, 10, 1e-4, 0.1, 100.0
+NOT_PROVED, PROVED = "2 eta C / b", "per-step"
+INF = math.inf
+CHOSEN, FEW, MANY = 120, 30, 480
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A point; its attributes are keys of a line of the results."""
+
+    steps: int = 10
+    batch: int = 12
+    cohort: int = 10
+    rounds: int = 100
+    levels: int = 10
+    clip: float = 1.0
+    epsilon: float = INF
+    sensitivity: str = NOT_PROVED
+    calibration: str = "paper"
+    method: str = "dp-fedpaq"
+
+    @property
+    def terms(self) -> Terms:
+        """What the product would do with this much noise and a sensitivity that is proved: `per-step`."""
+        epsilon = self.epsilon
+        if self.sensitivity == NOT_PROVED:  # the same noise, of a sensitivity so many times larger
+            epsilon *= (self.steps - 1) * self.batch + 1
+        return _terms(self.product_steps, epsilon, self.rounds, self.cohort, self.calibration)
+
+    @property
+    def product_steps(self) -> FedPAQSteps:
+        """The steps as the product takes them."""
+        return FedPAQSteps(
+            learning_rate=RATE,
+            num_local_steps=self.steps,
+            batch_size=self.batch,
+            clip_norm=self.clip,
+            sensitivity=PROVED,
+            decay_iterations=DECAY,
+        )
+
+    @property
+    def proved(self) -> float:
+        """The epsilon that is proved for all replies of a client together."""
+        if math.isinf(self.epsilon):
+            return INF
+        terms = self.terms
+        event = accounting.repeated(terms.release.event(1), terms.num_replies)
+        return accounting.epsilon(event, delta=DELTA, relation="replace-one").epsilon
+
+    @property
+    def part(self) -> float:
+        """The part of its records that a client takes in a round (paper: gamma)."""
+        return self.steps * self.batch / RECORDS
+
+
+@cache
+def _terms(steps: FedPAQSteps, epsilon: float, rounds: int, cohort: int, calibration: str) -> Terms:
+    replies = expected_replies(rounds, cohort, CLIENTS, at_random=True)
+    return update_terms(
+        steps=steps, epsilon=epsilon, delta=DELTA, num_replies=replies, num_records=RECORDS, calibration=calibration
+    )
+
+
+class Problem:
+    """The clients' records and the initial model of a seed.
+
+    Attributes:
+        inputs: [clients, records, features + 1]: with a column of ones for the bias.
+        wanted: [clients, records, classes]: one-hot.
+        start: [classes, features + 1].
+    """
+
+    def __init__(self, seed: int, data_dir: str) -> None:
+        settings = {"num-clients": CLIENTS, "partition": "het-mnist", "classes-per-client": 2, "seed": seed, "data-dir": data_dir}
+        self.config = config_of("mnist-dp-fedpaq", settings)
+        self.run, dealt = Run.of(self.config), records.deal(records.config_of(self.config))
+        self.clients = [dealt.clients[name] for name in sorted(dealt.clients)]
+        batches = [one.batch(torch.arange(RECORDS), torch.device("cpu")) for one in self.clients]
+        self.inputs = torch.stack([_with_ones(inputs) for inputs, _ in batches])
+        self.wanted = torch.nn.functional.one_hot(torch.stack([targets for _, targets in batches]), CLASSES).to(torch.float32)
+        self.start = _matrix([parameter.detach() for parameter in self.run.model().parameters()])
+        public = records.records_to_test_with(self.run, records.config_of(self.config))
+        inputs, self.labels = public.batch(torch.arange(len(public)), torch.device("cpu"))
+        self.tests = _with_ones(inputs)
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """[clients, records]: of the inputs."""
+        return torch.linalg.vector_norm(self.inputs, dim=2)
+
+    def test(self, model: Tensor) -> tuple[float, float]:
+        """Return loss and accuracy on the public test records."""
+        scores = self.tests @ model.T
+        accuracy = (scores.argmax(1) == self.labels).float().mean().item()
+        return torch.nn.functional.cross_entropy(scores, self.labels).item(), accuracy
+
+    def updates(self, model: Tensor, case: Case, who: Tensor, places: Tensor, rate: float, drift: Tensor | None) -> Tensor:
+        """Return the updates [m, classes, features + 1] of some clients that take these of their records [m, E b]."""
+        here = model.expand(len(who), -1, -1).clone()
+        for batch in places.split(case.batch, dim=1):
+            inputs = self.inputs[who[:, None], batch]
+            errors = torch.softmax(inputs @ here.transpose(1, 2), dim=2) - self.wanted[who[:, None], batch]
+            norms = torch.linalg.vector_norm(errors, dim=2) * self.norms[who[:, None], batch]
+            errors *= (case.clip / norms.clamp(min=case.clip))[:, :, None]
+            mean = errors.transpose(1, 2) @ inputs / case.batch
+            here -= rate * (mean if drift is None else mean + drift)
+        return here - model
+
+
+def _with_ones(inputs: Tensor) -> Tensor:
+    flat = inputs.flatten(start_dim=1).to(torch.float32)
+    return torch.cat([flat, torch.ones(len(flat), 1)], dim=1)
+
+
+def _matrix(parameters: Sequence[Tensor]) -> Tensor:
+    weights, bias = parameters
+    return torch.cat([weights, bias[:, None]], dim=1)
+
+
+def check(problem: Problem) -> None:
+    """Compare a client's local steps with the product's, on the same records in the same order."""
+    case, flat = Case(steps=3, clip=0.5), FlatModel(problem.run.model())
+    recipe = DPFedPAQRecipe(steps=case.product_steps, epsilon=INF, delta=DELTA, num_replies=1)
+    pipeline = recipe.pipeline(recipe.terms("", problem.clients[7]).release, model=flat, server_round=1)
+    job = Job(name="", records=problem.clients[7], seed=0, secret=lambda: np.random.default_rng(5))
+    ((total, _),) = pipeline.train.rows(flat.vector.clone(), [job])
+    product = -RATE / case.batch * total.to(torch.float32)
+    places = torch.from_numpy(np.random.default_rng(5).permutation(RECORDS)[: case.steps * case.batch])[None]
+    (own,) = problem.updates(problem.start, case, torch.tensor([7]), places, RATE, None)
+    own = torch.cat([own[:, :-1].flatten(), own[:, -1]])
+    if not torch.allclose(own, product, rtol=1e-3, atol=1e-5 * float(product.abs().max())):
+        raise SystemExit(f"local steps differ from the product's by up to {float((own - product).abs().max()):.3g}")
+
+
+def quantised(rows: Tensor, levels: int, rng: torch.Generator) -> Tensor:
+    """Return QSGD of every row [m, d]: levels of its norm, rounded at random and without bias."""
+    scale = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    drawn = torch.floor(rows.abs() * (levels / scale) + torch.rand(rows.shape, generator=rng)).clamp(max=levels)
+    return rows.sign() * drawn * (scale / levels)
+
+
+def run(problem: Problem, case: Case, seed: int) -> Row:
+    """Make a run; return test loss and accuracy at some rounds."""
+    began, rng = time.process_time(), torch.Generator().manual_seed(seed)
+    model, steps = problem.start.clone(), case.product_steps
+    noise = 0.0 if math.isinf(case.epsilon) else case.terms.release.noise_scale
+    own = common = torch.zeros(0)
+    if case.method == "scaffold":
+        own, common = torch.zeros(CLIENTS, *model.shape), torch.zeros_like(model)
+    found: dict[str, list[float]] = {"rounds": [], "loss": [], "accuracy": []}
+    for number in range(1, case.rounds + 1):
+        rate = steps.step_size(number)
+        who = torch.randperm(CLIENTS, generator=rng)[: case.cohort]
+        places = torch.rand(case.cohort, RECORDS, generator=rng).argsort(dim=1)[:, : case.steps * case.batch]
+        drift = common - own[who] if case.method == "scaffold" else None
+        made = problem.updates(model, case, who, places, rate, drift)
+        if noise:
+            made += rate / case.batch * noise * torch.randn(made.shape, generator=rng)
+        sent = quantised(made.flatten(1), case.levels, rng).view_as(made) if case.levels else made
+        if case.method == "scaffold":
+            change = -common - sent / (case.steps * rate)
+            own[who] += change
+            common = common + change.sum(dim=0) / CLIENTS
+        model = model + sent.mean(dim=0)
+        if number in (20, case.rounds) or number % max(1, case.rounds // 20) == 0:
+            loss, accuracy = problem.test(model)
+            for key, value in (("rounds", number), ("loss", loss), ("accuracy", accuracy)):
+                found[key].append(value)
+    return {"seed": seed, **found, "seconds": round(time.process_time() - began, 2)}
+
+
+# The points
+
+STEPS, COHORTS, CLIPS = (1, 2, 5, 10, 20), (1, 2, 5, 10, 20, 50), (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+EPSILONS, PROVED_EPSILONS, TAKEN = (0.1, 0.3, 1.0, 3.0, 10.0, INF), (10.0, 100.0, 1000.0), (FEW, 60, CHOSEN, 240, MANY)
+CLIPS_TOGETHER, TAKEN_TOGETHER = (0.25, 0.5, 1.0, 2.0), (FEW, CHOSEN, MANY)
+EPSILON, ITERATIONS = 1.0, 2000
+SCAFFOLD_EPSILONS = (2.0, 10.0, 100.0, INF)
+
+
+def _steps(steps: int, epsilon: float, *, rounds: int = 100, taken: int = CHOSEN) -> Case:
+    return Case(steps=steps, batch=taken // steps, epsilon=epsilon, rounds=rounds)
+
+
+def _clip(clip: float, taken: int = CHOSEN) -> Case:
+    return Case(clip=clip, batch=taken // 10, epsilon=EPSILON)
+
+
+def _scaffold(method: str, epsilon: float, steps: int) -> Case:
+    return Case(
+        steps=steps,
+        batch=CHOSEN // steps,
+        levels=0,
+        epsilon=epsilon,
+        sensitivity=PROVED,
+        calibration="exact",
+        method=method,
+    )
+
+
+def cases() -> dict[str, list[Case]]:
+    """Return the points of every part."""
+    fig2 = [_steps(steps, epsilon) for epsilon in (INF, EPSILON) for steps in STEPS]
+    fig2 += [_steps(steps, epsilon, rounds=ITERATIONS // steps) for epsilon in (INF, EPSILON) for steps in STEPS]
+    fig4a = [Case(epsilon=epsilon) for epsilon in EPSILONS]
+    fig4a += [Case(epsilon=epsilon, sensitivity=PROVED) for epsilon in PROVED_EPSILONS]
+    fig4a += [Case(steps=1, batch=CHOSEN, epsilon=epsilon, sensitivity=PROVED) for epsilon in EPSILONS]
+    scaffold = [_scaffold(method, epsilon, 1) for epsilon in SCAFFOLD_EPSILONS for method in METHODS]
+    scaffold += [_scaffold(method, INF, 10) for method in METHODS]
+    return {
+        "3b": [Case(cohort=cohort, epsilon=epsilon) for epsilon in (INF, EPSILON) for cohort in COHORTS],
+        "4a": fig4a,
+        "4b": [_clip(clip) for clip in CLIPS],
+        "4c": [Case(batch=taken // 10, epsilon=epsilon) for epsilon in (INF, EPSILON) for taken in TAKEN],
+        "4d": [_clip(clip, taken) for clip in CLIPS_TOGETHER for taken in TAKEN_TOGETHER],
+        "scaffold": scaffold,
+        "2": fig2,
+    }
+
+
+METHODS = ("dp-fedpaq", "scaffold")
+
+
+class Results:
+    """The lines of the file, by point and seed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[Case, dict[int, Row]] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            row = json.loads(line)
+            self._rows.setdefault(Case(**row.pop("case")), {})[row["seed"]] = row
+
+    def has(self, case: Case, seed: int) -> bool:
+        """Whether a run has been made."""
+        return seed in self._rows.get(case, {})
+
+    def add(self, case: Case, row: Row) -> None:
+        """Append a run to the file."""
+        self._rows.setdefault(case, {})[row["seed"]] = row
+        with self._path.open("a") as file:
+            file.write(json.dumps({"case": asdict(case), **row}) + "\n")
+
+    def of(self, case: Case, key: str = "loss", *, at: int | None = None) -> list[float]:
+        """Return a number of all runs of a point after so many rounds, by default all."""
+        rows = [row for _, row in sorted(self._rows.get(case, {}).items())]
+        return [row[key][row["rounds"].index(at or case.rounds)] for row in rows]
+
+    def curve(self, case: Case) -> tuple[list[int], list[float], list[float]]:
+        """Return rounds, mean loss and its standard deviation over seeds."""
+        rows = list(self._rows.get(case, {}).values())
+        losses = list(zip(*(row["loss"] for row in rows), strict=True))
+        return rows[0]["rounds"], [statistics.fmean(one) for one in losses], [_deviation(one) for one in losses]
+
+    @property
+    def seconds(self) -> float:
+        """Processor time of all runs."""
+        return sum(row["seconds"] for rows in self._rows.values() for row in rows.values())
+
+
+def run_all(todo: Sequence[str], results: Results, seeds: int, data_dir: str) -> None:
+    """Make the runs that are not in the results: all points with one seed, before the next seed."""
+    for seed in range(seeds):
+        missing = [case for part in todo for case in cases()[part] if not results.has(case, seed)]
+        if not missing:
+            continue
+        problem = Problem(seed, data_dir)
+        check(problem)
+        for case in dict.fromkeys(missing):
+            results.add(case, run(problem, case, seed))
+
+
+# Tables
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    if not all(map(math.isfinite, values)):
+        return "diverges"
+    return f"{statistics.fmean(values):.3f} ± {_deviation(values):.3f}"
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> str:
+    apart = [a - b for a, b in zip(one, other, strict=True)]
+    error = _deviation(apart) / len(apart) ** 0.5
+    return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a < 0 for a in apart)} of {len(apart)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 or math.isinf(value) else f"{value:,.0f}"
+
+
+def _formula(case: Case) -> str:
+    """The epsilon of a round by eq. 17 under the sensitivity that is proved."""
+    if math.isinf(case.epsilon):
+        return "inf"
+    ratio = case.terms.release.mechanism.noise_multiplier / 2
+    return _number(case.epsilon * paper_noise_ratio(epsilon=case.epsilon, sampled_part=case.part, delta=DELTA) / ratio)
+
+
+def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the title and the rows of every table."""
+    yield (
+        "Fig. 2: E",
+        [
+            {
+                "E": steps,
+                **{
+                    f"{word}, {name}": _spread(results.of(_steps(steps, epsilon, rounds=rounds or ITERATIONS // steps), at=at))
+                    for name, rounds, at in (("20 rounds", 100, 20), ("100 rounds", 100, None), ("2,000 steps", 0, None))
+                    for word, epsilon in (("no noise", INF), ("epsilon 1", EPSILON))
+                },
+            }
+            for steps in STEPS
+        ],
+    )
+    yield (
+        "Fig. 3b: M",
+        [
+            {
+                "M": cohort,
+                **{
+                    f"{word}, {at} rounds": _spread(results.of(Case(cohort=cohort, epsilon=epsilon), at=at))
+                    for at in (20, 100)
+                    for word, epsilon in (("no noise", INF), ("epsilon 1", EPSILON))
+                },
+            }
+            for cohort in COHORTS
+        ],
+    )
+    yield (
+        "Fig. 4a: epsilon",
+        [
+            {
+                "E": case.steps,
+                "sensitivity": case.sensitivity,
+                "epsilon of a round, eq. 17": _number(case.epsilon),
+                "proved for all replies": _number(case.proved),
+                "loss": _spread(results.of(case)),
+                "accuracy": _spread(results.of(case, "accuracy")),
+            }
+            for case in cases()["4a"]
+        ],
+    )
+    yield (
+        "Fig. 4b: C",
+        [{"C": clip, "loss": _spread(results.of(_clip(clip)))} for clip in CLIPS],
+    )
+    yield (
+        "Fig. 4c: gamma",
+        [
+            {
+                "E b": taken,
+                "gamma": f"{taken / RECORDS:.3f}",
+                "no noise": _spread(results.of(Case(batch=taken // 10))),
+                "epsilon 1": _spread(results.of(Case(batch=taken // 10, epsilon=EPSILON))),
+            }
+            for taken in TAKEN
+        ],
+    )
+    yield (
+        "Fig. 4d: C and gamma",
+        [
+            {
+                "C": clip,
+                **{f"gamma {taken / RECORDS:.3f}": _spread(results.of(_clip(clip, taken))) for taken in TAKEN_TOGETHER},
+            }
+            for clip in CLIPS_TOGETHER
+        ],
+    )
+    yield (
+        "SCAFFOLD",
+        [
+            {
+                "E": steps,
+                "epsilon": _number(epsilon),
+                "DP-FedPAQ, loss": _spread(results.of(plain)),
+                "SCAFFOLD, loss": _spread(results.of(other)),
+                "difference": _apart(results.of(other), results.of(plain)) if results.of(plain) else "",
+                "DP-FedPAQ, accuracy": _spread(results.of(plain, "accuracy")),
+                "SCAFFOLD, accuracy": _spread(results.of(other, "accuracy")),
+            }
+            for steps, epsilon in [*((1, one) for one in SCAFFOLD_EPSILONS), (10, INF)]
+            for plain, other in [[_scaffold(method, epsilon, steps) for method in METHODS]]
+        ],
+    )
+
+
+# Pictures
+
+
+def plot(results: Results, path: str) -> None:
+    """Draw loss over rounds: for E, for M, for epsilon, and for C and gamma."""
+    from flower_dp.reporting import canvas  # noqa: PLC0415 - matplotlib takes a second
+
+    figure = canvas.empty(11, 6)
+    axes = figure.subplots(2, 3)
+    panels: list[tuple[str, list[tuple[str, Case]]]] = [
+        ("E, no noise", [(f"E = {steps}", _steps(steps, INF)) for steps in STEPS]),
+        ("E, epsilon 1", [(f"E = {steps}", _steps(steps, EPSILON)) for steps in STEPS]),
+        ("M, epsilon 1", [(f"M = {cohort}", Case(cohort=cohort, epsilon=EPSILON)) for cohort in COHORTS]),
+        ("epsilon", [(f"epsilon {_number(epsilon)}", Case(epsilon=epsilon)) for epsilon in EPSILONS]),
+        ("C, epsilon 1", [(f"C = {clip:g}", _clip(clip)) for clip in CLIPS]),
+        ("gamma, epsilon 1", [(f"gamma {taken / RECORDS:.2f}", Case(batch=taken // 10, epsilon=EPSILON)) for taken in TAKEN]),
+    ]
+    for axis, (title, curves) in zip(axes.flat, panels, strict=True):
+        _draw(axis, title, curves, results)
+    canvas.save(figure, path)
+
+
+def scaffold_plot(results: Results, path: str) -> None:
+    """Draw loss over rounds of both methods, at every epsilon."""
+    from flower_dp.reporting import canvas  # noqa: PLC0415
+
+    figure = canvas.empty(8, 3.5)
+    for axis, (title, chosen) in zip(
+        figure.subplots(1, 2),
+        (("one local step", [(1, one) for one in SCAFFOLD_EPSILONS]), ("ten local steps, no noise", [(10, INF)])),
+        strict=True,
+    ):
+        _draw(
+            axis,
+            title,
+            [
+                (f"{name}, epsilon {_number(epsilon)}", _scaffold(method, epsilon, steps))
+                for steps, epsilon in chosen
+                for method, name in zip(METHODS, ("DP-FedPAQ", "SCAFFOLD"), strict=True)
+            ],
+            results,
+            pairs=True,
+        )
+    canvas.save(figure, path)
+
+
+def _draw(axis: Any, title: str, curves: Sequence[tuple[str, Case]], results: Results, *, pairs: bool = False) -> None:
+    from flower_dp.reporting import canvas  # noqa: PLC0415
+
+    for place, (label, case) in enumerate(curves):
+        rounds, means, deviations = results.curve(case)
+        look = canvas.look(place // 2, place % 2) if pairs else canvas.look(place)
+        axis.errorbar(rounds, means, yerr=deviations, label=label, linewidth=1, elinewidth=0.5, **look)
+    axis.set(title=title, xlabel="round", ylabel="test loss", ylim=(0, 3.5))
+    axis.legend(fontsize=7)
+
+
+def main() -> None:
+    """Make the runs, print the tables, draw the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--data-dir", required=True, help="folder of the full MNIST")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=list(cases()), default=list(cases()))
+    parser.add_argument("--plot", help="picture of the figures' curves")
+    parser.add_argument("--scaffold-plot", help="picture of the part `scaffold`")
+    parser.add_argument("--no-runs", action="store_true", help="tables and pictures of the results as they are")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    quiet()
+    results = Results(options.results)
+    if not options.no_runs:
+        run_all(options.parts, results, options.seeds, options.data_dir)
+    for title, rows in tables(results):
+        print(f"\n{title}\n\n{table(rows)}")
+    print(f"\nprocessor time of the runs: {results.seconds:.0f} s")
+    if options.plot:
+        plot(results, options.plot)
+    if options.scaffold_plot:
+        scaffold_plot(results, options.scaffold_plot)
+
+
+if __name__ == "__main__":
+    main()
