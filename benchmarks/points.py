@@ -69,27 +69,49 @@ def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(defaults) | flatten(chosen) | dict(settings)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one run gave; `validation` is the final model's loss on the records that are held out for it, if there are any."""
+
+    loss: float
+    accuracy: float
+    validation: float | None
+    seconds: float
+    numbers: Row
+
+
+def run_once(point: Point, seed: int, data_dir: str) -> Outcome:
+    """Run a point with a seed, which governs data split, initial model and order of records, never noise."""
+    started = time.monotonic()
+    config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
+    run, dealt = Run.of(config), records.deal(records.config_of(config))
+    model, num_rounds = run.model(), run.settings.num_rounds
+    strategy = run.strategy(partial(_sizes, dealt))
+    # One node hosts all clients, as a worker of the simulation hosts its part of them.
+    grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
+    result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
+    if strategy.missing.total or strategy.incidents:
+        raise SystemExit(f"{dict(point.arguments)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}")
+    loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
+    validation = None if dealt.validation is None else test(run, model, result.arrays, dealt.validation)[0]
+    return Outcome(
+        loss=loss,
+        accuracy=accuracy,
+        validation=validation,
+        seconds=round(time.monotonic() - started, 2),
+        numbers=point.numbers(strategy, strategy.statement),
+    )
+
+
 def measure(point: Point, seeds: int, data_dir: str) -> Measured:
-    """Run a point with seeds 0, 1, ...; a seed governs data split, initial model and order of records, never noise."""
+    """Run a point with seeds 0, 1, ..."""
     measured = Measured(arguments=point.arguments, settings=point.settings)
     for seed in range(seeds):
-        started = time.monotonic()
-        config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
-        run, dealt = Run.of(config), records.deal(records.config_of(config))
-        model, num_rounds = run.model(), run.settings.num_rounds
-        strategy = run.strategy(partial(_sizes, dealt))
-        # One node hosts all clients, as a worker of the simulation hosts its part of them.
-        grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
-        result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
-        if strategy.missing.total or strategy.incidents:
-            raise SystemExit(
-                f"{dict(point.arguments)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}"
-            )
-        loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
-        measured.losses.append(loss)
-        measured.accuracies.append(accuracy)
-        measured.seconds.append(round(time.monotonic() - started, 2))
-        measured.numbers = point.numbers(strategy, strategy.statement)
+        outcome = run_once(point, seed, data_dir)
+        measured.losses.append(outcome.loss)
+        measured.accuracies.append(outcome.accuracy)
+        measured.seconds.append(outcome.seconds)
+        measured.numbers = outcome.numbers
     arguments = " ".join(f"{key}={value}" for key, value in point.arguments.items())
     print(f"{arguments}: loss {spread(measured.losses)}, {sum(measured.seconds):.0f} s", file=sys.stderr, flush=True)
     return measured
