@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from paper_dp_pasgd import BATCH, CLIP_NORM, DATA, PER_AGGREGATION, batch_sizes, numbers
-from points import Point, Row, quiet, remember_costs, run_once, spread, table
+from points import LOOKS, Point, Row, deviation, panels, quiet, remember_costs, run_once, spread, table
 
 EPSILONS, COSTS, TAUS, RATE = (1.0, 2.0, 4.0, 10.0), (1000, 500, 200), (1, 2, 5, 10, 20), 0.3
 # Devices of Vehicle train on 65 records: a Poisson batch of 64 would be nearly all of them.
@@ -30,8 +30,6 @@ ADULT, VEHICLE, VEHICLE_BATCH = "Adult-2", "Vehicle, i.i.d.", 16
 TAU_OF_NOISE = 10
 RATES = {1: (0.3, 1.0, 3.0), 5: (0.1, 0.3, 1.0), 20: (0.03, 0.1, 0.3)}
 EPSILONS_OF_RATES = (1.0, 10.0)
-# Told apart by the colour-blind and in grey print.
-LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#000000", "D"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,33 +246,25 @@ ORDER = ("the least", "the middle", "the largest")
 
 def draw(results: Results, path: Path) -> None:
     """Draw Fig. 3: test loss over tau, a line for each epsilon; the tau that validation chooses is ringed."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 (slow)
-
-    figure = Figure(figsize=(8.5, 6.0), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True, sharey="row")
-    for line, data in zip(panels, (VEHICLE, ADULT), strict=True):
-        for axes, cost in zip(line, (500, 1000), strict=True):
-            for (colour, mark), epsilon in zip(LOOKS, EPSILONS, strict=True):
-                row = taus(results, data, epsilon, cost)
-                if not row:
+    shown = [(data, cost) for data in (VEHICLE, ADULT) for cost in (500, 1000)]
+    titles = [f"{data.replace(ADULT, 'Adult, i.i.d.')}, cost {cost:,}" for data, cost in shown]
+    with panels(path, titles, "test loss", rows=2) as every:
+        for axes, (data, cost) in zip(every, shown, strict=True):
+            for look, epsilon in zip(LOOKS, EPSILONS, strict=True):
+                if not (row := taus(results, data, epsilon, cost)):
                     continue
                 losses = [results.of(case, "loss") for case in row]
-                middles = [statistics.fmean(several) for several in losses]
-                errors = [statistics.stdev(several) if len(several) > 1 else 0.0 for several in losses]
-                at = [case.tau for case in row]
-                axes.errorbar(at, middles, errors, color=colour, marker=mark, markersize=4, capsize=2, label=f"ε = {epsilon:g}")
-                chosen = row.index(best(row, results))
-                axes.plot(at[chosen], middles[chosen], "o", markersize=11, fillstyle="none", color=colour)
-            axes.set_title(f"{data.replace(ADULT, 'Adult, i.i.d.')}, cost {cost:,}", fontsize="medium")
+                middles, errors = [statistics.fmean(each) for each in losses], [deviation(each) for each in losses]
+                at, chosen = [case.tau for case in row], row.index(best(row, results))
+                axes.errorbar(at, middles, errors, **look, label=f"ε = {epsilon:g}")
+                ring = {"markersize": 13, "fillstyle": "none", "color": look["color"]}
+                axes.plot(at[chosen], middles[chosen], "o", **ring)
             axes.set_xscale("log")
+            axes.set_yscale("log")
             axes.set_xticks(TAUS, [str(tau) for tau in TAUS])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-        line[0].set_ylabel("test loss")
-    for axes in panels[-1]:
-        axes.set_xlabel("τ, local steps a round")
-    panels[0][0].legend(frameon=False)
-    figure.savefig(path, dpi=80)
+            axes.xaxis.minorticks_off()
+            axes.set_xlabel("τ, local steps a round")
+        every[0].legend(frameon=False)
 
 
 def main() -> None:

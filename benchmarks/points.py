@@ -5,7 +5,8 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,6 +36,12 @@ from flower_dp.running.apps import flatten  # noqa: E402
 from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
 
 Row = dict[str, Any]
+
+# Lines that the colour-blind can tell apart, also in grey print.
+LOOKS: tuple[dict[str, Any], ...] = tuple(
+    {"color": colour, "marker": mark, "markersize": 5, "capsize": 2}
+    for colour, mark in (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,11 @@ class Measured:
     def loss(self) -> float:
         """Mean final test loss over the seeds."""
         return statistics.fmean(self.losses)
+
+    @property
+    def loss_spread(self) -> float:
+        """Standard deviation of the final test loss over the seeds."""
+        return deviation(self.losses)
 
 
 def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,13 +159,18 @@ def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords)
 
 def spread(values: Sequence[float]) -> str:
     """Return mean +- standard deviation over seeds."""
-    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}"
+    return f"{statistics.fmean(values):.3f} ± {deviation(values):.3f}"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation over seeds; 0 for one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def difference(one: Measured, other: Measured) -> str:
     """Return how much larger one's loss is than the other's: mean of the seeds' differences +- standard error, and how often."""
     apart = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
-    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+    error = deviation(apart) / len(apart) ** 0.5
     return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a > 0 for a in apart)} of {len(apart)})"
 
 
@@ -165,6 +184,21 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if 1000 <= value < float("inf") else f"{value:.4g}"
     return str(value)
+
+
+@contextmanager
+def panels(path: Path, titles: Sequence[str], label: str, *, rows: int = 1) -> Iterator[list[Axes]]:
+    """Give panels to draw in, row by row, and write the picture; panels in a row share their vertical axis."""
+    figure = Figure(figsize=(8.5, 0.4 + 3.0 * rows), layout="constrained")
+    made = figure.subplots(rows, len(titles) // rows, sharey="row", squeeze=False)
+    for line in made:
+        line[0].set_ylabel(label)
+    every = list(made.ravel())
+    for axes, title in zip(every, titles, strict=True):
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+    yield every
+    figure.savefig(path, dpi=80)
 
 
 def quiet() -> None:
