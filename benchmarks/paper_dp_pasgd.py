@@ -35,11 +35,11 @@ def points(data_dir: str) -> list[Point]:
     """Return all points; those of the claim come first."""
     chosen = [(name, tau, rate) for name in DATA for tau, rates in LEARNING_RATES.items() for rate in rates]
     chosen += [(name, tau, GRID_RATE) for name in GRID_DATA for tau in GRID]
-    sizes = {name: _batch_sizes(name, data_dir) for name in DATA}
+    sizes = {name: batch_sizes(name, data_dir) for name in DATA}
     return [_point(name, tau, rate, sizes[name]) for name, tau, rate in dict.fromkeys(chosen)]
 
 
-def _point(name: str, tau: int, rate: float, batch_sizes: str) -> Point:
+def _point(name: str, tau: int, rate: float, sizes: str) -> Point:
     preset, partition = DATA[name]
     return Point(
         preset=preset,
@@ -48,25 +48,29 @@ def _point(name: str, tau: int, rate: float, batch_sizes: str) -> Point:
             "learning-rate": rate,
             "num-rounds": MAX_COST // (PER_AGGREGATION + tau),
             "dp-pasgd.num-local-steps": tau,
-            "dp-pasgd.client-batch-sizes": batch_sizes,
+            "dp-pasgd.client-batch-sizes": sizes,
             "dp-pasgd.batch-sampling": "fixed-size",
             "dp-pasgd.clip-norm": CLIP_NORM,
             "dp-pasgd.calibration": "zcdp",
             "dp-pasgd.max-cost": float(MAX_COST),
         },
         arguments={"data": name, "tau": tau, "learning rate": rate},
-        numbers=_numbers,
+        numbers=numbers,
     )
 
 
-def _batch_sizes(name: str, data_dir: str) -> str:
-    """Return every device's batch size; a device has as many records for every seed, but for one more or less where i.i.d."""
+def batch_sizes(name: str, data_dir: str, batch: int = BATCH) -> str:
+    """Return every device's batch size, at most `batch`.
+
+    A device has as many records for every seed, but for one more or less where i.i.d.
+    """
     preset, partition = DATA[name]
     dealt = records.deal(records.config_of(config_of(preset, {"partition": partition, "data-dir": data_dir})))
-    return ",".join(str(min(BATCH, len(own))) for own in dealt.clients.values())
+    return ",".join(str(min(batch, len(own))) for own in dealt.clients.values())
 
 
-def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
+def numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
+    """Return what the table says of a run."""
     if not isinstance(strategy, DPPASGD):
         raise TypeError("the preset is not of DP-PASGD")
     return {
@@ -88,7 +92,7 @@ def plans(data_dir: str) -> list[Row]:
                 "partition": partition,
                 "data-dir": data_dir,
                 "learning-rate": rate,
-                "dp-pasgd.client-batch-sizes": _batch_sizes(name, data_dir),
+                "dp-pasgd.client-batch-sizes": batch_sizes(name, data_dir),
             }
             given: dict[str, object] = {"clip_norm": CLIP_NORM}
             row: Row = {"data": name, "learning rate": rate}

@@ -10,9 +10,10 @@ the constants that fit the paper's Table I for MNIST, with noise for the records
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
-from points import Measured, Point, Row, config_of, difference, spread, table
+from points import LOOKS, Measured, Point, Row, config_of, difference, panels, spread, table
 from scipy.optimize import least_squares
 
 from apps.pilot import pilot
@@ -150,3 +151,22 @@ def verdicts(results: list[Measured]) -> list[str]:
             f"others; least loss of all: b={best.arguments['b']}, T={best.arguments['T']}"
         )
     return lines
+
+
+def draw(results: list[Measured], path: Path) -> None:
+    """Draw the test loss over T, a line for each b; the plan from the constants of Table I is ringed."""
+    with panels(path, [f"ε = {epsilon:g}" for epsilon in EPSILONS], "test loss") as every:
+        for axes, epsilon in zip(every, EPSILONS, strict=True):
+            own = [result for result in results if result.arguments["epsilon"] == f"{epsilon:g}"]
+            planned = own[0]
+            for look, cohort in zip(LOOKS, COHORTS, strict=False):
+                line = [result for result in own if result.arguments["b"] == cohort and result.arguments["T"]]
+                line.sort(key=lambda result: int(result.arguments["T"]))
+                at = [result.arguments["T"] for result in line]
+                axes.errorbar(at, [r.loss for r in line], [r.loss_spread for r in line], **look, label=f"b = {cohort}")
+            ring = {"markersize": 13, "fillstyle": "none", "color": "black"}
+            axes.plot(planned.arguments["T"], planned.loss, "o", **ring, linestyle="none", label="planned")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel("T, rounds")
+        every[0].legend(frameon=False)

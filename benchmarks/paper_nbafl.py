@@ -7,8 +7,9 @@ mu = 0.1, 2 local epochs in batches of 10, learning rate 0.02 (the paper has 0.0
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
-from points import Measured, Point, Row, difference, spread, table
+from points import LOOKS, Measured, Point, Row, difference, panels, spread, table
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import NbAFL
@@ -106,3 +107,22 @@ def verdicts(results: list[Measured]) -> list[str]:
     against = ", ".join(f"T={other.arguments['T']}: {difference(other, best)}" for other in row if other is not best)
     lines.append(f"an interior best T: {'yes' if inside else 'no'}, T={best.arguments['T']} (loss more than there: {against})")
     return lines
+
+
+def draw(results: list[Measured], path: Path) -> None:
+    """Draw the test loss over the paper's epsilon, N and T; the loss without noise is a level."""
+    titles = [", ".join(f"{name} = {value:g}" for name, value in BASE.items() if name != key) for key in BASE]
+    with panels(path, [title.replace("epsilon", "ε") for title in titles], "test loss") as every:
+        for axes, key in zip(every, BASE, strict=True):
+            row = sweep(results, key)
+            level = next((result for result in row if math.isinf(float(result.arguments[key]))), None)
+            line = [result for result in row if result is not level]
+            at = [float(result.arguments[key]) for result in line]
+            axes.errorbar(at, [r.loss for r in line], [r.loss_spread for r in line], **LOOKS[0])
+            if level is not None:
+                axes.axhline(level.loss, color="black", linestyle="--", label="no noise")
+                axes.legend(frameon=False)
+            axes.set_xscale("log")
+            axes.set_xticks(at, [f"{value:g}" for value in at])
+            axes.minorticks_off()
+            axes.set_xlabel({"epsilon": "ε of the paper, not valid", "N": "N, clients", "T": "T, rounds"}[key])

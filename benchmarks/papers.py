@@ -1,6 +1,7 @@
 """Do the results of papers with local noise reproduce? FedSGD-DPC (Laplace) and NbAFL on MNIST, DP-PASGD on Adult and Vehicle.
 
-    python benchmarks/papers.py [PAPER ...] [--seeds N] [--data-dir DIR] [--json FILE] [--most-replies N] [--trial]
+    python benchmarks/papers.py [PAPER ...] [--seeds N] [--data-dir DIR] [--json FILE] [--plot FOLDER]
+                                [--most-replies N] [--trial]
 
 One process, one torch thread; with 5 seeds some 15 minutes for the full MNIST, more for DP-PASGD. Prints a Markdown table each:
 test loss and accuracy at the end, mean ± standard deviation over the seeds, and differences of loss seed by seed, mean ± standard
@@ -54,6 +55,8 @@ def run_fedsgd_dpc(options: argparse.Namespace) -> dict[str, Any]:
     results = [measure(point, options.seeds, options.data_dir) for point in points]
     print(f"left out, more than {options.most_replies} replies in a run: {'; '.join(left_out) or 'nothing'}\n")
     print(paper_fedsgd_dpc.report(results), "\n")
+    if options.plot:
+        paper_fedsgd_dpc.draw(results, options.plot / "fedsgd-dpc.png")
     lines = paper_fedsgd_dpc.verdicts(results)
     print("\n".join(lines))
     return {
@@ -73,6 +76,8 @@ def run_nbafl(options: argparse.Namespace) -> dict[str, Any]:
     points = paper_nbafl.points(num_records, 0.1 if options.trial else 1.0)
     results = [measure(point, options.seeds, options.data_dir) for point in points]
     print(f"\n## NbAFL, {num_records} records a client\n\n{paper_nbafl.report(results)}\n")
+    if options.plot:
+        paper_nbafl.draw(results, options.plot / "nbafl.png")
     lines = paper_nbafl.verdicts(results)
     print("\n".join(lines))
     return {"verdicts": lines, "points": _plain(results)}
@@ -109,6 +114,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data-dir", default="", help="folder of MNIST (by default the embedded digits), Adult, Vehicle")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw fedsgd-dpc.png and nbafl.png there")
     parser.add_argument("--most-replies", type=int, default=500, help="FedSGD-DPC: leave out points with more replies in a run")
     parser.add_argument("--trial", action="store_true", help="small sizes, to see that the program works")
     options = parser.parse_args()

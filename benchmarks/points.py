@@ -5,7 +5,8 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,6 +36,12 @@ from flower_dp.running.apps import flatten  # noqa: E402
 from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
 
 Row = dict[str, Any]
+
+# Lines that the colour-blind can tell apart, also in grey print.
+LOOKS: tuple[dict[str, Any], ...] = tuple(
+    {"color": colour, "marker": mark, "markersize": 5, "capsize": 2}
+    for colour, mark in (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +70,11 @@ class Measured:
         """Mean final test loss over the seeds."""
         return statistics.fmean(self.losses)
 
+    @property
+    def loss_spread(self) -> float:
+        """Standard deviation of the final test loss over the seeds."""
+        return deviation(self.losses)
+
 
 def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole run-config: the app's defaults, the preset, and these settings."""
@@ -69,27 +83,49 @@ def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(defaults) | flatten(chosen) | dict(settings)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one run gave; `validation` is the final model's loss on the records that are held out for it, if there are any."""
+
+    loss: float
+    accuracy: float
+    validation: float | None
+    seconds: float
+    numbers: Row
+
+
+def run_once(point: Point, seed: int, data_dir: str) -> Outcome:
+    """Run a point with a seed, which governs data split, initial model and order of records, never noise."""
+    started = time.monotonic()
+    config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
+    run, dealt = Run.of(config), records.deal(records.config_of(config))
+    model, num_rounds = run.model(), run.settings.num_rounds
+    strategy = run.strategy(partial(_sizes, dealt))
+    # One node hosts all clients, as a worker of the simulation hosts its part of them.
+    grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
+    result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
+    if strategy.missing.total or strategy.incidents:
+        raise SystemExit(f"{dict(point.arguments)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}")
+    loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
+    validation = None if dealt.validation is None else test(run, model, result.arrays, dealt.validation)[0]
+    return Outcome(
+        loss=loss,
+        accuracy=accuracy,
+        validation=validation,
+        seconds=round(time.monotonic() - started, 2),
+        numbers=point.numbers(strategy, strategy.statement),
+    )
+
+
 def measure(point: Point, seeds: int, data_dir: str) -> Measured:
-    """Run a point with seeds 0, 1, ...; a seed governs data split, initial model and order of records, never noise."""
+    """Run a point with seeds 0, 1, ..."""
     measured = Measured(arguments=point.arguments, settings=point.settings)
     for seed in range(seeds):
-        started = time.monotonic()
-        config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
-        run, dealt = Run.of(config), records.deal(records.config_of(config))
-        model, num_rounds = run.model(), run.settings.num_rounds
-        strategy = run.strategy(partial(_sizes, dealt))
-        # One node hosts all clients, as a worker of the simulation hosts its part of them.
-        grid, evaluate = LocalGrid(app, 1, **config), _validation(run, dealt, model)
-        result = strategy.start(grid, model_arrays(model), num_rounds=num_rounds, evaluate_fn=evaluate)
-        if strategy.missing.total or strategy.incidents:
-            raise SystemExit(
-                f"{dict(point.arguments)}, seed {seed}: {strategy.missing.total} replies missing; {strategy.incidents}"
-            )
-        loss, accuracy = test(run, model, result.arrays, records.records_to_test_with(run, records.config_of(config)))
-        measured.losses.append(loss)
-        measured.accuracies.append(accuracy)
-        measured.seconds.append(round(time.monotonic() - started, 2))
-        measured.numbers = point.numbers(strategy, strategy.statement)
+        outcome = run_once(point, seed, data_dir)
+        measured.losses.append(outcome.loss)
+        measured.accuracies.append(outcome.accuracy)
+        measured.seconds.append(outcome.seconds)
+        measured.numbers = outcome.numbers
     arguments = " ".join(f"{key}={value}" for key, value in point.arguments.items())
     print(f"{arguments}: loss {spread(measured.losses)}, {sum(measured.seconds):.0f} s", file=sys.stderr, flush=True)
     return measured
@@ -123,13 +159,18 @@ def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords)
 
 def spread(values: Sequence[float]) -> str:
     """Return mean +- standard deviation over seeds."""
-    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}"
+    return f"{statistics.fmean(values):.3f} ± {deviation(values):.3f}"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation over seeds; 0 for one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def difference(one: Measured, other: Measured) -> str:
     """Return how much larger one's loss is than the other's: mean of the seeds' differences +- standard error, and how often."""
     apart = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
-    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+    error = deviation(apart) / len(apart) ** 0.5
     return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a > 0 for a in apart)} of {len(apart)})"
 
 
@@ -143,6 +184,21 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if 1000 <= value < float("inf") else f"{value:.4g}"
     return str(value)
+
+
+@contextmanager
+def panels(path: Path, titles: Sequence[str], label: str, *, rows: int = 1) -> Iterator[list[Axes]]:
+    """Give panels to draw in, row by row, and write the picture; panels in a row share their vertical axis."""
+    figure = Figure(figsize=(8.5, 0.4 + 3.0 * rows), layout="constrained")
+    made = figure.subplots(rows, len(titles) // rows, sharey="row", squeeze=False)
+    for line in made:
+        line[0].set_ylabel(label)
+    every = list(made.ravel())
+    for axes, title in zip(every, titles, strict=True):
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+    yield every
+    figure.savefig(path, dpi=80)
 
 
 def quiet() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from flower_dp.cli.main import app
 from flower_dp.privacy import planned_run
 from flower_dp.running.apps import flatten
 from flower_dp.simulation import stop_ray
+from flower_dp.sweeps.sweep import Sweep
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -196,3 +198,66 @@ def test_no_page_names_a_machine():
     for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb"), REPOSITORY / "README.md"):
         found = re.findall(r"/(?:home|tmp|root|work|Users)/[\w./-]*", page.read_text(encoding="utf-8"))
         assert not found, (page, found)
+
+
+# Bare names of pages are those of the methods.
+METHOD_PAGES = re.findall(r"^      - ([\w-]+\.md)$", (DOCS / ".nav.yml").read_text(encoding="utf-8"), re.MULTILINE)
+# A picture, and the paragraph below it: its caption.
+PICTURE = re.compile(r"^!\[[^\]]+\]\(([\w./-]+\.png)\)\n\n((?:.+\n?)+)", re.MULTILINE)
+# Their pictures are being made.
+AWAITED = {"dp-fedsam.md", "fed-smp.md", "dp-fedpaq.md", "scaffold.md"}
+
+
+def fault(command):
+    """Return what a caption's command names that does not exist, if anything."""
+    program, *words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    if program == "python":
+        if not (REPOSITORY / words[0]).is_file():
+            return words[0]
+        text = (REPOSITORY / words[0]).read_text(encoding="utf-8")
+        return next((option for option in options if f'"{option}"' not in text), None)
+    commands = typer.main.get_command(app).commands
+    if program != "flower-dp" or words[0] not in commands:
+        return f"{program} {words[0]}"
+    missing = options - {option for parameter in commands[words[0]].params for option in parameter.opts}
+    files = [word for word in words if word.endswith(".toml") and not (REPOSITORY / word).is_file()]
+    return next(iter([*missing, *files]), None)
+
+
+def test_all_methods_have_a_page():
+    assert len(METHOD_PAGES) >= 10
+    assert set(METHOD_PAGES) >= AWAITED
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES)
+def test_the_page_of_a_method_has_a_picture_and_names_the_command_that_makes_it(page):
+    found = PICTURE.findall((DOCS / page).read_text(encoding="utf-8"))
+    assert found or page in AWAITED
+    for picture, caption in found:
+        assert (DOCS / picture).read_bytes().startswith(b"\x89PNG\r\n")
+        commands = [span for span in re.findall(r"`([^`]+)`", caption) if " " in span]
+        assert commands, picture
+        for command in commands:
+            assert fault(command) is None, command
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("flower-dp nowhere x", "flower-dp nowhere"),
+        ("flower-dp compare a --nothing b", "--nothing"),
+        ("MATPLOTLIBRC=benchmarks flower-dp sweep benchmarks/none.toml --output-dir a", "benchmarks/none.toml"),
+        ("python benchmarks/none.py", "benchmarks/none.py"),
+        ("python benchmarks/papers.py nbafl --nothing", "--nothing"),
+        ("make pictures", "make pictures"),
+    ],
+)
+def test_a_caption_that_names_what_does_not_exist_is_found(command, named):
+    assert fault(command) == named
+
+
+@pytest.mark.parametrize("name", ["dp_fedavg", "adaptive_clipping", "blur"])
+def test_the_sweeps_of_the_pictures_can_be_made(name):
+    """All settings of all points are known and fit together."""
+    assert Sweep.read(REPOSITORY / "benchmarks" / f"{name}.toml").runs

@@ -1,0 +1,299 @@
+"""Does DP-PASGD's best tau move with epsilon and the resource budget as the paper says? The runs behind its Figs. 3 to 6.
+
+    python benchmarks/dp_pasgd_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--plot FILE.png]
+                                          [--no-runs]
+
+Three parts: `tau` has the grid of tau at epsilon 1, 2, 4 and 10 and a cost of 200, 500 and 1,000, with the paper's noise (eq. 9);
+`noise` has the same runs with `exact` noise and with Poisson batches; `rates` gives every tau three learning rates, of about the
+same product with the number of steps. Settings that are not named here are those of paper_dp_pasgd.py. Each run is a line of
+RESULTS.jsonl, written when it ends; a run that is there is not made again, so the same command goes on where it was stopped. One
+process, one torch thread. A seed governs data split and initial model; noise and batches are never seeded.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from paper_dp_pasgd import BATCH, CLIP_NORM, DATA, PER_AGGREGATION, batch_sizes, numbers
+from points import LOOKS, Point, Row, deviation, panels, quiet, remember_costs, run_once, spread, table
+
+EPSILONS, COSTS, TAUS, RATE = (1.0, 2.0, 4.0, 10.0), (1000, 500, 200), (1, 2, 5, 10, 20), 0.3
+# Devices of Vehicle train on 65 records: a Poisson batch of 64 would be nearly all of them.
+ADULT, VEHICLE, VEHICLE_BATCH = "Adult-2", "Vehicle, i.i.d.", 16
+TAU_OF_NOISE = 10
+RATES = {1: (0.3, 1.0, 3.0), 5: (0.1, 0.3, 1.0), 20: (0.03, 0.1, 0.3)}
+EPSILONS_OF_RATES = (1.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A point of the grid; its attributes are keys of a line of the results."""
+
+    data: str
+    epsilon: float
+    tau: int
+    cost: int = COSTS[0]
+    rate: float = RATE
+    batch: int = BATCH
+    sampling: str = "fixed-size"
+    calibration: str = "zcdp"
+
+    def point(self, sizes: str) -> Point:
+        """Return the settings; the number of rounds is what the cost allows."""
+        preset, partition = DATA[self.data]
+        return Point(
+            preset=preset,
+            settings={
+                "partition": partition,
+                "learning-rate": self.rate,
+                "num-rounds": self.cost // (PER_AGGREGATION + self.tau),
+                "dp-pasgd.epsilon": self.epsilon,
+                "dp-pasgd.num-local-steps": self.tau,
+                "dp-pasgd.client-batch-sizes": sizes,
+                "dp-pasgd.batch-sampling": self.sampling,
+                "dp-pasgd.clip-norm": CLIP_NORM,
+                "dp-pasgd.calibration": self.calibration,
+                "dp-pasgd.max-cost": float(self.cost),
+            },
+            arguments=asdict(self),
+            numbers=numbers,
+        )
+
+
+def cases() -> dict[str, list[Case]]:
+    """Return the points of every part."""
+    tau = [
+        Case(data=data, epsilon=epsilon, tau=tau, cost=cost)
+        for cost in COSTS
+        for data in (VEHICLE, ADULT)
+        for epsilon in EPSILONS
+        for tau in TAUS
+    ]
+    noise = [_private(ADULT, epsilon, tau, "poisson") for epsilon in EPSILONS for tau in TAUS]
+    noise += [_private(data, epsilon, TAU_OF_NOISE, "fixed-size") for data in (ADULT, VEHICLE) for epsilon in EPSILONS]
+    noise += [
+        _private(VEHICLE, epsilon, TAU_OF_NOISE, sampling, VEHICLE_BATCH)
+        for sampling in ("fixed-size", "poisson")
+        for epsilon in EPSILONS
+    ]
+    rates = [
+        Case(data=VEHICLE, epsilon=epsilon, tau=tau, rate=rate)
+        for epsilon in EPSILONS_OF_RATES
+        for tau, several in RATES.items()
+        for rate in several
+    ]
+    return {"tau": tau, "noise": noise, "rates": rates}
+
+
+def _private(data: str, epsilon: float, tau: int, sampling: str, batch: int = BATCH) -> Case:
+    return Case(data=data, epsilon=epsilon, tau=tau, sampling=sampling, batch=batch, calibration="exact")
+
+
+class Results:
+    """The lines of the file, by point and seed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[Case, dict[int, Row]] = defaultdict(dict)
+        for line in path.read_text().splitlines() if path.exists() else ():
+            row = json.loads(line)
+            self._rows[Case(**row.pop("case"))][row["seed"]] = row
+
+    def has(self, case: Case, seed: int) -> bool:
+        """Whether a run has been made."""
+        return seed in self._rows.get(case, {})
+
+    def add(self, case: Case, row: Row) -> None:
+        """Append a run to the file."""
+        self._rows[case][row["seed"]] = row
+        with self._path.open("a") as file:
+            file.write(json.dumps({"case": asdict(case), **row}) + "\n")
+
+    def of(self, case: Case, key: str) -> list[Any]:
+        """Return a number of all runs of a point, by seed."""
+        return [row[key] for _, row in sorted(self._rows.get(case, {}).items())]
+
+
+def run_all(todo: Sequence[str], results: Results, seeds: int, data_dir: str) -> None:
+    """Make the runs that are not in the results: all points with one seed, before the next seed."""
+    sizes: dict[tuple[str, int], str] = {}
+    for case, seed in _runs(todo, seeds):
+        if results.has(case, seed):
+            continue
+        key = case.data, case.batch
+        if key not in sizes:
+            sizes[key] = batch_sizes(case.data, data_dir, case.batch)
+        outcome = run_once(case.point(sizes[key]), seed, data_dir)
+        results.add(case, {"seed": seed, **asdict(outcome)})
+        print(f"{case}, seed {seed}: loss {outcome.loss:.3f}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def _runs(todo: Sequence[str], seeds: int) -> Iterator[tuple[Case, int]]:
+    every = cases()
+    for seed in range(seeds):
+        for part in todo:
+            yield from ((case, seed) for case in every[part])
+
+
+def best(row: Sequence[Case], results: Results) -> Case:
+    """Return the point with the least mean validation loss."""
+    return min(row, key=lambda case: statistics.fmean(results.of(case, "validation")))
+
+
+def best_by_seed(row: Sequence[Case], results: Results) -> list[Case]:
+    """Return for every seed the point with the least validation loss."""
+    columns = zip(*(results.of(case, "validation") for case in row), strict=False)  # a seed may be half done
+    return [row[column.index(min(column))] for column in map(list, columns)]
+
+
+def taus(results: Results, data: str, epsilon: float, cost: int, **rest: Any) -> list[Case]:
+    """Return the points of a curve over tau that have been run."""
+    row = [Case(data=data, epsilon=epsilon, tau=tau, cost=cost, **rest) for tau in TAUS]
+    return [case for case in row if results.of(case, "loss")]
+
+
+def table_of_taus(results: Results) -> str:
+    """Return Figs. 3 and 6: test loss over tau, and the best tau."""
+    rows = []
+    for data in (VEHICLE, ADULT):
+        for cost in COSTS:
+            for epsilon in EPSILONS:
+                row = taus(results, data, epsilon, cost)
+                if len(row) == len(TAUS):
+                    rows.append({"data": data, "cost": cost, "paper's ε": f"{epsilon:g}", **_over_tau(row, results)})
+    return table(rows) if rows else "no results"
+
+
+def _over_tau(row: list[Case], results: Results) -> Row:
+    losses = {f"τ = {case.tau}": spread(results.of(case, "loss")) for case in row}
+    by_seed = ", ".join(str(case.tau) for case in best_by_seed(row, results))
+    return {**losses, "best τ": best(row, results).tau, "by seed": by_seed}
+
+
+def table_of_trade_offs(results: Results) -> str:
+    """Return Figs. 4 and 5: test accuracy at the best tau, over cost and epsilon."""
+    rows = []
+    for data in (VEHICLE, ADULT):
+        for cost in sorted(COSTS):
+            curves = {epsilon: taus(results, data, epsilon, cost) for epsilon in EPSILONS}
+            if all(len(row) == len(TAUS) for row in curves.values()):
+                rows.append(
+                    {"data": data, "cost": cost}
+                    | {f"ε = {epsilon:g}": spread(results.of(best(row, results), "accuracy")) for epsilon, row in curves.items()}
+                )
+    return table(rows) if rows else "no results"
+
+
+def table_of_noise(results: Results) -> str:
+    """Return calibrations and samplings of batches, with their noise and what can be proved."""
+    rows = []
+    for data, batch in ((VEHICLE, BATCH), (VEHICLE, VEHICLE_BATCH), (ADULT, BATCH)):
+        for epsilon in EPSILONS:
+            for calibration, sampling in (("zcdp", "fixed-size"), ("exact", "fixed-size"), ("exact", "poisson")):
+                given: dict[str, Any] = {"batch": batch, "calibration": calibration, "sampling": sampling}
+                case = Case(data=data, epsilon=epsilon, tau=TAU_OF_NOISE, **given)
+                if results.of(case, "loss"):
+                    found = results.of(case, "numbers")[-1]
+                    rows.append(
+                        {"data": data, "ε set": f"{epsilon:g}", **given}
+                        | {
+                            "noise std": f"{found['largest noise std']:.3g}",
+                            "tight ε": f"{found['tight epsilon']:.3f}",
+                            "loss": spread(results.of(case, "loss")),
+                            "accuracy": spread(results.of(case, "accuracy")),
+                        }
+                    )
+    return table(rows) if rows else "no results"
+
+
+def table_of_poisson(results: Results) -> str:
+    """Return the best tau with Poisson batches, where the noise is several times smaller."""
+    rows = []
+    for epsilon in EPSILONS:
+        row = taus(results, ADULT, epsilon, COSTS[0], sampling="poisson", calibration="exact")
+        if len(row) == len(TAUS):
+            rows.append({"data": ADULT, "ε": f"{epsilon:g}", **_over_tau(row, results)})
+    return table(rows) if rows else "no results"
+
+
+def table_of_rates(results: Results) -> str:
+    """Return every tau at the best of its learning rates, chosen by validation loss."""
+    rows = []
+    for epsilon in EPSILONS_OF_RATES:
+        for tau, several in RATES.items():
+            row = [Case(data=VEHICLE, epsilon=epsilon, tau=tau, rate=rate) for rate in several]
+            row = [case for case in row if results.of(case, "loss")]
+            if len(row) == len(several):
+                found = {f"loss at {name} rate": spread(results.of(case, "loss")) for name, case in zip(ORDER, row, strict=True)}
+                rates = ", ".join(f"{rate:g}" for rate in several)
+                chosen = best(row, results)
+                rows.append(
+                    {"data": VEHICLE, "paper's ε": f"{epsilon:g}", "τ": tau, "rates": rates, **found}
+                    | {"best rate": f"{chosen.rate:g}", "accuracy there": spread(results.of(chosen, "accuracy"))}
+                )
+    return table(rows) if rows else "no results"
+
+
+ORDER = ("the least", "the middle", "the largest")
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw Fig. 3: test loss over tau, a line for each epsilon; the tau that validation chooses is ringed."""
+    shown = [(data, cost) for data in (VEHICLE, ADULT) for cost in (500, 1000)]
+    titles = [f"{data.replace(ADULT, 'Adult, i.i.d.')}, cost {cost:,}" for data, cost in shown]
+    with panels(path, titles, "test loss", rows=2) as every:
+        for axes, (data, cost) in zip(every, shown, strict=True):
+            for look, epsilon in zip(LOOKS, EPSILONS, strict=True):
+                if not (row := taus(results, data, epsilon, cost)):
+                    continue
+                losses = [results.of(case, "loss") for case in row]
+                middles, errors = [statistics.fmean(each) for each in losses], [deviation(each) for each in losses]
+                at, chosen = [case.tau for case in row], row.index(best(row, results))
+                axes.errorbar(at, middles, errors, **look, label=f"ε = {epsilon:g}")
+                ring = {"markersize": 13, "fillstyle": "none", "color": look["color"]}
+                axes.plot(at[chosen], middles[chosen], "o", **ring)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xticks(TAUS, [str(tau) for tau in TAUS])
+            axes.xaxis.minorticks_off()
+            axes.set_xlabel("τ, local steps a round")
+        every[0].legend(frameon=False)
+
+
+def main() -> None:
+    """Make the runs and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="RESULTS.jsonl")
+    parser.add_argument("--data-dir", required=True, help="folder of Adult and Vehicle")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=tuple(cases()), default=list(cases()))
+    parser.add_argument("--plot", type=Path, help="draw test loss over tau")
+    parser.add_argument("--no-runs", action="store_true", help="tables and picture of the runs that have been made")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    quiet()
+    remember_costs()
+    results = Results(options.results)
+    if not options.no_runs:
+        run_all(options.parts, results, options.seeds, options.data_dir)
+    for title, text in (
+        ("Test loss over tau (Figs. 3 and 6); best tau by validation loss", table_of_taus(results)),
+        ("Test accuracy at the best tau (Figs. 4 and 5)", table_of_trade_offs(results)),
+        (f"Noise and batches, tau = {TAU_OF_NOISE}, cost {COSTS[0]}", table_of_noise(results)),
+        (f"Poisson batches, exact noise, cost {COSTS[0]}", table_of_poisson(results)),
+        (f"Three learning rates for every tau, cost {COSTS[0]}", table_of_rates(results)),
+    ):
+        print(f"\n## {title}\n\n{text}")
+    if options.plot:
+        draw(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()
