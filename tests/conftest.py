@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, repeatable property tests, and one `flwr run` at a time."""
+"""What all tests share: one torch thread, repeatable chance and property tests, and one `flwr run` at a time."""
 
 import fcntl
 import os
@@ -9,11 +9,49 @@ for _library in ("OMP", "OPENBLAS", "MKL"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from flower_dp.strategies.population import client_manager, client_query  # noqa: E402
+from tests.chance import chance_of  # noqa: E402
+from tests.clock import Clock  # noqa: E402
 
 torch.set_num_threads(1)
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=False)
+# How long an example takes to draw is the machine's.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    with chance_of(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share is the same whichever of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with chance_of(f"{fixturedef.baseid} {fixturedef.argname}"):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def clock(request, monkeypatch):
+    """The clock of a strategy that waits for its clients: a grid in the test's own process answers at once, or never."""
+    if request.node.get_closest_marker("flwr_run"):
+        return None
+    made = Clock()
+    for module in (client_manager, client_query):
+        monkeypatch.setattr(module, "time", made)
+    return made
 
 
 def pytest_collection_modifyitems(config, items):

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -30,11 +29,6 @@ WORDS = {"clip_norm": 0.5, "noise_multiplier": 1e-9, "sampling": FullSampling(),
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
 METHODS = ["dp-fedavg", wire.EVALUATION]
 SILENT = "silent"
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._LATE_SECONDS", 0.05)
 
 
 def app():
@@ -132,8 +126,7 @@ def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
 
 @pytest.mark.parametrize("at", [0, 9])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at, monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
+def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at):
     strategy, grid, _ = run({1: {at: LIES[lie], **THREE}})
     assert grid.asked == [[1, 2, 3]] * 4
     assert strategy._manager._known.names == ("a", "b", "c")
@@ -145,15 +138,11 @@ def test_a_node_that_is_waited_for_is_named_by_the_error():
 
 
 @pytest.mark.parametrize("crowd", [False, True], ids=["one", "a new one in every round"])
-def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(crowd, monkeypatch):
+def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(crowd, monkeypatch, clock):
     """No round waits again for new nodes for many times as long, so that a crowd of silent nodes takes a small share of the time."""
     waited = set()
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._REST", 1e6)
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._POLL_SECONDS", 0.001)
-    pause = time.sleep
-    monkeypatch.setattr(
-        "flower_dp.strategies.population.client_manager.time.sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds))
-    )
+    pause = clock.sleep
+    monkeypatch.setattr(clock, "sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds)))
     late = {node - 7: {node: SILENT} for node in range(9, 15 if crowd else 10)}
     grid = Population({1: THREE} | late)
     DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=8)
@@ -162,8 +151,7 @@ def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(c
     assert waited == {1}
 
 
-def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._LATE_SECONDS", 5.0)
+def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round():
     polls = []
 
     class Slow(Population):
@@ -176,19 +164,18 @@ def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round(m
     assert grid.asked == [[1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9]]
 
 
-def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("flower_dp.strategies.population.client_query.time.monotonic", lambda: clock[0])
+def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(clock):
+    clock.now = 0.0
     grid, client_query, asked = Population({1: {1: "a"}}), ClientQuery(), []
     client_query.ask(grid, [1], most_names=3)
     grid.come()
     grid.lies[2] = SILENT
     grid.contexts[2] = grid.contexts[1]
-    while clock[0] < 500:
+    while clock.now < 500:
         before = len(grid.questions)
         assert client_query.ask(grid, [2], most_names=3, late=True) == {}
-        asked += [clock[0]] * (len(grid.questions) - before)
-        clock[0] += 1
+        asked += [clock.now] * (len(grid.questions) - before)
+        clock.now += 1
     assert asked == [0, 31, 92, 213, 454]
     first = next(sent for sent, (_, question) in client_query._sent.items() if question.since == 0)
     answer = Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming("b")})}), reply_to=grid.sent[0])
@@ -198,9 +185,8 @@ def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_
     assert not client_query.waiting
 
 
-def test_one_node_does_not_decide_that_the_app_is_a_stock_one(monkeypatch):
+def test_one_node_does_not_decide_that_the_app_is_a_stock_one():
     """A stock client has no name, no policy and no budget: clients of this package would all decline."""
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
     for changes in ({1: {0: LIES["a stock app's error"], **THREE}}, {1: {0: LIES["a stock app's error"], 1: "a"}}):
         strategy, _, _ = run(changes, num_clients=len(changes[1]) - 1)
         assert strategy._manager._known.hosting

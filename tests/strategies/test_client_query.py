@@ -1,7 +1,6 @@
 """The client query of apps that are not this package's: their refusal of a question is an answer, not an error to show."""
 
 import logging
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,9 +65,7 @@ def test_the_roll_call_of_stock_clients_leaves_no_error_in_the_log(app, errors):
     assert logging.getLogger("flwr").filters == []
 
 
-def test_an_app_that_fails_for_another_reason_is_shown_and_ends_the_run_before_a_round(errors, monkeypatch):
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
-
+def test_an_app_that_fails_for_another_reason_is_shown_and_ends_the_run_before_a_round(errors):
     def broken(context):
         raise FileNotFoundError("no data on this node")
 
@@ -134,13 +131,13 @@ def test_a_client_that_fails_at_first_is_not_taken_for_a_stock_one(kind, placeme
 
 
 @pytest.mark.parametrize("kind", hosting_apps())
-def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_one(kind):
+def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_one(kind, clock):
     """No other node says what the app is."""
     client_query, grid, answer = ClientQuery(), LocalGrid(faltering(hosting_apps()[kind], failures=3), 1), {}
     for _ in range(40):
         if answer := client_query.ask(grid, [1], most_names=9):
             break
-        time.sleep(0.05)
+        clock.sleep(0.5)
     assert (answer[1].names, client_query.hosting) == (("device-1",), True)
 
 

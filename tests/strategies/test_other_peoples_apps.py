@@ -180,8 +180,7 @@ class SimulatedGrid(LocalGrid):
 
 
 @pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
-def test_a_simulation_with_too_few_clients_fails_at_once(monkeypatch, kind):
-    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.2)
+def test_a_simulation_with_too_few_clients_fails_at_once(kind):
     grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
         ClientManager(5, timeout=30, newcomers=True).known_clients(grid)
