@@ -157,8 +157,9 @@ def test_the_tutorial_runs_without_a_network(monkeypatch, capsys, tmp_path):
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"tutorial.ipynb, cell {number}", "exec"), names)  # noqa: S102
     out = capsys.readouterr().out
-    # Of 20 runs: mean 0.896, standard deviation 0.028, least 0.807. A model that learns nothing has 0.63 at most.
-    assert names["run"].result.evaluate_metrics_serverapp[30]["accuracy"] > 0.75
+    # Of 20 runs: mean 0.896, standard deviation 0.028, least 0.807: 0.7 is 7 standard deviations away. A model that learns nothing has
+    # 0.63 at most.
+    assert names["run"].result.evaluate_metrics_serverapp[30]["accuracy"] > 0.7
     assert names["statement"].epsilon == pytest.approx(2.0, rel=1e-3)
     assert "its budget is spent" in out
 

@@ -69,7 +69,17 @@ class Kills:
         return sum(line["passed"].values()), seconds
 
     def run(self, at: int | None, num_points: int, seconds: float) -> None:
-        """Kill a run at a point, or at a random time, go on, kill it perhaps again, and let it end."""
+        """Kill a run at a point, or at a random time, go on, kill it perhaps again, and let it end.
+
+        A run has fewer points than the one that was measured where cohorts are smaller, or fewer checkpoints are written: if it ends
+        before its point, another run is killed at an earlier one.
+        """
+        before = self.tally.points
+        self._run(at, num_points, seconds)
+        if at is not None and self.tally.points == before and not self.tally.holes:
+            self.run(self._draw.randrange(1, max(at, 2)), num_points, seconds)
+
+    def _run(self, at: int | None, num_points: int, seconds: float) -> None:
         folder, killed = self._new(), []
         for life in range(1, MOST_KILLS + 1):
             late = None if at else self._draw.uniform(0, seconds)

@@ -87,7 +87,7 @@ _STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_no
 _BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
 
 
-def _central(**own: Any) -> Callable[[], DPStrategy]:
+def central(**own: Any) -> Callable[[], DPStrategy]:
     common = {"clip_norm": 0.5, "noise_multiplier": NOISE, "sampling": _POISSON, "num_clients": NUM_CLIENTS, "delta": DELTA}
     return lambda: DPFedAvg(**common | own)
 
@@ -129,25 +129,25 @@ def _charged(release: str) -> None:
 
 
 SETUPS: Mapping[str, Setup] = {
-    "DP-FedAvg": Setup(strategy=_central(), client=_dp_client, event=_half, drawn=True),
+    "DP-FedAvg": Setup(strategy=central(), client=_dp_client, event=_half, drawn=True),
     "DP-FedAvg, round robin": Setup(
-        strategy=_central(sampling=RoundRobinSampling(cohort_size=3)),
+        strategy=central(sampling=RoundRobinSampling(cohort_size=3)),
         client=_dp_client,
         event=lambda _: GaussianDpEvent(NOISE),
     ),
     "adaptive clip": Setup(
-        strategy=_central(clip_norm=AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)),
+        strategy=central(clip_norm=AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)),
         client=_dp_client,
         event=_half,
         drawn=True,
     ),
     "private evaluation": Setup(
-        strategy=_central(evaluation=PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())),
+        strategy=central(evaluation=PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())),
         client=_dp_client,
         event=_or_evaluated,
         drawn=True,
     ),
-    "FedAdam": Setup(strategy=_central(server_optimizer=FedAdam()), client=_dp_client, event=_half, drawn=True),
+    "FedAdam": Setup(strategy=central(server_optimizer=FedAdam()), client=_dp_client, event=_half, drawn=True),
     "DP-FedPAQ": Setup(
         strategy=_own(DPFedPAQ), client=_local_client(DPFedPAQRecipe), event=_charged, relation="replace-one", local=True
     ),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
-from tests.test_deployment import end_group, free_ports, listens, wait_until
+from tests.ports import free_ports
+from tests.test_deployment import end_group, listens, wait_until
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
@@ -79,7 +80,7 @@ class Loop:
             end_group(process, signal.SIGTERM)
         for process in self.started:
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 end_group(process, signal.SIGKILL)
 
@@ -96,7 +97,7 @@ def loop(tmp_path):
 
 @pytest.mark.flwr_run
 @pytest.mark.deployment
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 def test_a_run_goes_on_with_the_same_nodes_after_its_superlink_was_killed(loop):
     """Round 2 is on the devices when SuperLink and ServerApp are killed; the run ends with round 3, and states all three."""
     link, nodes = loop.link(), [loop.node(place) for place in (0, 1)]
@@ -107,10 +108,10 @@ def test_a_run_goes_on_with_the_same_nodes_after_its_superlink_was_killed(loop):
     # It outlives its SuperLink, and holds the ledger until it notices.
     os.kill(loop.server, signal.SIGKILL)
     (loop.folder / "hold").unlink()
-    link.wait(20)
+    link.wait(200)
 
     loop.link()
-    assert loop.run(resume=True).wait(300) == 0
+    assert loop.run(resume=True).wait(900) == 0
     assert [node.poll() for node in nodes] == [None, None]
     statement = json.loads((loop.folder / "statement.json").read_text())
     assert statement["num_rounds"] == 3

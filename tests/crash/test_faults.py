@@ -7,28 +7,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dp_accounting import GaussianDpEvent
 
+from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy import server_ledger
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from tests.crash import server
 from tests.crash.lives import live
-from tests.crash.server import NUM_NODES, NUM_ROUNDS, SETUPS, Holes
+from tests.crash.server import NOISE, NUM_NODES, NUM_ROUNDS, SETUPS, Holes, Setup
 from tests.crash.witness import Heard
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs pidfd_open and /proc")]
 NOBODY = 65534
+# Every client in every round: a Poisson cohort may be empty, one of 64 here, and then nobody is asked and no server dies there.
+EVERYBODY = replace(SETUPS["DP-FedAvg"], strategy=server.central(sampling=FullSampling()), event=lambda _: GaussianDpEvent(NOISE))
 
 
 class Case:
     """A run in a folder, one life after the other."""
 
-    def __init__(self, folder: Path, method: str = "DP-FedAvg") -> None:
-        self.folder, self.setup, self.lives = folder / "run", SETUPS[method], 0
+    def __init__(self, folder: Path, setup: Setup = EVERYBODY) -> None:
+        self.folder, self.setup, self.lives = folder / "run", setup, 0
+        server.warm(self.setup, folder / "warm")
         server.create(self.setup, self.folder)
 
     @property
@@ -193,7 +199,7 @@ def test_an_older_copy_of_the_checkpoint_loses_rounds_and_no_charge(tmp_path):
 
 def test_an_older_copy_of_everything_is_beyond_the_server_and_the_devices_own_budgets_hold(tmp_path):
     """The server asks for rounds 2 and 3 a second time; every device has counted, and sends no more than it agreed to."""
-    case = Case(tmp_path, "DP-FedPAQ")
+    case = Case(tmp_path, SETUPS["DP-FedPAQ"])
     case.die_in(2)
     older = case.copy("older")
     case.die_in(2)
@@ -209,7 +215,7 @@ def test_an_older_copy_of_everything_is_beyond_the_server_and_the_devices_own_bu
 
 def test_an_interrupted_evaluation_of_the_last_round_is_made_up_for_and_ends_the_run(tmp_path):
     """It was not charged: so it is not stated as unfinished, and the run has ended for good when it is made."""
-    case = Case(tmp_path, "private evaluation")
+    case = Case(tmp_path, SETUPS["private evaluation"])
 
     def before() -> None:
         charge = ServerLedger.charge

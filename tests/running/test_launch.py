@@ -16,7 +16,7 @@ from flower_dp.running.signals import Interrupted, Signals
 
 
 def _wait_for(path):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while not (path.exists() and path.read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.02)

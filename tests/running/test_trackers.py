@@ -136,7 +136,7 @@ def rows_of(folder):
 def test_wandb(lines, tmp_path):
     pytest.importorskip("wandb")
     ended = play(trackers.WandB("mine", mode="offline", dir=str(tmp_path)), lines)
-    for _ in range(200):  # another process writes the file
+    for _ in range(2000):  # another process writes the file
         if len(rows := rows_of(tmp_path)) == 3:
             break
         time.sleep(0.1)

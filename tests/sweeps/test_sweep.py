@@ -40,7 +40,7 @@ def call(tmp_path, monkeypatch):
 
     def run(*arguments):
         process = begin(*arguments)
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=900)
         return process.returncode, out
 
     run.begin = begin
@@ -88,17 +88,21 @@ def test_a_run_that_fails_or_dies_is_told_and_the_others_go_on(call, write, own_
 
 @pytest.mark.flwr_run
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
-def test_an_interrupted_sweep_goes_on(call, write, own_app, tmp_path, signum):
-    path = write("app = 'mine'\nat-once = 1\nseeds = 2\n[settings]\nround-timeout = 100.0\nnum-rounds = 12\n")
+def test_an_interrupted_sweep_goes_on(call, write, own_app, tmp_path, monkeypatch, signum):
+    """Its second run waits in round 5, so that it is not over before it is interrupted."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    monkeypatch.setenv("HOLD", str(hold))
+    path = write("app = 'mine'\nat-once = 1\nseeds = 2\n[settings]\nnum-rounds = 12\n")
     out = tmp_path / "out"
     runs = Sweep.read(path).runs
     first, second = (SweepFolder(out).of(run) for run in runs)
     process = call.begin(path, "--output-dir", out)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(read_metrics(second)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signum)
-    said, _ = process.communicate(timeout=90)
+    said, _ = process.communicate(timeout=600)
     if signum == signal.SIGINT:
         assert process.returncode == 130
         assert "interrupted by SIGINT; nothing is left running" in said
@@ -109,6 +113,7 @@ def test_an_interrupted_sweep_goes_on(call, write, own_app, tmp_path, signum):
                 break
         except ValueError:
             time.sleep(0.1)
+    hold.unlink()
     kept = read_metrics(second)
     assert 4 <= len(kept) < 13
     assert is_finished(first)
