@@ -78,15 +78,14 @@ def deal(config: Config) -> Dealt:
     """
     run = Run.of(dict(config))
     settings, task = run.settings, run.task()
-    dealt = partition(
+    dealt = _dealt(
+        task,
         settings.partition,
-        task.train_labels,
         num_clients=settings.num_clients,
         seed=settings.seed,
         dirichlet_alpha=settings.dirichlet_alpha,
         classes_per_client=settings.classes_per_client,
         records_per_client=settings.records_per_client,
-        groups=task.groups,
     )
     names = {name: place for place, name in enumerate(settings.client_names())}
     if not settings.holds_out:
@@ -97,6 +96,11 @@ def deal(config: Config) -> Dealt:
         validation=_held(task, np.concatenate(validation)) if settings.validation_ratio else None,
         test=_held(task, np.concatenate(test)) if settings.test_ratio else None,
     )
+
+
+@lru_cache(maxsize=2)  # the runs of a sweep share it, whatever else they differ in
+def _dealt(task: Task, kind: str, **arguments: Any) -> Sequence[np.ndarray] | Sampled:
+    return partition(kind, task.train_labels, groups=task.groups, **arguments)
 
 
 def split(

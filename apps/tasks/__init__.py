@@ -15,8 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-TASKS = ("mnist", "fashion-mnist", "adult", "vehicle", "breast-cancer")
-MODELS = ("logistic", "mlp", "cnn", "linear-svm")
+TASKS = ("mnist", "fashion-mnist", "cifar-10", "adult", "vehicle", "breast-cancer")
+MODELS = ("logistic", "mlp", "cnn", "resnet18", "linear-svm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

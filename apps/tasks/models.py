@@ -1,16 +1,20 @@
-"""Models for images of 28 x 28 pixels and for rows of numbers; none keeps a state that training changes (no BatchNorm)."""
+"""Models for images and for rows of numbers; none keeps a state that training changes (no BatchNorm)."""
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from apps.tasks import MODELS
+from apps.tasks import MODELS, vision
 from flower_dp.clients.training.losses import Loss, hinge
 
 _PIXELS = 28 * 28
+_COLOURED = 3 * 32 * 32
+# As in the paper that group normalisation comes from (Wu and He 2018).
+_NUM_GROUPS = 32
 
 
 def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS, num_classes: int = 10) -> nn.Module:
@@ -22,8 +26,9 @@ def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS
     Args:
         name: One of `MODELS`. "logistic": one linear layer, with a row of weights a class. "mlp": one hidden layer of 256, ReLU.
             "cnn": two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and 2 x 2 max-pooling, a dense layer of 512 and
-            the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "linear-svm": one row of
-            weights, for labels -1 and +1.
+            the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "resnet18": torchvision's
+            ResNet-18 with group normalisation (32 groups) in place of BatchNorm, for colour pictures of 32 x 32 pixels.
+            "linear-svm": one row of weights, for labels -1 and +1.
         bias: Whether the layers have bias terms.
         seed: Seed of the initialisation, >= 0.
         num_features: Numbers of a record.
@@ -104,6 +109,21 @@ def _cnn(num_features: int, num_classes: int, bias: bool) -> nn.Module:
     )
 
 
+def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
+    if num_features != _COLOURED:
+        raise ValueError(f"model='resnet18': is for 3 x 32 x 32 pixels, not for {num_features} features")
+    if not bias:
+        raise ValueError("model-bias=False: must be True for model='resnet18', whose convolutions have no bias terms anyhow")
+    try:
+        resnet18 = vision.import_torchvision().models.resnet18
+    except ImportError as error:
+        raise ValueError(
+            "model='resnet18': needs torchvision, in the build that fits torch here (pip install 'flower-dp[app]')"
+        ) from error
+    body = resnet18(norm_layer=partial(nn.GroupNorm, _NUM_GROUPS), num_classes=num_classes)
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), image=nn.Unflatten(1, (3, 32, 32)), resnet=body))
+
+
 def _linear_svm(num_features: int, num_classes: int, bias: bool) -> nn.Module:
     if num_classes != 2:
         raise ValueError(f"model='linear-svm': is for two classes, not for {num_classes}")
@@ -129,5 +149,6 @@ _KINDS = {
     "logistic": _Kind(build=_logistic),
     "mlp": _Kind(build=_mlp),
     "cnn": _Kind(build=_cnn),
+    "resnet18": _Kind(build=_resnet18),
     "linear-svm": _Kind(build=_linear_svm, loss=hinge, predict=_sign),
 }

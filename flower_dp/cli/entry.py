@@ -8,7 +8,7 @@ _EXTRAS = {
     "matplotlib": "plot",
     **dict.fromkeys(("opacus", "torch"), "torch"),
     "ray": "simulation",
-    **dict.fromkeys(("datasets", "flwr_datasets", "mlxtend"), "app"),
+    **dict.fromkeys(("datasets", "flwr_datasets", "mlxtend", "torchvision"), "app"),
 }
 
 

@@ -1,0 +1,360 @@
+"""Do DP-FedSAM's claims hold? Six methods, fixed and adaptive clip norm, tuned on an equal budget of runs, then several seeds.
+
+    python benchmarks/dp_fedsam.py --output-dir FOLDER --set data-dir=DIR [--set KEY=VALUE ...] [--minutes M] [--in-process]
+
+Four sweeps, one after another, in FOLDER. `tune` is benchmarks/dp_fedsam.toml. The others have the settings of each method that
+are best by validation accuracy: `norms`, one run each that tells the norms of updates and is not private; `tables`, three
+partitions and three seeds; `epsilons`, noise for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has the
+tables, `accuracy-epsilon.png` the picture. The same command goes on where it was. With --minutes it stops after so long by
+itself, with status 3, so that a queue that lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a
+setting of all runs: another task, model, number of rounds.
+
+Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import tomli_w
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY)]
+
+from flower_dp.core.environment import RESUME, RESUMED, RUN_CONFIG, RUN_FOLDER  # noqa: E402
+from flower_dp.reporting import canvas  # noqa: E402
+from flower_dp.reporting.past_run import read_past_run  # noqa: E402
+from flower_dp.reporting.update_norms import read_update_norms  # noqa: E402
+from flower_dp.running.apps import resolve  # noqa: E402
+from flower_dp.running.run_folder import PLOT, is_finished, write_whole  # noqa: E402
+from flower_dp.running.values import Value  # noqa: E402
+from flower_dp.sweeps.folder import SweepFolder  # noqa: E402
+from flower_dp.sweeps.plan import PlannedRun  # noqa: E402
+from flower_dp.sweeps.results import Results, last_metrics  # noqa: E402
+from flower_dp.sweeps.sweep import Sweep  # noqa: E402
+
+GRID = Path(__file__).with_suffix(".toml")
+TUNE, NORMS, TABLES, EPSILONS = STAGES = ("tune", "norms", "tables", "epsilons")
+REPORT, PICTURE = "report.md", "accuracy-epsilon.png"
+METHODS = ("DP-FedAvg", "BLURS", "Fed-SMP-rand_k", "Fed-SMP-top_k", "DP-FedSAM", "DP-FedSAM-top_k")
+CLIPS = ("fixed", "adaptive")
+PARTITIONS: dict[str, dict[str, Value]] = {
+    "Dirichlet 0.3": {"partition": "dirichlet", "dirichlet-alpha": 0.3},
+    "Dirichlet 0.6": {"partition": "dirichlet", "dirichlet-alpha": 0.6},
+    "i.i.d.": {"partition": "iid"},
+}
+TARGETS = (1.0, 2.0, 4.0, 8.0)
+CHOSEN_BY, SHOWN = "validation-accuracy", "accuracy"
+# Exit status when time is up and runs are left.
+UNFINISHED = 3
+Variant = tuple[str, str]
+
+
+def variant(settings: Mapping[str, Any]) -> Variant:
+    """Return what a run's settings are called: the method, and its kind of clip norm."""
+    method = str(settings["method"])
+    if method == "dp-fedavg":
+        name = "BLURS" if settings.get("blur-strength") else "DP-FedAvg"
+    elif method == "fed-smp":
+        name = f"Fed-SMP-{str(settings['fed-smp.mask']).replace('-', '_')}"
+    else:
+        name = "DP-FedSAM-top_k" if settings["dp-fedsam.keep-ratio"] < 1 else "DP-FedSAM"
+    return name, "adaptive" if settings.get(f"{method}.clip-quantile") else "fixed"
+
+
+def partition_of(settings: Mapping[str, Any]) -> str:
+    """Return what a run's partition is called."""
+    if settings["partition"] == "iid":
+        return "i.i.d."
+    return f"{str(settings['partition']).capitalize()} {settings['dirichlet-alpha']:g}"
+
+
+# The files of the sweeps
+
+
+def tuning(settings: Mapping[str, Value], gpus: float) -> dict[str, Any]:
+    """Return the sweep that tunes: the grid's file with other settings of all runs."""
+    content = tomllib.loads(GRID.read_text(encoding="utf-8"))
+    content["settings"] |= settings
+    if gpus:
+        content["gpus-per-worker"] = gpus
+    return content
+
+
+def best(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[Variant, dict[str, Any]]:
+    """Return the settings of each method and kind of clip norm with the largest number; the first of equal ones."""
+    found: dict[Variant, tuple[float, dict[str, Any]]] = {}
+    for settings, number in results:
+        name = variant(settings)
+        if name not in found or number > found[name][0]:
+            found[name] = number, dict(settings)
+    return {name: settings for name, (_, settings) in found.items()}
+
+
+def chosen_runs(stage: str, chosen: Mapping[Variant, Mapping[str, Any]], seeds: int, tune: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sweep of a later stage: the chosen settings with norms, on all partitions, or with noise for each epsilon."""
+    points = []
+    for (_, clip), settings in chosen.items():
+        if stage == TABLES:
+            free = {key: value for key, value in settings.items() if key not in ("partition", "dirichlet-alpha")}
+            points += [free | of for of in PARTITIONS.values()]
+        elif clip == "adaptive":
+            continue
+        elif stage == NORMS:
+            points.append({**settings, "report-client-metrics": True})
+        else:
+            method = settings["method"]
+            points.append({key: value for key, value in settings.items() if key != f"{method}.noise-multiplier"})
+            points[-1][f"{method}.epsilon"] = list(TARGETS)
+    kept = {key: tune[key] for key in ("workers", "at-once", "gpus-per-worker") if key in tune}
+    return {"seeds": 1 if stage == NORMS else seeds, "metric": SHOWN, **kept, "points": points}
+
+
+# Making them
+
+
+def make(file: Path, folder: Path, deadline: float, *, in_process: bool) -> bool:
+    """Make the runs of a sweep that are left, until the deadline; return whether all are made.
+
+    Raises:
+        SystemExit: a run has failed.
+    """
+    if in_process:
+        _in_process(Sweep.read(file), SweepFolder(folder), deadline)
+    else:
+        _as_command(file, folder, deadline)
+    return all(is_finished(SweepFolder(folder).of(run)) for run in Sweep.read(file).runs)
+
+
+def _as_command(file: Path, folder: Path, deadline: float) -> None:
+    words = [
+        sys.executable,
+        "-c",
+        "from flower_dp.cli.entry import main; main()",
+        "sweep",
+        str(file),
+        "--output-dir",
+        str(folder),
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+    with subprocess.Popen(words, env=environment) as process:
+        try:
+            status = process.wait(max(0.0, deadline - time.monotonic()) if deadline < float("inf") else None)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # each run leaves its statement and a checkpoint
+            process.wait()
+            return
+    if status:
+        raise SystemExit(status)
+
+
+def _in_process(sweep: Sweep, folder: SweepFolder, deadline: float) -> None:
+    runs = sweep.runs
+    # Runs on the same records one after another: dealing them is a good part of a short run.
+    with folder.locked():
+        folder.check(runs)
+        folder.keep(sweep.path)
+        left = sorted(folder.left(runs), key=lambda one: (one[0].seed, partition_of(one[0].config)))
+        for number, (run, place, goes_on) in enumerate(left, start=1):
+            if time.monotonic() > deadline:
+                break
+            started = time.monotonic()
+            play(run, place, goes_on=goes_on)
+            print(f"[{number}/{len(left)}] {run.told}: {time.monotonic() - started:.0f} s", flush=True)
+        Results(folder=folder, runs=runs, metric=sweep.file.metric).write_rows()
+    if all(is_finished(folder.of(run)) for run in runs):
+        sweep.make(folder, print)  # makes no run: writes the table, the figure and the statement
+
+
+def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
+    """Make one run in this process, on one node that hosts all clients, as a worker of the simulation does."""
+    from flwr.app import Context, RecordDict  # noqa: PLC0415 - a second, and torch another
+
+    from apps.client_app import app as client_app  # noqa: PLC0415
+    from apps.server_app import app as server_app  # noqa: PLC0415
+    from tests.grids import LocalGrid  # noqa: PLC0415
+
+    config = run.config
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    launched = {RUN_FOLDER: str(place), RUN_CONFIG: json.dumps(config), RESUME: RESUMED if goes_on else ""}
+    # A plot would be a good part of a short run.
+    with patch.dict(os.environ, launched), patch("flower_dp.running.plot.png", lambda rows: b""):
+        server_app(LocalGrid(client_app, 1, **config), context)
+    (place / PLOT).unlink()
+
+
+# What came out
+
+
+def finished(file: Path, folder: Path) -> list[PlannedRun]:
+    """Return the runs of a sweep that have finished."""
+    if not file.is_file():
+        return []
+    return [run for run in Sweep.read(file).runs if is_finished(SweepFolder(folder).of(run))]
+
+
+def last(run: PlannedRun, folder: Path, metric: str) -> float:
+    """Return the last value of a run's metric."""
+    return float(last_metrics(read_past_run(SweepFolder(folder).of(run)), metric)[metric])
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation (n - 1) in percent; of one value no deviation."""
+    mean = f"{100 * statistics.fmean(values):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else mean
+
+
+def differences(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> str:
+    """Return by how many points one exceeds another where both have a value: mean ± standard error, and how often."""
+    apart = [100 * (ours[key] - theirs[key]) for key in ours if key in theirs]
+    if not apart:
+        return "not run"
+    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
+    return f"{statistics.fmean(apart):+.2f}{error} (above in {sum(one > 0 for one in apart)} of {len(apart)})"
+
+
+def report(place: Path) -> str:
+    """Return all that has finished so far, as Markdown."""
+    runs = {stage: finished(place / f"{stage}.toml", place / stage) for stage in STAGES}
+    accuracy: dict[Variant, dict[str, dict[int, float]]] = {}
+    for run in runs[TABLES]:
+        of = accuracy.setdefault(variant(run.config), {}).setdefault(partition_of(run.config), {})
+        of[run.seed] = last(run, place / TABLES, SHOWN)
+    parts = [
+        f"{platform.system()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
+        f"flwr {version('flwr')}",
+        "## Settings chosen by validation accuracy\n\n" + _settings(place, runs[TUNE]),
+    ]
+    for clip in CLIPS:
+        rows = [[method, *_cells(accuracy.get((method, clip), {}), tuple(PARTITIONS))] for method in METHODS]
+        parts.append(f"## Test accuracy (%), {clip} clip norm\n\n" + _table(["", *PARTITIONS], rows))
+    rows = []
+    for clip in CLIPS:
+        base = _by_run(accuracy.get(("DP-FedAvg", clip), {}))
+        rows += [[f"{one}, {clip}", differences(_by_run(accuracy.get((one, clip), {})), base)] for one in METHODS[1:]]
+    parts.append("## Points above DP-FedAvg, by partition and seed\n\n" + _table(["", "difference"], rows))
+    parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs[NORMS]))
+    curve = curves(place, runs[EPSILONS])
+    rows = [[method, *_cells(of, TARGETS)] for method, of in curve.items()]
+    parts.append("## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(values: Mapping[Any, Mapping[int, float]], keys: Sequence[Any]) -> list[str]:
+    return [f"{spread(list(values[key].values()))} ({len(values[key])})" if key in values else "not run" for key in keys]
+
+
+def _by_run(values: Mapping[str, Mapping[int, float]]) -> dict[tuple[str, int], float]:
+    return {(name, seed): one for name, of in values.items() for seed, one in of.items()}
+
+
+def _settings(place: Path, runs: Sequence[PlannedRun]) -> str:
+    numbers = [(run.config, last(run, place / TUNE, CHOSEN_BY)) for run in runs]
+    chosen, rows = best(numbers), []
+    for name in ((method, clip) for clip in CLIPS for method in METHODS):
+        if name not in chosen:
+            continue
+        settings, of = chosen[name], [number for config, number in numbers if variant(config) == name]
+        own = settings["method"]
+        norm = f"{settings[f'{own}.clip-norm']:g}"
+        if name[1] == "adaptive":
+            norm = f"quantile {settings[f'{own}.clip-quantile']:g}"
+        found = [f"{100 * max(of):.1f}", f"{100 * min(of):.1f}", str(len(of))]
+        rows.append([", ".join(name), norm, f"{settings['learning-rate']:g}", *found])
+    return _table(["", "clip norm", "learning rate", "best (%)", "worst (%)", "runs"], rows)
+
+
+def _norms(place: Path, runs: Sequence[PlannedRun]) -> str:
+    rows = []
+    for run in runs:
+        norms, own = read_update_norms(read_past_run(SweepFolder(place / NORMS).of(run))), run.config["method"]
+        shown = [run.config["learning-rate"], run.config[f"{own}.clip-norm"]]
+        found = [norms.mean[0], norms.mean[-1], statistics.fmean(norms.mean), statistics.fmean(norms.std)]
+        rows.append([variant(run.config)[0], *(f"{one:g}" for one in shown), *(f"{one:.2f}" for one in found)])
+    return _table(["", "learning rate", "clip norm", "first round", "last round", "mean of all", "std over clients"], rows)
+
+
+def curves(place: Path, runs: Sequence[PlannedRun]) -> dict[str, dict[float, dict[int, float]]]:
+    """Return the accuracy of each method, by epsilon and seed."""
+    found: dict[str, dict[float, dict[int, float]]] = {}
+    for run in runs:
+        target = float(run.config[f"{run.config['method']}.epsilon"])
+        found.setdefault(variant(run.config)[0], {}).setdefault(target, {})[run.seed] = last(run, place / EPSILONS, SHOWN)
+    return found
+
+
+def draw(found: Mapping[str, Mapping[float, Mapping[int, float]]], path: Path) -> None:
+    """Draw accuracy against epsilon, a line each method, with error bars."""
+    figure = canvas.empty(7.0, 4.8)
+    axes = figure.subplots()
+    for place, (method, of) in enumerate(found.items()):
+        # Slightly apart, so that error bars do not hide one another.
+        epsilons = [target * 1.02 ** (place - len(found) / 2) for target in sorted(of)]
+        values = [[100 * one for one in of[target].values()] for target in sorted(of)]
+        means, bars = (
+            [statistics.fmean(one) for one in values],
+            [statistics.stdev(one) if len(one) > 1 else 0.0 for one in values],
+        )
+        axes.errorbar(epsilons, means, bars, marker="o", capsize=3, label=method, **canvas.look(place))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(TARGETS, [f"{one:g}" for one in TARGETS])
+    axes.set_xlabel("epsilon of a client (tight)")
+    axes.set_ylabel("test accuracy (%)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    canvas.save(figure, path)
+
+
+def main() -> None:
+    """Make what is left of all stages, and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of all sweeps: new, or that of this program")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs")
+    parser.add_argument("--seeds", type=int, default=3, help="of tables and epsilons")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
+    parser.add_argument("--gpus-per-worker", type=float, default=0.0)
+    parser.add_argument("--in-process", action="store_true", help="make runs in this process, without Ray")
+    options = parser.parse_args()
+    deadline, place = time.monotonic() + 60 * options.minutes, options.output_dir.expanduser().absolute()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    place.mkdir(parents=True, exist_ok=True)
+    tune, done = tuning(dict(resolve(None, options.set).overrides), options.gpus_per_worker), True
+    for stage in STAGES:
+        file, content = place / f"{stage}.toml", tune
+        if stage != TUNE:
+            tuned = finished(place / f"{TUNE}.toml", place / TUNE)
+            chosen = best([(run.point.settings, last(run, place / TUNE, CHOSEN_BY)) for run in tuned])
+            content = chosen_runs(stage, chosen, options.seeds, tune)
+        write_whole(file, tomli_w.dumps(content).encode())
+        done = make(file, place / stage, deadline, in_process=options.in_process)
+        write_whole(place / REPORT, report(place).encode())
+        if found := curves(place, finished(place / f"{EPSILONS}.toml", place / EPSILONS)):
+            draw(found, place / PICTURE)
+        if not done:
+            break
+    print((place / REPORT).read_text(encoding="utf-8"))
+    if not done:
+        print(f"time is up after {options.minutes:g} minutes: the same command goes on")
+        raise SystemExit(UNFINISHED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The task cifar-10 and the model resnet18: made-up pictures in the data set's own files, and rounds of training on them."""
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+
+from apps.tasks import cifar_10, load_task, models, vision
+from apps.tasks.cifar_10 import Own, load
+from flower_dp.privacy import accounting
+from flower_dp.reporting.past_run import read_past_run
+from tests.app_runs import play
+
+PER_BATCH, TEST = 8, 10
+
+
+@pytest.fixture
+def small_cifar(tmp_path, monkeypatch):
+    """A folder with few pictures in files as those of CIFAR-10, whose sums torchvision takes for the right ones; pictures, labels."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+    def batch(name, size):
+        pictures, labels = (
+            rng.integers(0, 256, (size, 3 * 32 * 32), dtype=np.uint8),
+            [int(one) for one in rng.integers(0, 10, size)],
+        )
+        made.append((pictures, labels))
+        return [name, write(name, {"data": pictures, "labels": labels})]
+
+    made = []
+    theirs = vision.import_torchvision().datasets.CIFAR10
+    monkeypatch.setattr(theirs, "train_list", [batch(f"data_batch_{number}", PER_BATCH) for number in range(1, 6)])
+    monkeypatch.setattr(theirs, "test_list", [batch("test_batch", TEST)])
+    names = {"label_names": [str(number) for number in range(10)]}
+    monkeypatch.setattr(theirs, "meta", {**theirs.meta, "md5": write("batches.meta", names)})
+    load_task.cache_clear()
+    yield tmp_path, made
+    load_task.cache_clear()
+
+
+def test_pictures_and_labels_are_those_of_the_files(small_cifar):
+    folder, made = small_cifar
+    task = load(str(folder), Own())
+    assert (task.train_inputs.shape, task.test_inputs.shape) == ((5 * PER_BATCH, 3, 32, 32), (TEST, 3, 32, 32))
+    assert task.train_inputs.dtype == np.uint8
+    assert task.train_labels.dtype == task.test_labels.dtype == np.int64
+    assert np.array_equal(task.train_inputs.reshape(-1, 3072), np.concatenate([pictures for pictures, _ in made[:5]]))
+    assert task.train_labels.tolist() == [label for _, labels in made[:5] for label in labels]
+    assert np.array_equal(task.test_inputs.reshape(-1, 3072), made[5][0])
+    assert task.test_labels.tolist() == made[5][1]
+    assert task.source == f"CIFAR-10's cifar-10-batches-py in {folder}"
+
+
+def test_each_colour_is_standardised_by_its_own_constants():
+    pictures = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    pictures[0, 1], pictures[1, 2] = 255, 51
+    numbers = cifar_10.standardized(pictures)
+    assert numbers.dtype == torch.float32
+    # By hand: (pixel / 255 - mean) / deviation.
+    assert numbers[0, 1, 3, 4].item() == pytest.approx((1 - 0.4822) / 0.2435, rel=1e-5)
+    assert numbers[1, 2, 31, 0].item() == pytest.approx((0.2 - 0.4465) / 0.2616, rel=1e-5)
+    assert numbers[1, 0, 0, 0].item() == pytest.approx(-0.4914 / 0.2470, rel=1e-5)
+    assert torch.equal(cifar_10.standardized(pictures[None])[0], numbers)
+
+
+def test_files_that_are_not_the_published_ones_are_not_unpickled(small_cifar):
+    folder, _ = small_cifar
+    ran = folder / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return open, (str(ran), "w")
+
+    (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(
+        ValueError, match=r"has no whole cifar-10-batches-py in .*not found or corrupted.*https://www\.cs\.toronto"
+    ):
+        load(str(folder), Own())
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("data_dir", ["", "/here/NEEDED"])
+def test_missing_files_are_told_with_their_source(data_dir):
+    with pytest.raises(ValueError, match=r"needs cifar-10-batches-py.*https://www\.cs\.toronto\.edu.*torchvision:FOLDER"):
+        load_task("cifar-10", data_dir)
+
+
+def test_what_is_asked_of_torchvision(tmp_path, monkeypatch):
+    calls = []
+
+    class Theirs:
+        data, targets = np.zeros((1, 32, 32, 3), dtype=np.uint8), [3]
+
+        def __init__(self, root, *, train, download):
+            calls.append((root, train, download))
+
+    monkeypatch.setattr(vision, "import_torchvision", lambda: type("", (), {"datasets": type("", (), {"CIFAR10": Theirs})}))
+    load(f"torchvision:{tmp_path}", Own())
+    load(str(tmp_path), Own())
+    there = str(tmp_path)
+    assert calls == [(there, True, True), (there, False, False), (there, True, False), (there, False, False)]
+    with pytest.raises(ValueError, match="data-dir='torchvision:': must name a folder"):
+        load("torchvision:", Own())
+
+
+def test_without_torchvision(tmp_path, monkeypatch):
+    def absent():
+        raise ImportError("No module named 'torchvision'")
+
+    monkeypatch.setattr(vision, "import_torchvision", absent)
+    with pytest.raises(ValueError, match=r"task='cifar-10': needs torchvision.*pip install 'flower-dp\[app\]'"):
+        load(str(tmp_path), Own())
+    with pytest.raises(ValueError, match=r"model='resnet18': needs torchvision.*pip install 'flower-dp\[app\]'"):
+        models.make("resnet18", seed=0, num_features=3072)
+
+
+def test_torchvision_is_loaded_only_if_it_is_chosen():
+    code = (
+        "import sys\nfrom apps.tasks import TASKS, models, module_of\n"
+        "for task in TASKS: module_of(task)\nmodels.make('cnn', seed=0)\nprint('torchvision' in sys.modules)\n"
+        "models.make('resnet18', seed=0, num_features=3072)\nprint('torchvision' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_resnet18_has_group_normalisation():
+    model = models.make("resnet18", seed=0, num_features=3072)
+    # By hand: 11,689,512 of torchvision's with 1,000 classes, less 990 rows of 512 weights and a bias.
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_689_512 - 990 * 513
+    kinds = [type(layer) for layer in model.modules()]
+    assert torch.nn.BatchNorm2d not in kinds
+    assert kinds.count(torch.nn.GroupNorm) == 20
+    # Its output of a record depends on no other record.
+    inputs = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(inputs)[:1], model(inputs[:1]))
+    with pytest.raises(ValueError, match="model='resnet18': is for 3 x 32 x 32 pixels, not for 784 features"):
+        models.make("resnet18", seed=0)
+    with pytest.raises(ValueError, match="model-bias=False: must be True for model='resnet18'"):
+        models.make("resnet18", seed=0, num_features=3072, bias=False)
+
+
+@pytest.mark.slow
+def test_two_rounds_on_a_processor(small_cifar, tmp_path):
+    """DP-FedSAM-top_k, as in the paper, on the whole ResNet-18, in small: it is charged, and every layer moves."""
+    folder, _ = small_cifar
+    settings = {
+        "task": "cifar-10",
+        "model": "resnet18",
+        "data-dir": str(folder),
+        "num-clients": 10,
+        "sampling-rate": 0.2,
+        "num-rounds": 2,
+        "batch-size": 4,
+        "engine": "one-by-one",
+        "evaluate-every": 0,
+        "dp-fedsam.placement": "central",
+        "dp-fedsam.keep-ratio": 0.4,
+        "dp-fedsam.noise-multiplier": 0.95,
+        "dp-fedsam.delta": 0.002,
+        "dp-fedsam.target-epsilon": 0.0,
+    }
+    run = play(tmp_path / "run", settings)
+    statement = json.loads((run / "statement.json").read_text())
+    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.2, GaussianDpEvent(0.95)), 2)
+    expected = accounting.epsilon(event, delta=0.002, relation="add-or-remove-one").epsilon
+    assert statement["epsilon"] == pytest.approx(expected, rel=1e-6)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines][-2:] == [1, 2]
+    assert 0 <= lines[-1]["accuracy"] <= 1
+    before, after = models.make("resnet18", seed=0, num_features=3072).state_dict(), read_past_run(run).model()
+    changed = {name: np.mean(after[name] != values.numpy()) for name, values in before.items()}
+    assert min(changed.values()) > 0  # every layer moves
+    # Two rounds of 40 % of the coordinates each: at least 0.4, at most 0.8 of them are others.
+    sizes = [values.size for values in after.values()]
+    assert 0.39 < np.average(list(changed.values()), weights=sizes) < 0.81

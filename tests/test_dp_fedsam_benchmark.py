@@ -1,0 +1,184 @@
+"""The program that puts DP-FedSAM's claims to the test: its budget of runs, its choice, its slices of time, and a small run of all."""
+
+import importlib.util
+import json
+import sys
+import time
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from flower_dp.running.run_folder import is_finished
+from flower_dp.sweeps.sweep import Sweep
+
+PROGRAM = Path(__file__).resolve().parents[1] / "benchmarks" / "dp_fedsam.py"
+SMALL = """
+seeds = [100]
+metric = "validation-accuracy"
+workers = 1
+at-once = 1
+[settings]
+data-dir = ""
+num-clients = 20
+sampling-rate = 0.5
+num-rounds = 1
+partition = "iid"
+validation-ratio = 0.1
+records-per-client = 8
+evaluate-every = 0
+[grid]
+"METHOD.noise-multiplier" = 3.0
+"METHOD.delta" = 0.002
+"METHOD.target-epsilon" = 0.0
+"METHOD.placement" = "central"
+[[points]]
+method = "dp-fedavg"
+dp-fedavg.clip-norm = [0.001, 10.0]
+[[points]]
+method = "dp-fedsam"
+dp-fedsam.keep-ratio = 1.0
+"""
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location("dp_fedsam", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sweep_of(content, folder):
+    (folder / "file.toml").write_text(tomli_w.dumps(content))
+    return Sweep.read(folder / "file.toml")
+
+
+def grid(program, folder):
+    return sweep_of(program.tuning({"data-dir": str(folder)}, 0.0), folder)
+
+
+def test_every_method_is_tuned_on_as_many_runs_and_by_no_test_record(program, tmp_path):
+    sweep = grid(program, tmp_path)
+    budget = Counter(program.variant(run.config) for run in sweep.runs)
+    assert set(budget) == {(method, clip) for method in program.METHODS for clip in program.CLIPS}
+    assert len(set(budget.values())) == 1
+    assert {program.CHOSEN_BY, sweep.file.metric} == {"validation-accuracy"}
+    for run in sweep.runs:
+        own = {key.partition(".")[2]: value for key, value in run.config.items() if key.startswith(f"{run.config['method']}.")}
+        assert (run.config["num-clients"], run.config["sampling-rate"]) == (500, 0.1)
+        assert (own["noise-multiplier"], own["delta"], own["target-epsilon"], own["placement"]) == (0.95, 0.002, 0.0, "central")
+        assert run.config["validation-ratio"] > 0
+        assert run.config["test-ratio"] == 0
+
+
+def test_settings_of_all_runs_are_taken_from_the_command(program):
+    content = program.tuning({"task": "cifar-10", "model": "resnet18"}, 0.5)
+    assert (content["settings"]["task"], content["settings"]["model"], content["gpus-per-worker"]) == (
+        "cifar-10",
+        "resnet18",
+        0.5,
+    )
+    assert content["settings"]["num-clients"] == 500
+
+
+def test_the_best_of_each_method_is_chosen(program):
+    def settings(rate, **more):
+        return {"method": "dp-fedavg", "learning-rate": rate, **more}
+
+    runs = [
+        (settings(0.1), 0.5),
+        (settings(0.2), 0.7),
+        (settings(0.3), 0.7),
+        (settings(0.4, **{"dp-fedavg.clip-quantile": 0.5}), 0.1),
+    ]
+    assert program.best(runs) == {("DP-FedAvg", "fixed"): runs[1][0], ("DP-FedAvg", "adaptive"): runs[3][0]}
+
+
+@pytest.mark.slow
+def test_what_is_run_with_the_chosen_settings(program, tmp_path):
+    tune = grid(program, tmp_path)
+    content = program.tuning({"data-dir": str(tmp_path)}, 0.0)
+    chosen = program.best([(run.point.settings, 0.0) for run in tune.runs])
+    tables = sweep_of(program.chosen_runs(program.TABLES, chosen, 3, content), tmp_path)
+    assert Counter((program.variant(run.config), program.partition_of(run.config)) for run in tables.runs) == {
+        (variant, partition): 3 for variant in chosen for partition in program.PARTITIONS
+    }
+    assert not {run.seed for run in tables.runs} & {run.seed for run in tune.runs}
+    for run in tables.runs:
+        free = ("partition", "dirichlet-alpha", "seed")
+        assert {key: of for key, of in run.point.settings.items() if key not in free} == {
+            key: of for key, of in chosen[program.variant(run.config)].items() if key not in free
+        }
+    epsilons = sweep_of(program.chosen_runs(program.EPSILONS, chosen, 3, content), tmp_path)
+    assert Counter((program.variant(run.config), run.config[f"{run.config['method']}.epsilon"]) for run in epsilons.runs) == {
+        ((method, "fixed"), target): 3 for method in program.METHODS for target in (1.0, 2.0, 4.0, 8.0)
+    }
+    assert all(f"{run.config['method']}.noise-multiplier" not in run.point.settings for run in epsilons.runs)
+    norms = sweep_of(program.chosen_runs(program.NORMS, chosen, 3, content), tmp_path)
+    assert [program.variant(run.config) for run in norms.runs] == [(method, "fixed") for method in program.METHODS]
+    assert all(run.config["report-client-metrics"] for run in norms.runs)
+
+
+def test_numbers_in_words(program):
+    assert program.spread([0.5, 0.52]) == "51.0 ± 1.4"  # by hand: deviation 0.02 / sqrt 2
+    assert program.spread([0.5]) == "50.0"
+    ours, theirs = {("a", 0): 0.52, ("a", 1): 0.50, ("b", 0): 0.9}, {("a", 0): 0.50, ("a", 1): 0.51}
+    # By hand: +2 and -1, their standard error 3 / sqrt 2 / sqrt 2.
+    assert program.differences(ours, theirs) == "+0.50 ± 1.50 (above in 1 of 2)"
+    assert program.differences(ours, {}) == "not run"
+
+
+def test_a_sweep_that_is_out_of_time_is_interrupted_as_by_a_person(program, tmp_path, monkeypatch):
+    stands_for = tmp_path / "python"
+    stands_for.write_text(
+        f'#!/bin/bash\ntrap "echo interrupted > {tmp_path}/said; exit 130" INT\nfor i in {{1..600}}; do sleep 0.1; done\n'
+    )
+    stands_for.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stands_for))
+    monkeypatch.setattr(program.Sweep, "read", lambda path: type("", (), {"runs": ()}))
+    program.make(tmp_path / "file.toml", tmp_path / "out", time.monotonic() + 1.0, in_process=False)
+    assert (tmp_path / "said").read_text() == "interrupted\n"
+    stands_for.write_text("#!/bin/bash\nexit 2\n")
+    with pytest.raises(SystemExit, match="2"):
+        program.make(tmp_path / "file.toml", tmp_path / "out", float("inf"), in_process=False)
+
+
+@pytest.mark.slow
+def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "GRID", tmp_path / "grid.toml")
+    monkeypatch.setattr(program, "PARTITIONS", {"i.i.d.": {"partition": "iid"}})
+    monkeypatch.setattr(program, "TARGETS", (2.0,))
+    (tmp_path / "grid.toml").write_text(SMALL)
+    place = tmp_path / "out"
+    arguments = ["dp_fedsam.py", "--output-dir", str(place), "--seeds", "2", "--in-process", "--set", "learning-rate=0.1"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
+    with pytest.raises(SystemExit, match=str(program.UNFINISHED)):
+        program.main()
+    assert "the same command goes on" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", arguments)
+    program.main()
+    for stage, count in (("tune", 3), ("norms", 2), ("tables", 4), ("epsilons", 4)):
+        runs = Sweep.read(place / f"{stage}.toml").runs
+        assert len(runs) == count
+        assert all(is_finished(place / stage / "runs" / run.name) for run in runs)
+        assert {run.config["learning-rate"] for run in runs} == {0.1}
+        assert (place / stage / "table.md").is_file()
+    # What was chosen is what the validation records say.
+    numbers = {}
+    for run in Sweep.read(place / "tune.toml").runs:
+        lines = (place / "tune" / "runs" / run.name / "metrics.jsonl").read_text().splitlines()
+        if run.config["method"] == "dp-fedavg":
+            numbers[run.config["dp-fedavg.clip-norm"]] = json.loads(lines[-1])["validation-accuracy"]
+    wanted = max(numbers, key=lambda norm: (numbers[norm], -norm))
+    points = tomllib.loads((place / "tables.toml").read_text())["points"]
+    assert [point["dp-fedavg.clip-norm"] for point in points if point["method"] == "dp-fedavg"] == [wanted]
+    report = (place / "report.md").read_text()
+    assert report.count("(2)") == 2 + 2  # both methods, in the table of the fixed clip norm and in that of epsilons
+    assert (place / "accuracy-epsilon.png").stat().st_size > 1000
+    before = (place / "tables" / "results.csv").read_text()
+    program.main()  # all is there
+    assert (place / "tables" / "results.csv").read_text() == before
