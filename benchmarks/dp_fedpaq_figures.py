@@ -37,7 +37,7 @@ from flower_dp.clients import DPFedPAQRecipe, FlatModel
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, paper_noise_ratio, update_terms
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
 
 CLIENTS, RECORDS, CLASSES, DELTA, RATE, DECAY = 100, 542, 10, 1e-4, 0.1, 100.0
 NOT_PROVED, PROVED = "2 eta C / b", "per-step"
@@ -216,8 +216,8 @@ def run(problem: Problem, case: Case, seed: int) -> Row:
 STEPS, COHORTS, CLIPS = (1, 2, 5, 10, 20), (1, 2, 5, 10, 20, 50), (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 EPSILONS, PROVED_EPSILONS, TAKEN = (0.1, 0.3, 1.0, 3.0, 10.0, INF), (10.0, 100.0, 1000.0), (FEW, 60, CHOSEN, 240, MANY)
 CLIPS_TOGETHER, TAKEN_TOGETHER = (0.25, 0.5, 1.0, 2.0), (FEW, CHOSEN, MANY)
-EPSILON, ITERATIONS = 1.0, 2000
-SCAFFOLD_EPSILONS = (2.0, 10.0, 100.0, INF)
+EPSILON, PROVED_EPSILON, ITERATIONS = 1.0, 100.0, 2000
+SCAFFOLD_EPSILONS = (0.5, 2.0, 10.0, INF)
 
 
 def _steps(steps: int, epsilon: float, *, rounds: int = 100, taken: int = CHOSEN) -> Case:
@@ -226,6 +226,10 @@ def _steps(steps: int, epsilon: float, *, rounds: int = 100, taken: int = CHOSEN
 
 def _clip(clip: float, taken: int = CHOSEN) -> Case:
     return Case(clip=clip, batch=taken // 10, epsilon=EPSILON)
+
+
+def _proved(clip: float, taken: int) -> Case:
+    return Case(clip=clip, batch=taken // 10, epsilon=PROVED_EPSILON, sensitivity=PROVED)
 
 
 def _scaffold(method: str, epsilon: float, steps: int) -> Case:
@@ -253,8 +257,10 @@ def cases() -> dict[str, list[Case]]:
         "3b": [Case(cohort=cohort, epsilon=epsilon) for epsilon in (INF, EPSILON) for cohort in COHORTS],
         "4a": fig4a,
         "4b": [_clip(clip) for clip in CLIPS],
-        "4c": [Case(batch=taken // 10, epsilon=epsilon) for epsilon in (INF, EPSILON) for taken in TAKEN],
-        "4d": [_clip(clip, taken) for clip in CLIPS_TOGETHER for taken in TAKEN_TOGETHER],
+        "4c": [case for taken in TAKEN for case in (_clip(1.0, taken), _proved(1.0, taken), Case(batch=taken // 10))],
+        "4d": [
+            case for clip in CLIPS_TOGETHER for taken in TAKEN_TOGETHER for case in (_clip(clip, taken), _proved(clip, taken))
+        ],
         "scaffold": scaffold,
         "2": fig2,
     }
@@ -337,14 +343,6 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 or math.isinf(value) else f"{value:,.0f}"
 
 
-def _formula(case: Case) -> str:
-    """The epsilon of a round by eq. 17 under the sensitivity that is proved."""
-    if math.isinf(case.epsilon):
-        return "inf"
-    ratio = case.terms.release.mechanism.noise_multiplier / 2
-    return _number(case.epsilon * paper_noise_ratio(epsilon=case.epsilon, sampled_part=case.part, delta=DELTA) / ratio)
-
-
 def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
     """Yield the title and the rows of every table."""
     yield (
@@ -400,7 +398,8 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
                 "E b": taken,
                 "gamma": f"{taken / RECORDS:.3f}",
                 "no noise": _spread(results.of(Case(batch=taken // 10))),
-                "epsilon 1": _spread(results.of(Case(batch=taken // 10, epsilon=EPSILON))),
+                f"{NOT_PROVED}, epsilon 1": _spread(results.of(_clip(1.0, taken))),
+                f"{PROVED}, epsilon 100": _spread(results.of(_proved(1.0, taken))),
             }
             for taken in TAKEN
         ],
@@ -410,7 +409,11 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
         [
             {
                 "C": clip,
-                **{f"gamma {taken / RECORDS:.3f}": _spread(results.of(_clip(clip, taken))) for taken in TAKEN_TOGETHER},
+                **{
+                    f"{name}, gamma {taken / RECORDS:.3f}": _spread(results.of(case(clip, taken)))
+                    for name, case in ((f"{NOT_PROVED}, epsilon 1", _clip), (f"{PROVED}, epsilon 100", _proved))
+                    for taken in TAKEN_TOGETHER
+                },
             }
             for clip in CLIPS_TOGETHER
         ],
@@ -448,7 +451,7 @@ def plot(results: Results, path: str) -> None:
         ("M, epsilon 1", [(f"M = {cohort}", Case(cohort=cohort, epsilon=EPSILON)) for cohort in COHORTS]),
         ("epsilon", [(f"epsilon {_number(epsilon)}", Case(epsilon=epsilon)) for epsilon in EPSILONS]),
         ("C, epsilon 1", [(f"C = {clip:g}", _clip(clip)) for clip in CLIPS]),
-        ("gamma, epsilon 1", [(f"gamma {taken / RECORDS:.2f}", Case(batch=taken // 10, epsilon=EPSILON)) for taken in TAKEN]),
+        ("gamma, per-step, epsilon 100", [(f"gamma {taken / RECORDS:.2f}", _proved(1.0, taken)) for taken in TAKEN]),
     ]
     for axis, (title, curves) in zip(axes.flat, panels, strict=True):
         _draw(axis, title, curves, results)

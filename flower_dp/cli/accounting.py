@@ -215,6 +215,8 @@ def _answer_of_run(
         run = apps.resolve(target, settings)
         if epsilon is not None:
             method = run.overrides.get("method", run.app.defaults.get("method"))
+            if run.overrides.get(key := f"{method}.calibration") == "paper":
+                refuse(f"--epsilon={epsilon:g}: with {key}=paper it is no budget of the run; set {key}=exact")
             run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
         statement = _statement_of(run)
         chosen = {} if number is None else _choice_of(run, number)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,8 @@ def plan(
     status = command.run(method, problem, estimates=estimates, as_json=as_json, plot=plot, out=out, err=err)
     answer = out.getvalue()
     if answer:
+        if origin is not None:
+            answer = _named(answer, origin["inputs_from"], setting or [], as_json=as_json)
         typer.echo(_with_origin(answer, origin, as_json), nl=False)
     if status:
         fail(err.getvalue().strip(), status)
@@ -102,6 +105,14 @@ def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float
             return found
     except plugins.PluginError as error:
         raise ValueError(f"--estimate-from: {error}") from None
+
+
+def _named(answer: str, preset: str, settings: list[str], *, as_json: bool) -> str:
+    """Return the answer with the preset in its command, and the changed settings that the plan does not set itself."""
+    kept = [one for one in settings if f" --set {one.partition('=')[0]}=" not in answer]
+    target = " ".join(["flower-dp run", preset, *(f"--set {shlex.quote(one)}" for one in kept)])
+    written = json.dumps(target)[1:-1] if as_json else target
+    return answer.replace("flower-dp run PRESET", written)
 
 
 def _with_origin(answer: str, origin: Mapping[str, Any] | None, as_json: bool) -> str:

@@ -63,9 +63,7 @@ class DPFedPAQRules(LocalRules):
             kinds = ", ".join(kind.__name__ for kind in _SAMPLERS)
             raise ValueError(f"sampling={sampling!r}: must be one of {kinds}; the server sees who takes part, so none amplifies")
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
-        terms = partial(
-            update_terms, steps=steps, delta=checks.number("delta", delta, above=0, below=1), calibration=calibration
-        )
+        terms = partial(update_terms, steps=steps, delta=checks.number("delta", delta, above=0, below=1), calibration=calibration)
         for size in values_in(population.num_records):  # refuses impossible values, without a calibration
             terms(epsilon=math.inf, num_replies=1, num_records=size)
         for budget in values_in(population.epsilon):

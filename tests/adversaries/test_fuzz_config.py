@@ -93,7 +93,9 @@ def _value(default: Any) -> st.SearchStrategy[Any]:
         return st.booleans()
     if isinstance(default, str):
         words = ["", "full", "poisson", "fixed-size", "round-robin", "local", "central", "distributed", "replace-one", "adam"]
-        return st.sampled_from([*words, "laplace", "gaussian", "per-step", "clip-update", "zcdp", "exact", "paper", "uniform", "1,1,1,1"])
+        return st.sampled_from(
+            [*words, "laplace", "gaussian", "per-step", "clip-update", "zcdp", "exact", "paper", "uniform", "1,1,1,1"]
+        )
     if isinstance(default, int):
         return st.one_of(st.integers(0, 12), st.sampled_from([100, 10**6, 2**40, -1]))
     return st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.999, 1.0, 2.0, 30.0, 1e-9, 1e9, math.inf, math.nan]), st.floats(0, 10))

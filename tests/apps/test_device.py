@@ -62,6 +62,20 @@ def test_no_other_setting_of_the_server_undoes_it(trick):
     assert terms_of(tricked).text == terms_of(honest).text
 
 
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+def test_the_papers_noise_of_the_server_is_not_that_of_a_device_with_a_budget(method):
+    """Its own epsilon is then of all replies, whatever the server's is of."""
+    run = {**LAPLACE, "method": method, "sampling": "full", "cohort-size": 0, "batch-size": 2}
+    table = {f"{method}.epsilon": 2.0, f"{method}.num-local-steps": 2, f"{method}.sensitivity": "per-step"}
+    honest = client_of({**run, **table})
+    paper = {**run, **table, f"{method}.calibration": "paper"}
+    tricked = client_of(paper, **table)
+    assert terms_of(tricked).text == terms_of(honest).text
+    assert terms_of(tricked).epsilon == 2
+    trusting = terms_of(client_of(paper)).release.mechanism.noise_multiplier
+    assert trusting < 0.9 * terms_of(honest).release.mechanism.noise_multiplier
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_table_is_all_the_devices_or_all_the_servers(method):
     table = {f"{method}.{key_of(field.name)}": field.default for field in fields(module_of(method).Own)}

@@ -1,8 +1,10 @@
 """flower-dp epsilon | calibrate of a run: what they say is what the run's statement will say."""
 
 import json
+import math
 
 import pytest
+from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 
 from flower_dp.privacy import accounting, selection
 from flower_dp.running import apps, new_app, planned
@@ -41,6 +43,22 @@ def test_methods_with_a_budget_of_every_client_are_told_as_well(call):
     assert 0.99 * 5 <= json.loads(out)["epsilon"] <= 5
     status, out, _ = call("epsilon", "mnist-nbafl", "--json")
     assert (status, json.loads(out)["epsilon"] > 1e6) == (0, True)
+
+
+PAPER = ("--set", "dp-fedpaq.calibration=paper", "--set", "dp-fedpaq.epsilon=8")
+
+
+def test_the_papers_noise_is_told_with_what_all_replies_cost(call):
+    """The preset: half of the records, all clients in every round. A reply has noise std / C by eq. 17."""
+    status, out, err = call("epsilon", "mnist-dp-fedpaq", *PAPER, "--set", "num-rounds=3", "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    multiplier = 2 * 2 * 0.5 * math.sqrt(2 * math.log(1.25 * 0.5 / 1e-4)) / 8.0
+    assert found["least_noise_multiplier"] == pytest.approx(multiplier)
+    event = SampledWithoutReplacementDpEvent(400, 200, GaussianDpEvent(multiplier))
+    three = accounting.epsilon(accounting.repeated(event, 3), delta=1e-4, relation="replace-one").epsilon
+    assert found["epsilon"] == pytest.approx(three, rel=1e-3)
+    assert found["epsilon"] > 12
 
 
 def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
@@ -82,6 +100,10 @@ def test_epsilon_stands_in_the_place_of_a_presets_noise():
             "target-epsilon=9: epsilon=8 determines it",
         ),
         (("calibrate", "nbafl", "--epsilon", "8", "--set", "nbafl.paper-epsilon=9", "--set", "sampling=full"), "paper-epsilon=9"),
+        (
+            ("calibrate", "mnist-dp-fedpaq", "--epsilon", "8", *PAPER),
+            "--epsilon=8: with dp-fedpaq.calibration=paper it is no budget of the run",
+        ),
         (
             ("epsilon", "dp-fedavg", *QUICK, "--set", "dp-fedavg.target-epsilon=0.01"),
             "no round can be run: the first one alone would pass the target",

@@ -1,17 +1,26 @@
+import json
 import math
+import shlex
 from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apps.client_app import app as client_app
+from apps.methods import Run
+from apps.server_app import app as server_app
+from flower_dp.cli import plans
 from flower_dp.planning import ProblemError, dp_fedpaq
 from flower_dp.planning.constants import estimate
 from flower_dp.planning.dp_fedpaq import plan
 from flower_dp.planning.dp_fedpaq_bound import MAX_LEVELS, Problem
 from flower_dp.planning.planner import Data
 from flower_dp.planning.plot import figure
+from flower_dp.running import apps
+from tests.grids import LocalGrid
 
 # MNIST with logistic regression, 100 clients of 600 records, as in the paper; the constants are made up.
 PROBLEM: dict[str, Any] = {
@@ -352,3 +361,77 @@ class TestBadProblems:
         best = plan(PROBLEM | {"delta": 0.05}).best
         assert best is not None
         assert best.num_local_steps >= 3
+
+
+# The run that an answer prints
+
+RUN: dict[str, Any] = PROBLEM | {
+    "num_clients": 4,
+    "num_records": 20,
+    "batch_size": 2,
+    "num_iterations": 6,
+    "num_local_steps": 2,
+    "bits_budget": 200_000,
+    "epsilon": [9.0, 8.0, 9.0, 9.0],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort_size", [4, 2])
+def test_the_command_of_an_answer_runs_with_its_epsilon_and_bits(tmp_path, cohort_size):
+    """The app on its embedded digits, with what the command says: three rounds of two steps."""
+    answer = plan(RUN | {"cohort_size": cohort_size})
+    said: Any = answer.to_dict()["run"]
+    words = said["command"].split()
+    assert words[:3] == ["flower-dp", "run", "PRESET"]
+    more = ["partition=sample", "records-per-client=20", f"output-dir={tmp_path / 'run'}"]
+    target = apps.resolve("mnist-dp-fedpaq", [word for word in words[3:] if word != "--set"] + more)
+    config = {**target.app.defaults, **target.overrides}
+    server_app(LocalGrid(client_app, 4, **config), Context(1, 0, {}, RecordDict(), config))
+    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
+    rounds = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    sent = sum(8 * cohort_size * one["bytes-per-client"] for one in rounds if "bytes-per-client" in one)
+    assert statement["num_rounds"] == answer.best.num_rounds == 3
+    assert 0.5 * said["bits_sent"] < sent <= said["most_bits_sent"]
+    assert said["bits_sent"] <= said["most_bits_sent"]
+    assert 8.0 < statement["epsilon"] <= said["epsilon"] * (1 + 1e-3)
+    if cohort_size == 4:
+        assert statement["epsilon"] == pytest.approx(said["epsilon"], rel=1e-3)
+        assert said["num_replies"] == 3
+    # The theorem's 4 / (mu (k E + 4 E)), and the paper's noise of the least epsilon.
+    planned = Run.of(config)
+    run = planned.strategy(lambda: dict.fromkeys(planned.settings.client_names(), 20)).rules.steps
+    assert [run.step_size(number) for number in (1, 5)] == pytest.approx([4 / (0.5 * 8), 4 / (0.5 * (4 * 2 + 8))])
+    noise = 2 * run.sum_norm * 2 * 0.2 * math.sqrt(2 * math.log(1.25 * 0.2 / 1e-4)) / 8.0
+    assert statement["noise"]["least_noise_multiplier"] == pytest.approx(noise / run.sum_norm)
+
+
+def test_an_answer_for_clients_of_many_sizes_leaves_epsilon_to_the_command_that_says_it():
+    sizes = [100, 101, 102, 103, 104, 105, 106, 107]
+    run: Any = plan(SMALL | {"num_records": sizes}).to_dict()["run"]
+    assert run["epsilon"] is None
+    assert "flower-dp epsilon says it" in "\n".join(plan(SMALL | {"num_records": sizes}).lines())
+    fixed = {"num_local_steps": 2, "cohort_size": 4, "quantization_levels": 3}
+    both, large, small = (
+        plan(SMALL | fixed | {"num_records": own}).to_dict()["run"]["epsilon"] for own in ([100] * 4 + [50] * 4, 100, 50)
+    )
+    assert both == max(large, small)
+    assert large != small
+
+
+def test_nothing_feasible_has_no_run():
+    assert plan(SMALL | {"bits_budget": 1}).to_dict()["run"] is None
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_preset_of_the_estimates_is_in_the_command(as_json):
+    answer = plan(SMALL)
+    text = json.dumps(answer.to_dict()) if as_json else "\n".join(answer.lines())
+    named = plans._named(text, "mnist", ["seed=3", "num-rounds=9", 'data-dir=a "b"'], as_json=as_json)
+    command = (
+        json.loads(named)["run"]["command"] if as_json else next(line for line in named.splitlines() if "flower-dp run" in line)
+    )
+    words = shlex.split(command)
+    assert words[:7] == ["flower-dp", "run", "mnist", "--set", "seed=3", "--set", 'data-dir=a "b"']
+    assert words.count("num-rounds=9") == 0
+    assert sum(word.startswith("num-rounds=") for word in words) == 1

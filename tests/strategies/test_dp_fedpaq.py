@@ -14,7 +14,7 @@ from flwr.common.serde import message_to_proto
 from scipy import special, stats
 from torch import nn
 
-from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords, model_arrays
+from flower_dp.clients import DPFedPAQRecipe, FlatModel, ScaffoldRecipe, TensorRecords, model_arrays
 from flower_dp.clients.reply.pipeline import Job
 from flower_dp.core.compression import Payload, decode, qsgd_bytes, qsgd_variance
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
@@ -27,7 +27,7 @@ from flower_dp.privacy.dp_fedpaq import (
     update_terms,
     violated_conditions,
 )
-from flower_dp.strategies import DPFedPAQ
+from flower_dp.strategies import DPFedPAQ, Scaffold
 from flower_dp.wire import KEY
 from tests.local_grids import NAMES, grid_of, records, start
 
@@ -374,6 +374,83 @@ def test_the_papers_epsilon_is_that_of_a_round_added_up():
     assert "added up over 3 replies: the paper composes nothing" in paper.reason
     assert not paper.valid
     assert "needs a base epsilon < 1" in paper.reason
+
+
+# The paper's noise
+
+
+@pytest.mark.parametrize("sensitivity", SENSITIVITIES)
+def test_the_papers_noise_is_that_of_its_equation(sensitivity):
+    """Eq. 17 by hand, gamma 4 / 8, for one reply, whatever their number; it is no budget, so the terms have none."""
+    steps = steps_of(sensitivity)
+    terms = update_terms(steps=steps, epsilon=0.3, delta=1e-5, num_replies=3, num_records=8, calibration="paper")
+    assert terms.release.sensitivity == pytest.approx(2 * steps.sum_norm)
+    variance = 2 * steps.update_sensitivity(1) ** 2 * math.log(1.25 / (1e-5 / 0.5)) / (0.3 / (2 * 0.5)) ** 2
+    assert terms.release.noise_scale * STEPS["learning_rate"] / STEPS["batch_size"] == pytest.approx(math.sqrt(variance))
+    assert terms.event == SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(terms.release.mechanism.noise_multiplier))
+    assert (terms.num_replies, terms.epsilon) == (3, math.inf)
+    more = update_terms(steps=steps, epsilon=0.3, delta=1e-5, num_replies=30, num_records=8, calibration="paper")
+    assert more.release == terms.release
+    silent = update_terms(steps=steps, epsilon=math.inf, delta=1e-5, num_replies=3, num_records=8, calibration="paper")
+    assert silent.release.noise_scale == 0
+    for nonsense in ({"calibration": "eq17"}, {"delta": 0.7}, {"epsilon": 0.0}):
+        both = {"steps": steps, "epsilon": 0.3, "delta": 1e-5, "num_replies": 3, "num_records": 8, "calibration": "paper"}
+        with pytest.raises(ValueError, match=next(iter(nonsense))):
+            update_terms(**both | nonsense)
+
+
+@pytest.mark.parametrize(("strategy_type", "recipe_type"), [(DPFedPAQ, DPFedPAQRecipe), (Scaffold, ScaffoldRecipe)])
+def test_the_statement_of_the_papers_noise_is_what_all_replies_cost(strategy_type, recipe_type):
+    """Epsilon 10 of a reply is 18 for three."""
+    both: dict[str, Any] = {"steps": steps_of(), "epsilon": 10.0, "delta": 1e-5, "num_replies": 3, "calibration": "paper"}
+    both["quantization_levels"] = None
+    strategy = strategy_type(**both, sampling=FullSampling(), num_clients=4, num_records=8)
+    start(strategy, grid_of(recipe_type(**both), FOUR), 3)
+    multiplier = 2 * 2 * 0.5 * math.sqrt(2 * math.log(1.25 * 0.5 / 1e-5)) / 10.0
+    event = accounting.repeated(SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(multiplier)), 3)
+    cost = accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon
+    statement = strategy.statement
+    assert statement.epsilon == pytest.approx(cost, rel=2e-3)
+    assert statement.epsilon == statement.clients.maximum > 17
+    assert strategy.rounds[-1].epsilon >= statement.epsilon * (1 - 1e-6)
+    assert strategy.epsilon >= statement.epsilon * (1 - 1e-6)
+    assert not statement.paper.valid
+    assert statement.paper.epsilon > 30
+    assert "was made by this formula for epsilon 10, delta 1e-05 of each reply, which is no budget" in statement.paper.reason
+    assert "calibration" not in str(pair()[0].statement)
+
+
+def test_a_client_with_the_papers_noise_does_not_reply_where_the_server_states_a_budget():
+    strategy, budget = pair(epsilon=10.0)
+    _, recipe = pair(epsilon=10.0, calibration="paper")
+    noise, enough = (one.terms("c0", FOUR["c0"]).release.noise_scale for one in (recipe, budget))
+    assert noise < 0.9 * enough
+    with pytest.raises(RuntimeError, match="by this client's own budget"):
+        start(strategy, grid_of(recipe, FOUR), 1)
+
+
+def test_a_client_with_a_budget_adds_its_own_noise_where_the_server_has_the_papers():
+    """20,000 coordinates of one client; the server states the larger epsilon, of the noise that it knows."""
+    strategy, _ = pair(epsilon=8.0, quantization_levels=None, calibration="paper", server={"num_clients": 1})
+    _, recipe = pair(epsilon=8.0, quantization_levels=None)
+    grid = grid_of(recipe, {"c0": still_records(2)}, model=lambda: still(2))
+    noise = start(strategy, grid, 1, model=lambda: still(2)).numpy().astype(np.float64)
+    own, papers = recipe.terms("c0", still_records(2)).release, strategy.rules.books.terms["c0"].release
+    std = own.noise_scale * STEPS["learning_rate"] / STEPS["batch_size"]
+    low, high = stats.chi2.interval(1 - FALSE_ALARM, noise.size)
+    assert low < np.sum(noise**2) / std**2 < high
+    assert papers.noise_scale < 0.8 * own.noise_scale
+    event = SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(papers.mechanism.noise_multiplier))
+    stated = accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon
+    assert strategy.statement.epsilon == pytest.approx(stated, rel=2e-3)
+
+
+def test_an_account_of_one_calibration_does_not_pay_for_the_other():
+    both: dict[str, Any] = {"steps": steps_of(), "epsilon": 10.0, "delta": 1e-5, "num_replies": 3, "num_records": 8}
+    budget, papers = (update_terms(**both, calibration=one) for one in ("exact", "paper"))
+    for opened, later in ((budget, papers), (papers, budget)):
+        assert later.why_not(0, opened.text).public == "its account was opened on other terms"
+        assert opened.why_not(0, opened.text) is None
 
 
 def test_the_papers_formula_and_its_limits():
