@@ -16,6 +16,7 @@ from flower_dp.reporting.labels import wrapped
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BARS = 12  # approximate number of error bars and markers on a curve
+_HALF = 34  # letters in half the width of the figure against epsilon
 
 
 def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Figure:
@@ -94,7 +95,9 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     _epsilon_axis(axes, [curve for curve in curves if curve.private], "epsilon of the whole run")
     axes.grid(alpha=0.3)
     result.suptitle(_title(curves, metric, "point"), fontsize="medium")
-    result.legend(loc="outside lower center", ncols=2, frameon=False)
+    written = [str(label) for label in axes.get_legend_handles_labels()[1]]
+    longest = max(len(line) for label in written for line in label.splitlines())
+    result.legend(loc="outside lower center", ncols=2 if longest <= _HALF else 1, frameon=False)
     return result
 
 

@@ -345,6 +345,20 @@ def test_the_last_metric_against_epsilon(three, call):
     assert (status, err) == (2, "error: --against=epsilon: no run is private\n")
 
 
+@pytest.mark.parametrize("letters", [5, 19, 35])
+def test_the_legend_is_within_the_figure(write, letters):
+    found = []
+    for place in range(3):
+        settings = {"dp_fedavg.name": "w" * letters + str(place), "blur_strength": float(place)}
+        found.append(write(f"run{place}", [0.1, 0.5], **settings))
+    drawn = against_epsilon(curves(*found), "accuracy")
+    drawn.draw_without_rendering()
+    (legend,) = drawn.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= drawn.bbox.x1
+
+
 def test_table_and_picture(write, call, tmp_path):
     folders = [
         write("a", [0.1, 0.5, 0.7]),
