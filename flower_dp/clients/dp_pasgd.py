@@ -43,7 +43,7 @@ class NoisedSteps:
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield the change of every client's weights [d], float32, and the mean of its steps' losses, or its error."""
-        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng, losses = job.secret(), []

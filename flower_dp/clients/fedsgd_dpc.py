@@ -36,7 +36,7 @@ class ClippedGradients:
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
-        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         rng = job.secret()

@@ -37,7 +37,7 @@ class TrainedWeights:
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's weights [d] and training loss, or its error."""
-        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         model = self.model

@@ -39,6 +39,7 @@ SINGLE_RECORD = (
     "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
     "and layers that need more than one record"
 )
+KEEPS = "the model keeps something of what it was given for later, outside its buffers, where it could tell of other records"
 BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
     "flower_dp.clients.fix_batchnorm(model)"
@@ -67,6 +68,11 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
 
 class UnfitModelError(RuntimeError):
     """The model or the loss can't be differentiated record by record, whatever the record holds; the text stays on the device."""
+
+
+@final
+class ChangedBaseError(UnfitModelError):
+    """A model has changed its frozen parameters; no client may train or evaluate on what is left."""
 
 
 @final

@@ -473,7 +473,8 @@ def test_an_answer_is_read_in_one_line_and_not_without_end():
     assert hosted("").unable == ""
 
 
-def test_a_dry_run_is_one_step_whatever_the_recipe_says():
+def test_a_dry_run_is_three_steps_whatever_the_recipe_says():
+    """One, one on another batch, and the first one again."""
     steps: list[int] = []
 
     class Counted(nn.Linear):
@@ -483,4 +484,4 @@ def test_a_dry_run_is_one_step_whatever_the_recipe_says():
 
     training = Training(learning_rate=0.1, batch_size=1000, num_local_epochs=50)
     assert client_of(lambda: Counted(4, CLASSES), tensors(floats(4)), training).why_unable() is None
-    assert steps == [2]
+    assert steps == [2, 2, 2]

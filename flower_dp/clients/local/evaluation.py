@@ -13,11 +13,12 @@ from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.joins import one_alone
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.per_record import keeps_records_apart
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, Records, outputs_of
+from flower_dp.clients.training.records import Inputs, Records, num_rows, outputs_of, split
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -151,17 +152,32 @@ def _outputs(
     model: FlatModel, records: Records, positions: Tensor, seed: int, size: int
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield the index in `positions` of every record that can be read and run, and its outputs and target [1, ...]."""
-    start, problems = model.vector.clone(), set[str]()
+    start, problems, draws = model.vector.clone(), set[str](), OwnDraws.of_data_sets(model.vector.device)
+
+    def passed(inputs: Inputs) -> Tensor:
+        # Every forward pass begins with the same weights, buffers and draws, however many there were before it.
+        model.reset_buffers()
+        with draws:
+            draws.restart(draws_seed(seed))
+            made = outputs_of(model.module, inputs)
+        if len(made) != num_rows(inputs):
+            raise ValueError(f"{num_rows(inputs)} records have {len(made)} outputs")
+        return made
+
+    def rows(inputs: Inputs, targets: Tensor) -> Tensor:
+        weights = model.vector.clone()
+        made = passed(inputs).to(torch.float32).flatten(start_dim=1)
+        model.vector.copy_(weights)
+        return made
+
+    def at_start(inputs: Inputs) -> Tensor:
+        model.vector.copy_(start)
+        return passed(inputs)
 
     def outputs(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # Every forward pass begins with the same weights, buffers and draws, however many there were before it.
-        model.vector.copy_(start)
-        model.reset_buffers()
-        with OwnDraws(model.vector.device, draws_seed(seed)):
-            made = outputs_of(model.module, inputs)
-        if len(made) != size:
-            raise ValueError(f"{size} records have {len(made)} outputs")
-        return made, targets
+        if one_alone(model, inputs, targets, rows, "outputs"):
+            return torch.cat([at_start(one) for one in split(inputs, 1)]), targets
+        return at_start(inputs), targets
 
     for first, places, (made, targets) in apart(
         records, positions, outputs, size=size, device=model.device, seed=seed, problems=problems

@@ -57,7 +57,7 @@ class MetricRows:
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or its error."""
-        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset_buffers)
+        return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     @torch.no_grad()
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:

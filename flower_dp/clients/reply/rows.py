@@ -14,13 +14,17 @@ def one_by_one(
     `reset` is called before and after each: the next client's reply must not depend on what this client's data left behind.
     """
     for job in jobs:
-        reset()
+        made: Trained
         try:
-            yield row(job)
-        except Exception as error:
-            yield error
-        finally:
             reset()
+            made = row(job)
+        except Exception as error:
+            made = error
+        try:
+            reset()
+        except Exception as error:
+            made = error
+        yield made
 
 
 def changed(trained: Iterable[Trained], change: Callable[[Array], Array]) -> Iterator[Trained]:

@@ -39,7 +39,7 @@ class ClippedSteps:
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         convex = ConvexModel.of(self.model, self.loss, self.steps) if self.steps.sensitivity == "convex-glm" else None
-        return one_by_one(jobs, partial(self._row, vector, convex), reset=self.model.reset_buffers)
+        return one_by_one(jobs, partial(self._row, vector, convex), reset=self.model.reset)
 
     def _row(self, vector: Tensor, convex: ConvexModel | None, job: Job) -> tuple[Tensor, Tensor]:
         rng, steps = job.secret(), self.steps

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flower_dp.clients import reasons
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.joins import KeepsError, differs
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
@@ -73,6 +74,8 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
             check_model(model, records, loss)
         except UnfitModelError as error:
             log.warning("dry run: %s: %s", error, error.__cause__)
+            if isinstance(error.__cause__, KeepsError):
+                return reasons.KEEPS
             return _why_no_record(model, records, loss)
         return None
 
@@ -112,14 +115,24 @@ class _Trial:
 
     def why_not(self, example: _Batch) -> str | None:
         """Return why there is no step on any batch that looks like this record [1, ...]; None if there is one."""
-        if any((error := self._step(batch)) is None for batch in self._batches(example)):
-            return None
+        for batch in self._batches(example):
+            row = self._step(batch)
+            if isinstance(row, Tensor):
+                return reasons.KEEPS if self._keeps(batch, row) else None
+            error = row
         log.warning("dry run: training on a made-up batch fails: %s: %s", type(error).__name__, error)
         if (why := self.why_no_outputs(example)) is not None:
             return why
         if self.loss_fails(example):  # a loss of the user's own may take other targets than these
             return reasons.LOSS if _is_torchs(self._training.loss) else None
         return reasons.STEP if self._works(self._gradients, example) else reasons.GRADIENT
+
+    def _keeps(self, batch: _Batch, row: Tensor) -> bool:
+        """Return whether the row of a batch is another one after a step on another batch."""
+        other = each(batch[0], _drawn), batch[1]
+        self._step(other)
+        again = self._step(batch)
+        return isinstance(again, Exception) or differs(row, again)
 
     def why_no_outputs(self, example: _Batch) -> str | None:
         """Return why the model has no outputs, None if it has."""
@@ -154,12 +167,14 @@ class _Trial:
             self._model.reset_buffers()
         return None
 
-    def _step(self, batch: _Batch) -> Exception | None:
-        """Return the error of one step; without the loss where it is not safe to ask it."""
+    def _step(self, batch: _Batch) -> Tensor | Exception:
+        """Return the update of one step, or its error; without the loss where it is not safe to ask it."""
         inputs, targets = batch
         asked = self._safe or targets.is_floating_point() or _is_torchs(self._training.loss)
         loss = self._training.loss if asked else _no_loss
         brief = replace(self._training, batch_size=len(targets), num_local_epochs=1, num_local_steps=1, loss=loss)
+
+        rows: list[Tensor] = []
 
         def step(_: _Batch) -> None:
             records = TensorRecords(inputs=inputs, targets=targets)
@@ -167,8 +182,9 @@ class _Trial:
             for row in local_updates(vector, [records], brief, model=self._model, server_round=1, seeds=[0]):
                 if isinstance(row, Exception):
                     raise row
+                rows.append(row)
 
-        return self._error(step, batch)
+        return self._error(step, batch) or rows[0]
 
     def _outputs(self, inputs: Inputs) -> Any:
         return outputs_of(self._model.module, inputs)
@@ -217,6 +233,13 @@ def _filled(example: _Batch, count: int, value: int) -> _Batch:
         return torch.full((count, *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
 
     return each(example[0], filled), filled(example[1])
+
+
+def _drawn(tensor: Tensor) -> Tensor:
+    """Return numbers that nobody has of the shape and type of others; whole numbers as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return (100 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))).to(tensor.device, tensor.dtype)
 
 
 def _is_torchs(loss: Loss) -> bool:

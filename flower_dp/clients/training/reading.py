@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.training.draws import OwnDraws, record_seed
+from flower_dp.clients.training.joins import LookUps
 from flower_dp.clients.training.records import Inputs, Records, TensorRecords, canonical, each, num_rows, stacked
 
 Made = TypeVar("Made")
@@ -191,8 +192,8 @@ def _transform(
         return stacked(made)
 
     try:
-        with OwnDraws.of_data_sets(device):
+        with OwnDraws.of_data_sets(device), LookUps() as watch:
             together(records.zeros(device)[0], lambda _: None)
     except Exception:
         return one_by_one
-    return together
+    return one_by_one if watch.joined else together

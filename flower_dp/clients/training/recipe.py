@@ -12,7 +12,8 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import BatchStatisticsError
+from flower_dp.clients.reasons import BatchStatisticsError, ChangedBaseError
+from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
@@ -57,20 +58,39 @@ class FlatModel:
         self.parameters: list[Tensor] = list(named.values())
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self._share(self.vector, self.parameters)
+        self._frozen = [value for value in self.module.parameters() if not value.requires_grad]
         # One copy of a buffer that two layers share.
         saved = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}
         self._buffers = [
             (owner, {name: None if buffer is None else saved[id(buffer)] for name, buffer in owner._buffers.items()})
             for owner in self.module.modules()
         ]
+        self._attributes = Attributes(self.module)
+        self._base = [fingerprint(value) for value in self._frozen]
 
     @cached_property
     def base(self) -> str:
         """The SHA-256 of what is not trained; "" where no parameter is frozen (`base_hash`)."""
         return base_hash(self.module)
 
+    def reset(self) -> None:
+        """Restore all that training may have stored information on one client's data in, before another client's data are used.
+
+        Raises:
+            ChangedBaseError: if a frozen parameter was changed, of which there is no copy.
+        """
+        self.reset_buffers()
+        if self._base != [fingerprint(value) for value in self._frozen]:
+            raise ChangedBaseError("training has changed frozen parameters (requires_grad=False): keep what changes in buffers")
+
     def reset_buffers(self) -> None:
-        """Restore the initial buffers: training may have stored information on one client's data in them, or in new ones."""
+        """Restore the initial buffers and attributes, and the parameters' place in the vector, before another forward pass."""
+        self._attributes.restore()
+        if any(
+            one.data_ptr() != place.data_ptr()
+            for one, place in zip(self.parameters, parts(self.vector, self.layout), strict=True)
+        ):
+            self._share(self.vector, self.parameters)
         fresh = {id(one): one.clone() for _, buffers in self._buffers for one in buffers.values() if one is not None}
         for owner, buffers in self._buffers:
             owner._buffers.clear()

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.joins import one_alone
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up
+from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up, split
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
@@ -64,15 +65,8 @@ def clipped_sum(
     total = torch.zeros_like(model.vector, dtype=torch.float64)
     losses = [torch.zeros(0, device=model.device)]
     problems: set[str] = set()
-    start, size = model.vector.clone(), _chunk(model) if relation == "replace-one" else 1
-
-    def gradients(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # A forward pass may change buffers: those of one must not depend on how many there were, which one record could change.
-        model.vector.copy_(start)
-        model.reset_buffers()
-        with OwnDraws(model.vector.device, seed):
-            return record_gradients(model, inputs, targets, loss=loss, chunk=size)
-
+    size = _chunk(model) if relation == "replace-one" else 1
+    gradients = _Gradients(model, loss, seed)
     computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
     for _, places, (made, values) in computed:
         rows, found = made[places], values[places]
@@ -89,6 +83,42 @@ def clipped_sum(
     return total, counted.mean() if len(counted) else torch.zeros((), device=model.device)
 
 
+class _Gradients:
+    """Gradients and losses of the records of a part, at the weights that the model has now: one at a time if it joins them."""
+
+    def __init__(self, model: FlatModel, loss: Loss, seed: int) -> None:
+        self._model, self._loss, self._seed = model, loss, seed
+        self._start = model.vector.clone()
+        self._draws = OwnDraws.of_data_sets(model.vector.device)
+
+    def __call__(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gradients [size, d] and losses [size] of inputs [size, ...] and targets [size, ...]."""
+        if not one_alone(self._model, inputs, targets, self._rows, ("gradients", self._loss)):
+            return self._together(inputs, targets)
+        alone = zip(split(inputs, 1), torch.split(targets, 1), strict=True)
+        rows, losses = zip(*(self._together(*one, engine="torch.func") for one in alone), strict=True)
+        return torch.cat(rows), torch.cat(losses)
+
+    def _together(self, inputs: Inputs, targets: Tensor, engine: str | None = None) -> tuple[Tensor, Tensor]:
+        # A forward pass may change buffers: those of one must not depend on how many there were, which one record could change.
+        self._model.vector.copy_(self._start)
+        return self._passed(inputs, targets, engine)
+
+    def _rows(self, inputs: Inputs, targets: Tensor) -> Tensor:
+        """Return gradients at made-up weights."""
+        weights = self._model.vector.clone()
+        try:
+            return self._passed(inputs, targets)[0]
+        finally:
+            self._model.vector.copy_(weights)
+
+    def _passed(self, inputs: Inputs, targets: Tensor, engine: str | None = None) -> tuple[Tensor, Tensor]:
+        self._model.reset_buffers()
+        with self._draws:
+            self._draws.restart(self._seed)
+            return record_gradients(self._model, inputs, targets, loss=self._loss, chunk=len(targets), engine=engine)
+
+
 def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
     """Raise if the model has no gradient even for a made-up record: then the model is at fault, and noise would hide it.
 
@@ -102,9 +132,12 @@ def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
         key = ("fits", loss, kinds(inputs, targets))
         if key in model.programs:
             return
-        start = model.vector.clone()
-        with OwnDraws(model.vector.device, 0):
-            record_gradients(model, inputs, targets, loss=loss, chunk=_chunk(model))
+        size, start = _chunk(model), model.vector.clone()
+
+        def repeated(tensor: Tensor) -> Tensor:
+            return tensor.expand(size, *tensor.shape[1:]).clone()
+
+        _Gradients(model, loss, 0)(each(inputs, repeated), repeated(targets))
         model.vector.copy_(start)
     except Exception as error:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error

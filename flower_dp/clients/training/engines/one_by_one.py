@@ -12,12 +12,13 @@ Trained = tuple[Tensor, Tensor] | Exception
 
 def train_one(vector: Tensor, records: Records, training: Training, *, model: FlatModel, server_round: int, seed: int) -> Trained:
     """Train one client from the global model."""
-    model.vector.copy_(vector)
-    model.reset_buffers()
     try:
+        model.vector.copy_(vector)
+        model.reset()
         loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
-        return model.vector - vector, loss
+        row = model.vector - vector
+        model.reset()  # a later evaluation of the model must not depend on what training left there
+        return row, loss
     except Exception as error:
+        model.reset_buffers()
         return error
-    finally:
-        model.reset_buffers()  # a later evaluation of the model must not depend on what training left there

@@ -1,0 +1,66 @@
+"""What a model holds besides values of parameters and buffers: which tensors its layers have, and plain attributes of layers."""
+
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# Attributes of `nn.Module` itself, such as its hooks and its mode; buffers are restored with their values.
+_OTHERS = frozenset(vars(nn.Module())) - {"_parameters", "_modules"}
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_TABLES = (dict, OrderedDict, defaultdict)
+
+
+class Attributes:
+    """The attributes of all layers of a model, as they were when this was made.
+
+    Tensors and arrays are copied, and so are lists, tables and sets of them; parameters and all other objects are kept as they
+    are. So a count, a list of past inputs or a tensor that is no buffer can be restored, but not what an object of another class
+    holds: `flower_dp.clients.training.joins` finds out whether anything is left.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._of = [(layer, _attributes(layer)) for layer in module.modules()]
+
+    def restore(self) -> None:
+        """Restore every layer's attributes, and remove those that are new."""
+        for layer, saved in self._of:
+            present = vars(layer)
+            for name in present.keys() - saved.keys() - _OTHERS:
+                del present[name]
+            for name, value in saved.items():
+                if isinstance(value, _TABLES) and type(present.get(name)) is type(value):
+                    present[name].clear()  # the same object, which others may hold
+                    present[name].update(_copy(value))
+                else:
+                    present[name] = _copy(value)
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in vars(layer).items() if name not in _OTHERS}
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of tensors and containers; anything else as it is."""
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad) if value.is_leaf else value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in _CONTAINERS:
+        copied = [_copy(one) for one in value]
+        return deque(copied, value.maxlen) if isinstance(value, deque) else type(value)(copied)
+    if type(value) in _TABLES:
+        table = {name: _copy(one) for name, one in value.items()}
+        return defaultdict(value.default_factory, table) if isinstance(value, defaultdict) else type(value)(table)
+    return value
+
+
+def fingerprint(tensor: Tensor) -> tuple[int, int]:
+    """Return the sum of a tensor's bits, in words of 8 bytes: it shows changes that torch does not count, as those of `.data`."""
+    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+    whole = len(octets) // 8 * 8
+    return int(octets[:whole].view(torch.int64).sum()), int(octets[whole:].sum())

@@ -1,0 +1,196 @@
+"""Whether what is computed of a record depends on that record alone, found out on records that nobody has.
+
+A model may join the records that are computed together: by a mean over the batch, or where `torch.func` looks up numbers in one
+table for all records. It may also keep something of one forward pass for the next. Both are looked for with made-up records and
+made-up weights, so that neither a client's data nor the server's model decides what is found. Records that a model joins are
+computed one at a time; a model that keeps something is refused.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flower_dp.clients.reasons import UnfitModelError
+from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.recipe import FlatModel, parts
+from flower_dp.clients.training.records import Inputs, each, kinds
+
+log = logging.getLogger("flwr")
+
+# Inputs and targets [size, ...] -> rows [size, ...] of floats, the same whatever was computed before.
+Compute = Callable[[Inputs, Tensor], Tensor]
+
+# For these operations torch.func joins the tables of several records: an index beyond one record's table reads the next one's.
+_LOOK_UPS = ("embedding", "index_fill", "index_fill_")
+# The part of numbers that are NaN in some of the records that are put beside others.
+_PART_NAN = 0.1
+# Records of whom at least one has a gradient that is not zero.
+_FEW = 4
+# The largest distance, relative to its norm, between two rows of one record at different times. (Last bits may depend on where
+# tensors lie in memory.)
+_TOLERANCE = 1e-5
+
+
+@final
+class KeepsError(UnfitModelError):
+    """What is computed of a record depends on what was computed before."""
+
+
+def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Compute, key: object) -> bool:
+    """Return whether records must be computed one at a time, because those that are computed together may not stay apart.
+
+    The answer is kept with the model, for a key and for names, shapes and types of records.
+
+    Args:
+        model: its weights are restored.
+        inputs: [size, ...]; only names, shapes and types matter.
+        targets: [size, ...], as well.
+        compute: what is computed of records.
+        key: of `compute`.
+
+    Raises:
+        KeepsError: if what is computed of a record depends on what was computed before.
+    """
+    known = ("joins", key, kinds(inputs, targets))
+    if known not in model.programs:
+        start = model.vector.clone()
+        try:
+            with OwnDraws.of_data_sets(model.device):
+                model.programs[known] = _Trials(model, inputs, targets, compute).found()
+        finally:
+            model.vector.copy_(start)
+            model.reset_buffers()
+    found: bool | None = model.programs[known]
+    if found is None:
+        raise KeepsError("what the model makes of a record depends on what it was given before: keep what changes in buffers")
+    return found
+
+
+def differs(row: Tensor, again: Tensor) -> bool:
+    """Tell whether two rows, computed of the same records at different times, are not the same."""
+    if not torch.equal(row.isnan(), again.isnan()):
+        return True
+    one, other = row.nan_to_num(), again.nan_to_num()
+    return bool((one - other).norm() > _TOLERANCE * one.norm())
+
+
+class _Trials:
+    """What is computed of made-up records, some of which change while the others stay."""
+
+    def __init__(self, model: FlatModel, inputs: Inputs, targets: Tensor, compute: Compute) -> None:
+        self._like, self._compute = (inputs, targets), compute
+        self._rng = torch.Generator().manual_seed(1)
+        model.vector.copy_(_weights(model, self._rng))
+
+    def found(self) -> bool | None:
+        """Return whether records may be joined, None if something is kept of them."""
+        # Of whole numbers, as in texts, 1 may be none that the model knows.
+        for num_whole in (2, 1):
+            own, watch = self._made_up(num_whole), LookUps()
+            try:
+                with watch:
+                    expected = self._compute(*own)
+                break
+            except Exception as error:
+                log.debug("made-up records can't be computed: %s: %s", type(error).__name__, error)
+        else:
+            return True
+        joined = watch.joined or not bool(expected.isfinite().all()) or not bool(expected.any())
+        for part_nan in (0.0, _PART_NAN):
+            other = self._made_up(num_whole, large=True, part_nan=part_nan)
+            for kept in _places(len(expected)):
+                try:
+                    made = self._compute(*(_where(kept, one, another) for one, another in zip(own, other, strict=True)))
+                except Exception:
+                    # Records that raise are left out, and the others are computed again without them.
+                    joined = joined or part_nan == 0
+                    continue
+                joined = joined or not _same_bits(made[kept], expected[kept])
+        return None if differs(expected, self._compute(*own)) or self._keeps(num_whole) else joined
+
+    def _keeps(self, num_whole: int) -> bool:
+        """Return whether something is kept, by more records where few are computed together: some gradients may be zero."""
+        batches = [self._made_up(num_whole) for _ in range(_FEW // len(self._like[1]))]
+        first, again = ([self._compute(*batch) for batch in batches] for _ in range(2))
+        return any(differs(one, other) for one, other in zip(first, again, strict=True))
+
+    def _made_up(self, num_whole: int, *, large: bool = False, part_nan: float = 0.0) -> tuple[Inputs, Tensor]:
+        """Return records that nobody has, of the shapes and types of these."""
+        rng = self._rng
+
+        def features(tensor: Tensor) -> Tensor:
+            if not tensor.dtype.is_floating_point:
+                return whole(tensor)
+            drawn = torch.randn(tensor.shape, generator=rng)
+            if large:
+                drawn *= torch.where(torch.rand(tensor.shape, generator=rng) < 0.5, 1.0, 100.0)
+                drawn[torch.rand(tensor.shape, generator=rng) < part_nan] = torch.nan
+            return drawn.to(tensor.device, tensor.dtype)
+
+        def whole(tensor: Tensor) -> Tensor:
+            if tensor.dtype.is_floating_point:
+                return torch.rand(tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
+            return torch.randint(num_whole, tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
+
+        inputs, targets = self._like
+        return each(inputs, features), whole(targets)
+
+
+def _places(size: int) -> Iterator[Tensor]:
+    """Yield which places keep their records while those in the others change: every second one; with one place, none."""
+    even = torch.arange(size) % 2 == 0
+    yield from (even, ~even) if size > 1 else (~even,)
+
+
+def _where(kept: Tensor, ones: Any, others: Any) -> Any:
+    if isinstance(ones, Tensor):
+        return torch.where(kept.to(ones.device).view(-1, *[1] * (ones.ndim - 1)), ones, others)
+    return {name: _where(kept, one, others[name]) for name, one in ones.items()}
+
+
+def _weights(model: FlatModel, rng: torch.Generator) -> Tensor:
+    """Return made-up weights [d] under which few units are dead: of a server's zeros no row would tell anything."""
+    drawn = torch.randn(model.layout.size, generator=rng).to(model.device)
+    for part in parts(drawn, model.layout):
+        if part.ndim > 1:
+            part.div_(max(1, part[0].numel()) ** 0.5)
+        else:
+            part.mul_(0.25).add_(1)
+    return drawn
+
+
+def _same_bits(ones: Tensor, others: Tensor) -> bool:
+    """Tell whether two tensors have the same bits, but for those of NaN."""
+    return torch.equal(ones.isnan(), others.isnan()) and torch.equal(ones.nan_to_num(), others.nan_to_num())
+
+
+class LookUps(TorchFunctionMode):
+    """A context that notes whether `torch.func` looks up numbers in a table that has a part for every record.
+
+    Attributes:
+        joined: whether it has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = False
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        given = [*arguments, *(named or {}).values()]
+        if getattr(function, "__name__", "") in _LOOK_UPS:
+            self.joined |= any(isinstance(one, Tensor) and one.is_floating_point() and _has_records(one) for one in given)
+        return function(*arguments, **(named or {}))
+
+
+def _has_records(tensor: Tensor) -> bool:
+    """Tell whether a tensor in `torch.func` has a part for every record."""
+    inner = tensor
+    while torch._C._functorch.is_gradtrackingtensor(inner) or torch._C._functorch.is_batchedtensor(inner):
+        if torch._C._functorch.is_batchedtensor(inner):
+            return True
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return False

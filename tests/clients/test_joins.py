@@ -1,0 +1,460 @@
+"""Models that join the records of a batch, or keep something of one batch for the next: no record and no client reaches another."""
+
+import random
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flower_dp.clients import (
+    DatasetRecords,
+    FedSGDDPCRecipe,
+    FlatModel,
+    LocalDPClient,
+    RecordMetrics,
+    TensorRecords,
+    Training,
+)
+from flower_dp.clients.reasons import KEEPS
+from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.training import dry_run, joins, per_record
+from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.joins import KeepsError, one_alone
+from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.record_clipping import clipped_sum
+from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from tests.local_grids import evaluated_row
+
+SIZE, FEATURES, CLASSES = 8, 6, 3
+CROSS_ENTROPY = nn.functional.cross_entropy
+
+
+class Model(nn.Module):
+    """A linear layer, something of the test's own, and a linear layer."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES), between
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.between(self, self.first(inputs), inputs))
+
+
+def places(inputs: Tensor) -> Tensor:
+    """Places that a record names, which may be none of its own."""
+    return inputs[:, :2].abs().long()
+
+
+def filled(_: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    return torch.stack([one.index_fill(0, place, 0.0) for one, place in zip(hidden, places(inputs), strict=True)])
+
+
+def looked_up(_: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    found = [nn.functional.embedding(place, one[:, None]) for one, place in zip(hidden, places(inputs), strict=True)]
+    return hidden + torch.stack(found).sum((1, 2))[:, None]
+
+
+def made(module: nn.Module) -> FlatModel:
+    flat = FlatModel(module)
+    flat.vector.copy_(0.5 * torch.randn(flat.layout.size, generator=torch.Generator().manual_seed(3)))
+    return flat
+
+
+def records(values: Tensor, labels: Tensor | None = None) -> TensorRecords:
+    return TensorRecords(inputs=values, targets=torch.arange(len(values)) % CLASSES if labels is None else labels)
+
+
+def features(count: int = SIZE, seed: int = 1) -> Tensor:
+    return torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def total(flat: FlatModel, data: Any, seed: int = 5, **arguments: Any) -> Tensor:
+    clip = RecordClip(clip_norm=0.5, step=2.0**-40)
+    return clipped_sum(flat, data, torch.arange(len(data)), clip=clip, loss=CROSS_ENTROPY, seed=seed, **arguments)[0]
+
+
+def evaluated(flat: FlatModel, data: Any) -> np.ndarray:
+    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3}
+    training = gradient_terms(**arguments, relation="replace-one", num_records=len(data))
+    release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
+    metrics = RecordMetrics(names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0])})
+    bounds = MetricBounds(bounds={"first": 100.0})
+    return evaluated_row(flat, data, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
+
+
+# Records that are computed together
+
+
+@pytest.mark.parametrize("between", [filled, looked_up])
+@pytest.mark.parametrize("as_pairs", [False, True], ids=["tensors", "pairs"])
+def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any, as_pairs: bool) -> None:
+    """`torch.func` puts the tables of all records into one, and an index beyond a record's own reads or fills the next one's."""
+
+    def of(values: Tensor) -> Any:
+        return DatasetRecords(dataset=[(one, n % CLASSES) for n, one in enumerate(values)]) if as_pairs else records(values)
+
+    flat, values = made(Model(between)), features()
+    raw = record_gradients(flat, values, torch.zeros(SIZE, dtype=torch.int64), loss=CROSS_ENTROPY)[0]
+    values[2] = torch.nan  # counts as zero, and names no place
+    expected, joined = total(flat, of(values)), False
+    assert expected.any()
+    for place in (7.0, 13.0, 20.0):
+        values[2] = place
+        rows = record_gradients(flat, values, torch.zeros(SIZE, dtype=torch.int64), loss=CROSS_ENTROPY)[0]
+        joined |= not torch.equal(rows[3:], raw[3:])
+        assert torch.equal(total(flat, of(values)), expected)
+    assert joined
+
+
+@pytest.mark.parametrize("between", [filled, looked_up])
+def test_a_transform_that_looks_beyond_a_record_sees_one_at_a_time(between: Any) -> None:
+    flat, values = made(nn.Linear(FEATURES, CLASSES)), features()
+    values[2] = torch.nan
+
+    def of(values: Tensor) -> TensorRecords:
+        transform = lambda inputs: between(None, inputs, inputs)  # noqa: E731
+        return TensorRecords(inputs=values, targets=torch.zeros(SIZE, dtype=torch.int64), transform=transform)
+
+    expected = total(flat, of(values))
+    values[2] = 7.0
+    assert torch.equal(total(flat, of(values)), expected)
+
+
+def centred(_: Any, hidden: Tensor, __: Tensor) -> Tensor:
+    return hidden - hidden.mean(0)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True], ids=["tensors", "pairs"])
+def test_where_an_engine_joins_records_each_is_computed_alone(as_pairs: bool, monkeypatch: Any) -> None:
+    """The choice of the engine for a stack of layers rests on a list of layers; this is the second check."""
+    flat, values = made(Model(lambda _, hidden, __: hidden.tanh())), features()
+    data: Any = DatasetRecords(dataset=[(one, n % CLASSES) for n, one in enumerate(values)]) if as_pairs else records(values)
+    expected = total(flat, data)
+
+    def joined(model: FlatModel, inputs: Any, targets: Tensor, loss: Any) -> Any:
+        return per_record._by_vmap(model, inputs - inputs.mean(0), targets, loss)
+
+    monkeypatch.setattr(per_record, "engine_of", lambda model: "expanded-weights")
+    monkeypatch.setitem(per_record.ENGINES, "expanded-weights", joined)
+    flat.programs.clear()
+    torch.testing.assert_close(total(flat, data), expected)
+
+
+def test_nor_does_an_evaluation_join_records(monkeypatch: Any) -> None:
+    flat, values = made(Model(centred)), features()
+    expected = evaluated(flat, records(values))
+    monkeypatch.setattr("flower_dp.clients.local.evaluation.keeps_records_apart", lambda module: True)
+    flat.programs.clear()
+    np.testing.assert_array_equal(evaluated(flat, records(values)), expected)
+
+
+def computed(model: FlatModel, inputs: Any, targets: Tensor) -> Tensor:
+    model.reset_buffers()
+    with torch.no_grad():
+        return model.module(inputs).flatten(start_dim=1)
+
+
+JOINS: dict[str, Any] = {
+    "mean": centred,
+    "the first": lambda _, hidden, __: hidden + hidden[:1],
+    "attention": lambda _, hidden, __: nn.functional.scaled_dot_product_attention(*[hidden[None]] * 3)[0],
+    "flatten": lambda _, hidden, __: hidden.flatten().roll(1).view(hidden.shape),
+    "cat": lambda _, hidden, __: torch.cat([hidden[1:], hidden[:1]]),
+    "batch norm": lambda _, hidden, __: nn.functional.batch_norm(hidden, None, None, training=True),
+    "NaN alone": lambda _, hidden, __: hidden + 0 * hidden.sum(),
+    "large alone": lambda _, hidden, inputs: hidden + (inputs.max() > 50),
+    "a bag": lambda _, hidden, __: hidden + nn.functional.embedding_bag(torch.zeros(1, 4).long(), hidden),
+    "order": lambda _, hidden, __: hidden.sort(0)[0],
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_joined_records_are_found(name: str) -> None:
+    flat = FlatModel(Model(JOINS[name]))
+    flat.vector.zero_()  # of a server that hides it
+    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
+    assert one_alone(flat, *zeros, partial(computed, flat), "test")
+    assert not flat.vector.any()
+
+
+def test_records_that_stay_apart_are_computed_together() -> None:
+    calls: list[int] = []
+    flat = made(Model(lambda _, hidden, __: hidden.relu()))
+
+    def rows(inputs: Any, targets: Tensor) -> Tensor:
+        calls.append(len(inputs))
+        return computed(flat, inputs, targets)
+
+    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
+    assert not one_alone(flat, *zeros, rows, "test")
+    assert not one_alone(flat, *zeros, rows, "test")
+    assert len(calls) == 6  # and none the second time
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [lambda inputs, _: 0 * inputs, lambda inputs, _: inputs / 0, lambda inputs, _: inputs[9]],
+    ids=["zeros", "infinite", "raises"],
+)
+def test_in_doubt_records_are_computed_one_at_a_time(rows: Any) -> None:
+    flat = made(nn.Linear(FEATURES, CLASSES))
+    assert one_alone(flat, torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64), rows, "test")
+
+
+def test_neither_data_nor_weights_decide_what_is_found() -> None:
+    given: list[Any] = []
+    for value, weight in ((0.0, 0.0), (torch.nan, 1.0)):
+        flat = made(nn.Linear(FEATURES, CLASSES))
+        flat.vector.fill_(weight)
+
+        def rows(inputs: Any, targets: Tensor, flat: FlatModel = flat) -> Tensor:
+            given.append((inputs, targets, flat.vector.clone()))
+            return inputs
+
+        one_alone(flat, torch.full((SIZE, FEATURES), value), torch.full((SIZE,), int(weight)), rows, "test")
+        assert bool((flat.vector == weight).all())
+    middle = len(given) // 2
+    for one, other in zip(given[:middle], given[middle:], strict=True):
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+
+
+# What is kept from one forward pass to the next
+
+
+def appended(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    model.past.append(inputs.detach().mean())
+    return hidden * (1 + sum(model.past))
+
+
+def counted(model: Any, hidden: Tensor, _: Tensor) -> Tensor:
+    model.count += 1
+    return hidden * model.count
+
+
+def moved(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    model.mean.mul_(0.9).add_(inputs.detach().mean())
+    return hidden * model.mean
+
+
+def new(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    last = getattr(model, "unheard", 1.0)
+    model.unheard = inputs.detach().mean()
+    return hidden * last
+
+
+def tabled(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    model.table["sum"] = model.table["sum"] + inputs.detach().mean()
+    return hidden * model.table["sum"]
+
+
+def arrayed(model: Any, hidden: Tensor, _: Tensor) -> Tensor:
+    model.array += 1
+    return hidden * float(model.array[0])
+
+
+def own_memory(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    """The trained parameter leaves the memory that a global model is written to."""
+    model.first.weight.data = model.first.weight.data + inputs.detach().mean()
+    return hidden
+
+
+def replaced(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    model.last = nn.Linear(FEATURES, CLASSES)
+    return hidden
+
+
+KEPT = {"list": appended, "number": counted, "tensor": moved, "new": new, "table": tabled, "array": arrayed, "layer": replaced}
+
+
+def keeping(between: Any) -> nn.Module:
+    model = Model(between)
+    model.past, model.count, model.mean = deque(maxlen=3), 1, torch.ones(())
+    model.table, model.array = {"sum": 1.0}, np.ones(1)
+    return model
+
+
+@pytest.mark.parametrize("name", [*KEPT, "memory"])
+def test_attributes_carry_nothing_from_client_to_client(name: str) -> None:
+    between = own_memory if name == "memory" else KEPT[name]
+    flat, training = made(keeping(between)), Training(learning_rate=0.1, batch_size=4)
+    vector = flat.vector.clone()
+    clients = [records(features(seed=seed) * seed) for seed in (1, 2, 3)]
+
+    def rows(positions: list[int]) -> list[Any]:
+        chosen = [clients[position] for position in positions]
+        return [*local_updates(vector, chosen, training, model=flat, server_round=1, seeds=positions)]
+
+    together = rows([0, 1, 2])
+    assert all(isinstance(row, Tensor) for row in together)
+    for position in (2, 1, 0):
+        assert torch.equal(rows([position])[0], together[position])
+
+
+@pytest.mark.parametrize("name", ["number", "array"])
+def test_attributes_carry_nothing_from_record_to_record(name: str) -> None:
+    """Here what is kept is the number of forward passes, which a record that raises makes larger."""
+    flat, values = made(keeping(KEPT[name])), features()
+    labels = torch.arange(SIZE) % CLASSES
+    items = [*zip(values, labels.tolist(), strict=True)]
+    odd = [*items[:2], (torch.ones(FEATURES + 1), 0), *items[3:]]
+    without = [*items[:2], (values[2], CLASSES), *items[3:]]
+    sums = [total(flat, DatasetRecords(dataset=one)) for one in (odd, without, odd)]
+    assert sums[0].any()
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
+class OfClass(Model):
+    """A model that counts in an attribute of its class, which nothing restores."""
+
+    count = 1
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        type(self).count += 1
+        return super().forward(inputs) * type(self).count
+
+
+def enclosed() -> nn.Module:
+    """A model that keeps its last input where nobody can restore it."""
+    past = [torch.ones(FEATURES)]
+
+    def between(_: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+        made = hidden + past[0]
+        past[0] = inputs.detach().mean(0)
+        return made
+
+    return Model(between)
+
+
+UNSEEN = {"class": lambda: OfClass(lambda _, hidden, __: hidden), "enclosed": enclosed}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_nothing_restores_is_refused(name: str) -> None:
+    flat = made(UNSEEN[name]())
+    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
+    for _ in range(2):
+        with pytest.raises(KeepsError):
+            one_alone(flat, *zeros, partial(computed, flat), "test")
+
+
+@pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
+def test_a_client_whose_model_keeps_records_says_so(relation: Any) -> None:
+    flat = made(UNSEEN["class"]())
+    assert dry_run.of_records(flat, records(features()), CROSS_ENTROPY) == KEEPS
+    with pytest.raises(UnfitModelError):
+        total(flat, records(features()), relation=relation)
+    pairs = DatasetRecords(dataset=[(one, 0) for one in features()])
+    assert not total(flat, pairs, relation=relation).any()  # a record's kind is its own, so it decides no reply
+    nothing = evaluated(flat, DatasetRecords(dataset=[None] * SIZE))
+    np.testing.assert_array_equal(evaluated(flat, pairs), nothing)
+
+
+def test_so_does_one_of_whole_clients() -> None:
+    training = Training(learning_rate=0.1)
+    for name, build in UNSEEN.items():
+        assert dry_run.of_training(made(build()), records(features()), training) == KEEPS, name
+    for between in KEPT.values():
+        assert dry_run.of_training(made(keeping(between)), records(features()), training) is None
+
+
+def test_a_client_pays_nothing_for_a_model_that_keeps_records() -> None:
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
+    client = LocalDPClient(model=UNSEEN["class"](), clients={"a": records(features())}, recipe=recipe)
+    why = client.why_unable()
+    assert why is not None
+    assert why.endswith(KEEPS)
+
+
+def drawn(_: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    return hidden * (random.random() + float(np.random.rand()))  # noqa: NPY002
+
+
+def test_what_a_model_draws_from_python_and_numpy_follows_from_the_seed() -> None:
+    flat, values = made(Model(drawn)), features()
+    expected = total(flat, records(values))
+    random.random()
+    assert torch.equal(total(flat, records(values)), expected)
+    assert not torch.equal(total(flat, records(values), seed=6), expected)
+    state = random.getstate()
+    total(flat, records(values))
+    assert random.getstate() == state
+    one = evaluated(flat, records(values))
+    np.testing.assert_array_equal(evaluated(flat, records(values)), one)
+
+
+# The frozen base
+
+
+def written(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+    """A frozen parameter moves with what the model is given, where torch does not count it."""
+    if float(inputs.max()) > 1:  # no made-up record of a test does
+        model.frozen.data.mul_(0.5)
+    return hidden * model.frozen
+
+
+def based(between: Any) -> nn.Module:
+    model = Model(between)
+    model.frozen = nn.Parameter(torch.ones(FEATURES), requires_grad=False)
+    return model
+
+
+def test_a_client_that_changes_the_base_is_left_out_and_so_are_those_after_it() -> None:
+    flat, training = made(based(written)), Training(learning_rate=0.1)
+    vector = flat.vector.clone()
+    clients = [records(features()), records(2 * features()), records(features())]
+    rows = [*local_updates(vector, clients, training, model=flat, server_round=1, seeds=[0, 1, 2])]
+    assert isinstance(rows[0], Tensor)
+    assert [type(row).__name__ for row in rows[1:]] == ["ChangedBaseError"] * 2
+    with pytest.raises(RuntimeError, match="frozen parameters"):
+        flat.reset()
+
+
+def test_a_reply_of_a_client_that_changed_the_base_does_not_leave() -> None:
+    flat = made(based(centred))
+    changes = [1.0, 0.5, 1.0]
+
+    def row(change: Any) -> tuple[Tensor, Tensor]:
+        flat.module.frozen.data.mul_(change)
+        return flat.vector.clone(), torch.zeros(())
+
+    jobs: Any = changes
+    rows = [*one_by_one(jobs, row, reset=flat.reset)]
+    assert isinstance(rows[0], tuple)
+    assert [type(one).__name__ for one in rows[1:]] == ["ChangedBaseError"] * 2
+
+
+@pytest.mark.parametrize("change", [lambda base: base.data.mul_(1.001), lambda base: base[2:3].zero_(), lambda base: base.neg_()])
+@pytest.mark.parametrize("shape", [(FEATURES,), (3, 5)])
+def test_every_change_of_the_base_is_seen(change: Any, shape: tuple[int, ...]) -> None:
+    module = nn.Linear(FEATURES, CLASSES)
+    module.frozen = nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(1)), requires_grad=False)
+    flat = FlatModel(module)
+    flat.reset()
+    change(module.frozen)
+    with pytest.raises(RuntimeError, match="frozen parameters"):
+        flat.reset()
+
+
+def test_a_base_that_moves_with_every_pass_is_found_before_anything_is_asked() -> None:
+    def shrinking(model: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
+        model.frozen.data.mul_(0.9)
+        return hidden * model.frozen
+
+    flat = made(based(shrinking))
+    assert dry_run.of_records(flat, records(features()), CROSS_ENTROPY) is not None
+    assert dry_run.of_training(made(based(shrinking)), records(features()), Training(learning_rate=0.1)) is not None
+
+
+def test_last_bits_are_no_difference() -> None:
+    row = torch.tensor([1.0, 2.0, torch.nan])
+    assert not joins.differs(row, row * (1 + 1e-7))
+    assert joins.differs(row, row * (1 + 1e-4))
+    assert joins.differs(row, torch.tensor([1.0, torch.nan, torch.nan]))
