@@ -123,7 +123,12 @@ def chosen_runs(stage: str, chosen: Mapping[Variant, Mapping[str, Any]], seeds: 
             points[-1][f"{own}epsilon"] = list(TARGETS)
         elif name == "DP-FedAvg":
             same = {key.replace(own, "dp-fedsam."): value for key, value in settings.items()}
-            more = {"method": "dp-fedsam", "dp-fedsam.keep-ratio": 1.0, "dp-fedsam.sam-radius": list(SAM_RADII)}
+            more = {
+                "method": "dp-fedsam",
+                "dp-fedsam.keep-ratio": 1.0,
+                "dp-fedsam.sam-radius": list(SAM_RADII),
+                "report-client-metrics": True,
+            }
             points.append(same | more)
     kept = {key: tune[key] for key in ("workers", "at-once", "gpus-per-worker") if key in tune}
     return {"seeds": 1 if stage == NORMS else seeds, "metric": SHOWN, **kept, "points": points}
@@ -253,7 +258,7 @@ def report(place: Path) -> str:
         rows += [[f"{one}, {clip}", differences(_by_run(accuracy.get((one, clip), {})), base)] for one in METHODS[1:]]
     parts.append("## Points above DP-FedAvg, by partition and seed\n\n" + _table(["", "difference"], rows))
     parts.append("## DP-FedSAM at DP-FedAvg's clip norm and learning rate, by radius\n\n" + _radii(place, runs, accuracy))
-    parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs[NORMS]))
+    parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs))
     curve = curves(place, runs[EPSILONS])
     rows = [[method, *_cells(of, TARGETS)] for method, of in curve.items()]
     parts.append("## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows))
@@ -303,13 +308,15 @@ def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapp
     return _table(["radius (0: DP-FedAvg)", *named, "above DP-FedAvg"], rows)
 
 
-def _norms(place: Path, runs: Sequence[PlannedRun]) -> str:
+def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
     rows = []
-    for run in runs:
-        norms, own = read_update_norms(read_past_run(SweepFolder(place / NORMS).of(run))), run.config["method"]
-        shown = [run.config["learning-rate"], run.config[f"{own}.clip-norm"]]
-        found = [norms.mean[0], norms.mean[-1], statistics.fmean(norms.mean), statistics.fmean(norms.std)]
-        rows.append([variant(run.config)[0], *(f"{one:g}" for one in shown), *(f"{one:.2f}" for one in found)])
+    for stage in (NORMS, RADII):
+        for run in [run for run in runs[stage] if run.seed == 0]:
+            norms, own = read_update_norms(read_past_run(SweepFolder(place / stage).of(run))), run.config["method"]
+            radius = f", radius {run.config['dp-fedsam.sam-radius']:g}" if own == "dp-fedsam" else ""
+            shown = [run.config["learning-rate"], run.config[f"{own}.clip-norm"]]
+            found = [norms.mean[0], norms.mean[-1], statistics.fmean(norms.mean), statistics.fmean(norms.std)]
+            rows.append([f"{variant(run.config)[0]}{radius}", *(f"{one:g}" for one in shown), *(f"{one:.2f}" for one in found)])
     return _table(["", "learning rate", "clip norm", "first round", "last round", "mean of all", "std over clients"], rows)
 
 
