@@ -2,12 +2,13 @@
 
     python benchmarks/dp_fedsam.py --output-dir FOLDER --set data-dir=DIR [--set KEY=VALUE ...] [--minutes M] [--in-process]
 
-Four sweeps, one after another, in FOLDER. `tune` is benchmarks/dp_fedsam.toml. The others have the settings of each method that
+Five sweeps, one after another, in FOLDER. `tune` is benchmarks/dp_fedsam.toml. The others have the settings of each method that
 are best by validation accuracy: `norms`, one run each that tells the norms of updates and is not private; `tables`, three
-partitions and three seeds; `epsilons`, noise for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has the
-tables, `accuracy-epsilon.png` the picture. The same command goes on where it was. With --minutes it stops after so long by
-itself, with status 3, so that a queue that lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a
-setting of all runs: another task, model, number of rounds.
+partitions and three seeds; `radii`, DP-FedSAM with several radii at DP-FedAvg's clip norm and learning rate; `epsilons`, noise
+for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has the tables, `accuracy-epsilon.png` the picture.
+The same command goes on where it was. With --minutes it stops after so long by itself, with status 3, so that a queue that
+lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a setting of all runs: another task, model, number
+of rounds.
 
 Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
 """
@@ -47,7 +48,7 @@ from flower_dp.sweeps.results import Results, last_metrics  # noqa: E402
 from flower_dp.sweeps.sweep import Sweep  # noqa: E402
 
 GRID = Path(__file__).with_suffix(".toml")
-TUNE, NORMS, TABLES, EPSILONS = STAGES = ("tune", "norms", "tables", "epsilons")
+TUNE, NORMS, TABLES, RADII, EPSILONS = STAGES = ("tune", "norms", "tables", "radii", "epsilons")
 REPORT, PICTURE = "report.md", "accuracy-epsilon.png"
 METHODS = ("DP-FedAvg", "BLURS", "Fed-SMP-rand_k", "Fed-SMP-top_k", "DP-FedSAM", "DP-FedSAM-top_k")
 CLIPS = ("fixed", "adaptive")
@@ -57,6 +58,7 @@ PARTITIONS: dict[str, dict[str, Value]] = {
     "i.i.d.": {"partition": "iid"},
 }
 TARGETS = (1.0, 2.0, 4.0, 8.0)
+SAM_RADII = (0.05, 0.15, 0.5)
 CHOSEN_BY, SHOWN = "validation-accuracy", "accuracy"
 # Exit status when time is up and runs are left.
 UNFINISHED = 3
@@ -105,9 +107,10 @@ def best(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[Variant, di
 
 
 def chosen_runs(stage: str, chosen: Mapping[Variant, Mapping[str, Any]], seeds: int, tune: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sweep of a later stage: the chosen settings with norms, on all partitions, or with noise for each epsilon."""
-    points = []
-    for (_, clip), settings in chosen.items():
+    """Return the sweep of a later stage: the chosen settings with norms, on all partitions, with radii, or with each epsilon."""
+    points: list[dict[str, Any]] = []
+    for (name, clip), settings in chosen.items():
+        own = f"{settings['method']}."
         if stage == TABLES:
             free = {key: value for key, value in settings.items() if key not in ("partition", "dirichlet-alpha")}
             points += [free | of for of in PARTITIONS.values()]
@@ -115,10 +118,18 @@ def chosen_runs(stage: str, chosen: Mapping[Variant, Mapping[str, Any]], seeds: 
             continue
         elif stage == NORMS:
             points.append({**settings, "report-client-metrics": True})
-        else:
-            method = settings["method"]
-            points.append({key: value for key, value in settings.items() if key != f"{method}.noise-multiplier"})
-            points[-1][f"{method}.epsilon"] = list(TARGETS)
+        elif stage == EPSILONS:
+            points.append({key: value for key, value in settings.items() if key != f"{own}noise-multiplier"})
+            points[-1][f"{own}epsilon"] = list(TARGETS)
+        elif name == "DP-FedAvg":
+            same = {key.replace(own, "dp-fedsam."): value for key, value in settings.items()}
+            more = {
+                "method": "dp-fedsam",
+                "dp-fedsam.keep-ratio": 1.0,
+                "dp-fedsam.sam-radius": list(SAM_RADII),
+                "report-client-metrics": True,
+            }
+            points.append(same | more)
     kept = {key: tune[key] for key in ("workers", "at-once", "gpus-per-worker") if key in tune}
     return {"seeds": 1 if stage == NORMS else seeds, "metric": SHOWN, **kept, "points": points}
 
@@ -246,7 +257,8 @@ def report(place: Path) -> str:
         base = _by_run(accuracy.get(("DP-FedAvg", clip), {}))
         rows += [[f"{one}, {clip}", differences(_by_run(accuracy.get((one, clip), {})), base)] for one in METHODS[1:]]
     parts.append("## Points above DP-FedAvg, by partition and seed\n\n" + _table(["", "difference"], rows))
-    parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs[NORMS]))
+    parts.append("## DP-FedSAM at DP-FedAvg's clip norm and learning rate, by radius\n\n" + _radii(place, runs, accuracy))
+    parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs))
     curve = curves(place, runs[EPSILONS])
     rows = [[method, *_cells(of, TARGETS)] for method, of in curve.items()]
     parts.append("## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows))
@@ -282,13 +294,29 @@ def _settings(place: Path, runs: Sequence[PlannedRun]) -> str:
     return _table(["", "clip norm", "learning rate", "best (%)", "worst (%)", "runs"], rows)
 
 
-def _norms(place: Path, runs: Sequence[PlannedRun]) -> str:
+def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapping[Variant, Mapping[str, Any]]) -> str:
+    found: dict[float, dict[str, dict[int, float]]] = {0.0: {}}
+    for run in runs[RADII]:
+        of = found.setdefault(run.config["dp-fedsam.sam-radius"], {}).setdefault(partition_of(run.config), {})
+        of[run.seed] = last(run, place / RADII, SHOWN)
+    named = {name for of in found.values() for name in of}
+    base = accuracy.get(("DP-FedAvg", "fixed"), {})
+    found[0.0] = {name: base[name] for name in named if name in base}
+    rows = [
+        [f"{radius:g}", *_cells(of, tuple(named)), differences(_by_run(of), _by_run(found[0.0]))] for radius, of in found.items()
+    ]
+    return _table(["radius (0: DP-FedAvg)", *named, "above DP-FedAvg"], rows)
+
+
+def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
     rows = []
-    for run in runs:
-        norms, own = read_update_norms(read_past_run(SweepFolder(place / NORMS).of(run))), run.config["method"]
-        shown = [run.config["learning-rate"], run.config[f"{own}.clip-norm"]]
-        found = [norms.mean[0], norms.mean[-1], statistics.fmean(norms.mean), statistics.fmean(norms.std)]
-        rows.append([variant(run.config)[0], *(f"{one:g}" for one in shown), *(f"{one:.2f}" for one in found)])
+    for stage in (NORMS, RADII):
+        for run in [run for run in runs[stage] if run.seed == 0]:
+            norms, own = read_update_norms(read_past_run(SweepFolder(place / stage).of(run))), run.config["method"]
+            radius = f", radius {run.config['dp-fedsam.sam-radius']:g}" if own == "dp-fedsam" else ""
+            shown = [run.config["learning-rate"], run.config[f"{own}.clip-norm"]]
+            found = [norms.mean[0], norms.mean[-1], statistics.fmean(norms.mean), statistics.fmean(norms.std)]
+            rows.append([f"{variant(run.config)[0]}{radius}", *(f"{one:g}" for one in shown), *(f"{one:.2f}" for one in found)])
     return _table(["", "learning rate", "clip norm", "first round", "last round", "mean of all", "std over clients"], rows)
 
 

@@ -118,6 +118,15 @@ def test_what_is_run_with_the_chosen_settings(program, tmp_path):
         ((method, "fixed"), target): 3 for method in program.METHODS for target in (1.0, 2.0, 4.0, 8.0)
     }
     assert all(f"{run.config['method']}.noise-multiplier" not in run.point.settings for run in epsilons.runs)
+    radii = sweep_of(program.chosen_runs(program.RADII, chosen, 3, content), tmp_path)
+    plain = chosen["DP-FedAvg", "fixed"]
+    assert sorted((run.config["dp-fedsam.sam-radius"], run.seed) for run in radii.runs) == [
+        (radius, seed) for radius in program.SAM_RADII for seed in range(3)
+    ]
+    for run in radii.runs:
+        for key in ("clip-norm", "noise-multiplier", "delta", "placement"):
+            assert run.config[f"dp-fedsam.{key}"] == plain[f"dp-fedavg.{key}"]
+        assert (run.config["learning-rate"], run.config["partition"]) == (plain["learning-rate"], plain["partition"])
     norms = sweep_of(program.chosen_runs(program.NORMS, chosen, 3, content), tmp_path)
     assert [program.variant(run.config) for run in norms.runs] == [(method, "fixed") for method in program.METHODS]
     assert all(run.config["report-client-metrics"] for run in norms.runs)
@@ -152,6 +161,7 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "GRID", tmp_path / "grid.toml")
     monkeypatch.setattr(program, "PARTITIONS", {"i.i.d.": {"partition": "iid"}})
     monkeypatch.setattr(program, "TARGETS", (2.0,))
+    monkeypatch.setattr(program, "SAM_RADII", (0.1,))
     (tmp_path / "grid.toml").write_text(SMALL)
     place = tmp_path / "out"
     arguments = ["dp_fedsam.py", "--output-dir", str(place), "--seeds", "2", "--in-process", "--set", "learning-rate=0.1"]
@@ -161,7 +171,7 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     assert "the same command goes on" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", arguments)
     program.main()
-    for stage, count in (("tune", 3), ("norms", 2), ("tables", 4), ("epsilons", 4)):
+    for stage, count in (("tune", 3), ("norms", 2), ("tables", 4), ("radii", 2), ("epsilons", 4)):
         runs = Sweep.read(place / f"{stage}.toml").runs
         assert len(runs) == count
         assert all(is_finished(place / stage / "runs" / run.name) for run in runs)
@@ -177,7 +187,7 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     points = tomllib.loads((place / "tables.toml").read_text())["points"]
     assert [point["dp-fedavg.clip-norm"] for point in points if point["method"] == "dp-fedavg"] == [wanted]
     report = (place / "report.md").read_text()
-    assert report.count("(2)") == 2 + 2  # both methods, in the table of the fixed clip norm and in that of epsilons
+    assert report.count("(2)") == 2 + 2 + 2  # both methods, in the tables of the fixed clip norm, radii and epsilons
     assert (place / "accuracy-epsilon.png").stat().st_size > 1000
     before = (place / "tables" / "results.csv").read_text()
     program.main()  # all is there

@@ -4,7 +4,7 @@ import os
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class SweepFolder:
     def locked(self) -> Iterator[int]:
         """Let no other process use the folder, within this context; the folder is made if it is not there.
 
+        A sweep that is refused (ValueError) before it began leaves no new folder.
+
         Yields:
             A descriptor: the folder is locked until all processes that have it open have ended.
 
@@ -54,6 +56,7 @@ class SweepFolder:
         """
         import fcntl  # noqa: PLC0415 (Windows has none)
 
+        new = not self.path.exists()
         self._make()
         descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -61,7 +64,12 @@ class SweepFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{self.path}: another sweep runs there, or is about to end") from None
-            yield descriptor
+            try:
+                yield descriptor
+            except ValueError:
+                if new and not (self.path / FILE).exists():
+                    self._remove()
+                raise
         finally:
             os.close(descriptor)
 
@@ -73,6 +81,13 @@ class SweepFolder:
         if held and not (self.path / FILE).is_file():
             raise ValueError(f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep")
         (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
+
+    def _remove(self) -> None:
+        """Remove the folder, if nothing is in it but what `_make` and the lock have put there."""
+        with suppress(OSError):
+            (self.path / RUNS).rmdir()
+            (self.path / LOCK).unlink()
+            self.path.rmdir()
 
     def check(self, runs: Sequence[PlannedRun]) -> None:
         """Refuse runs that contradict what was run here; there may be more than before.

@@ -120,9 +120,9 @@ class Sweep:
         choice = self.file.choice
         if choice is None or (best := results.best(choice)) is None:
             return ""
+        of = "of its one seed" if best.num_seeds == 1 else f"on the mean of {best.num_seeds} seeds"
         lines = [
-            f"Best by {choice.metric} ({choice.mode}), {best.mean:.4g} on the mean of {best.num_seeds} seeds: "
-            f"{best.run.label or 'the only point'}.",
+            f"Best by {choice.metric} ({choice.mode}), {best.mean:.4g} {of}: {best.run.label or 'the only point'}.",
             f"{best.run.command}",
             f"Not covered: {NOT_COVERED[0]}.",
         ]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+import apps.records
 from apps.methods import Run
 from apps.pilot import pilot
 from apps.records import config_of, deal, records_to_test_with, split
 from apps.settings import Settings
-from apps.tasks.partitions import Sampled
+from apps.tasks.partitions import Sampled, partition
 from flower_dp.running.apps import flatten
 
 DEFAULTS = flatten(tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
@@ -25,6 +26,25 @@ def config(**changes):
 
 def rows(records):
     return records.indices.tolist()
+
+
+def test_runs_that_deal_alike_share_the_deal_and_others_do_not(monkeypatch):
+    deals = []
+
+    def counted(*arguments, **more):
+        deals.append(more["seed"])
+        return partition(*arguments, **more)
+
+    monkeypatch.setattr("apps.records.partition", counted)
+    apps.records._dealt.cache_clear()
+    first, again = deal(config(seed=31)), deal(config(seed=31, learning_rate=0.7, validation_ratio=0.2))
+    assert deals == [31]
+    everything = [row for dealt in again.clients.values() for row in rows(dealt)] + rows(again.validation)
+    assert sorted(everything) == sorted(row for dealt in first.clients.values() for row in rows(dealt))
+    other, few = deal(config(seed=32)), deal(config(seed=31, num_clients=6))
+    assert deals == [31, 32, 31]
+    assert [rows(one) for one in other.clients.values()] != [rows(one) for one in first.clients.values()]
+    assert len(few.clients) == 6
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet", "pathological", "label-shards", "het-mnist"])

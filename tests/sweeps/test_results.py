@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +100,7 @@ def test_what_choosing_costs_is_said(made, write, metric):
     assert said.startswith(f"Best by {metric} (max), 0.55 on the mean of 2 seeds: dp-fedsam.epsilon=1.0.\n{made.runs[0].command}")
     assert "Not covered: choosing among the runs" in said
     assert ("is of the test records" in said) is (metric == "accuracy")
+    assert re.match(rf"Best by {metric} \(max\), 0\.\d+ of its one seed: ", sweep.best(replace(made, runs=made.runs[:1])))
     assert Sweep.read(write(GRID)).best(made) == ""
 
 
