@@ -80,19 +80,13 @@ class Case:
             decay_iterations=DECAY,
         )
 
-    @property
-    def proved(self) -> float:
-        """The epsilon that is proved for all replies of a client together."""
+    def proved(self, replies: int | None = None) -> float:
+        """Return the epsilon that is proved for so many replies of a client together, by default for all."""
         if math.isinf(self.epsilon):
             return INF
         terms = self.terms
-        event = accounting.repeated(terms.release.event(1), terms.num_replies)
+        event = accounting.repeated(terms.release.event(1), replies or terms.num_replies)
         return accounting.epsilon(event, delta=DELTA, relation="replace-one").epsilon
-
-    @property
-    def part(self) -> float:
-        """The part of its records that a client takes in a round (paper: gamma)."""
-        return self.steps * self.batch / RECORDS
 
 
 @cache
@@ -380,7 +374,8 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
                 "E": case.steps,
                 "sensitivity": case.sensitivity,
                 "epsilon of a round, eq. 17": _number(case.epsilon),
-                "proved for all replies": _number(case.proved),
+                "proved for one reply": _number(case.proved(1)),
+                "proved for all": _number(case.proved()),
                 "loss": _spread(results.of(case)),
                 "accuracy": _spread(results.of(case, "accuracy")),
             }
