@@ -59,6 +59,7 @@ class Case:
     sensitivity: str = NOT_PROVED
     calibration: str = "paper"
     method: str = "dp-fedpaq"
+    digits: int = 2
 
     @property
     def terms(self) -> Terms:
@@ -80,19 +81,13 @@ class Case:
             decay_iterations=DECAY,
         )
 
-    @property
-    def proved(self) -> float:
-        """The epsilon that is proved for all replies of a client together."""
+    def proved(self, replies: int | None = None) -> float:
+        """Return the epsilon that is proved for so many replies of a client together, by default for all."""
         if math.isinf(self.epsilon):
             return INF
         terms = self.terms
-        event = accounting.repeated(terms.release.event(1), terms.num_replies)
+        event = accounting.repeated(terms.release.event(1), replies or terms.num_replies)
         return accounting.epsilon(event, delta=DELTA, relation="replace-one").epsilon
-
-    @property
-    def part(self) -> float:
-        """The part of its records that a client takes in a round (paper: gamma)."""
-        return self.steps * self.batch / RECORDS
 
 
 @cache
@@ -112,9 +107,9 @@ class Problem:
         start: [classes, features + 1].
     """
 
-    def __init__(self, seed: int, data_dir: str) -> None:
-        settings = {"num-clients": CLIENTS, "partition": "het-mnist", "classes-per-client": 2, "seed": seed, "data-dir": data_dir}
-        self.config = config_of("mnist-dp-fedpaq", settings)
+    def __init__(self, seed: int, digits: int, data_dir: str) -> None:
+        dealing = {"partition": "het-mnist", "classes-per-client": digits, "num-clients": CLIENTS}
+        self.config = config_of("mnist-dp-fedpaq", {**dealing, "seed": seed, "data-dir": data_dir})
         self.run, dealt = Run.of(self.config), records.deal(records.config_of(self.config))
         self.clients = [dealt.clients[name] for name in sorted(dealt.clients)]
         batches = [one.batch(torch.arange(RECORDS), torch.device("cpu")) for one in self.clients]
@@ -159,17 +154,23 @@ def _matrix(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([weights, bias[:, None]], dim=1)
 
 
+def _row(matrix: Tensor) -> Tensor:
+    return torch.cat([matrix[:, :-1].flatten(), matrix[:, -1]])
+
+
 def check(problem: Problem) -> None:
-    """Compare a client's local steps with the product's, on the same records in the same order."""
+    """Compare a client's local steps with the product's, on the same records in the same order, with SCAFFOLD's correction."""
     case, flat = Case(steps=3, clip=0.5), FlatModel(problem.run.model())
     recipe = DPFedPAQRecipe(steps=case.product_steps, epsilon=INF, delta=DELTA, num_replies=1)
-    pipeline = recipe.pipeline(recipe.terms("", problem.clients[7]).release, model=flat, server_round=1)
+    drift = 0.1 * torch.randn(problem.start.shape, generator=torch.Generator().manual_seed(1))
+    release = recipe.terms("", problem.clients[7]).release
+    pipeline = recipe.pipeline(release, model=flat, server_round=1, drift=_row(drift).to(torch.float64))
     job = Job(name="", records=problem.clients[7], seed=0, secret=lambda: np.random.default_rng(5))
     ((total, _),) = pipeline.train.rows(flat.vector.clone(), [job])
-    product = -RATE / case.batch * total.to(torch.float32)
+    product = total if pipeline.after_noise is None else pipeline.after_noise(total)
     places = torch.from_numpy(np.random.default_rng(5).permutation(RECORDS)[: case.steps * case.batch])[None]
-    (own,) = problem.updates(problem.start, case, torch.tensor([7]), places, RATE, None)
-    own = torch.cat([own[:, :-1].flatten(), own[:, -1]])
+    (made,) = problem.updates(problem.start, case, torch.tensor([7]), places, RATE, drift[None])
+    own = _row(made)
     if not torch.allclose(own, product, rtol=1e-3, atol=1e-5 * float(product.abs().max())):
         raise SystemExit(f"local steps differ from the product's by up to {float((own - product).abs().max()):.3g}")
 
@@ -217,7 +218,10 @@ STEPS, COHORTS, CLIPS = (1, 2, 5, 10, 20), (1, 2, 5, 10, 20, 50), (0.1, 0.25, 0.
 EPSILONS, PROVED_EPSILONS, TAKEN = (0.1, 0.3, 1.0, 3.0, 10.0, INF), (10.0, 100.0, 1000.0), (FEW, 60, CHOSEN, 240, MANY)
 CLIPS_TOGETHER, TAKEN_TOGETHER = (0.25, 0.5, 1.0, 2.0), (FEW, CHOSEN, MANY)
 EPSILON, PROVED_EPSILON, ITERATIONS = 1.0, 100.0, 2000
-SCAFFOLD_EPSILONS = (0.5, 2.0, 10.0, INF)
+# Digits of a client, local steps, epsilon of all replies.
+SCAFFOLD = tuple(
+    (digits, steps, epsilon) for digits in (2, 1) for steps, epsilon in ((1, 0.5), (1, 2.0), (1, 10.0), (1, INF), (10, INF))
+)
 
 
 def _steps(steps: int, epsilon: float, *, rounds: int = 100, taken: int = CHOSEN) -> Case:
@@ -232,7 +236,7 @@ def _proved(clip: float, taken: int) -> Case:
     return Case(clip=clip, batch=taken // 10, epsilon=PROVED_EPSILON, sensitivity=PROVED)
 
 
-def _scaffold(method: str, epsilon: float, steps: int) -> Case:
+def _scaffold(method: str, digits: int, steps: int, epsilon: float) -> Case:
     return Case(
         steps=steps,
         batch=CHOSEN // steps,
@@ -241,6 +245,7 @@ def _scaffold(method: str, epsilon: float, steps: int) -> Case:
         sensitivity=PROVED,
         calibration="exact",
         method=method,
+        digits=digits,
     )
 
 
@@ -251,8 +256,7 @@ def cases() -> dict[str, list[Case]]:
     fig4a = [Case(epsilon=epsilon) for epsilon in EPSILONS]
     fig4a += [Case(epsilon=epsilon, sensitivity=PROVED) for epsilon in PROVED_EPSILONS]
     fig4a += [Case(steps=1, batch=CHOSEN, epsilon=epsilon, sensitivity=PROVED) for epsilon in EPSILONS]
-    scaffold = [_scaffold(method, epsilon, 1) for epsilon in SCAFFOLD_EPSILONS for method in METHODS]
-    scaffold += [_scaffold(method, INF, 10) for method in METHODS]
+    scaffold = [_scaffold(method, *point) for point in SCAFFOLD for method in METHODS]
     return {
         "3b": [Case(cohort=cohort, epsilon=epsilon) for epsilon in (INF, EPSILON) for cohort in COHORTS],
         "4a": fig4a,
@@ -309,13 +313,15 @@ class Results:
 def run_all(todo: Sequence[str], results: Results, seeds: int, data_dir: str) -> None:
     """Make the runs that are not in the results: all points with one seed, before the next seed."""
     for seed in range(seeds):
-        missing = [case for part in todo for case in cases()[part] if not results.has(case, seed)]
-        if not missing:
-            continue
-        problem = Problem(seed, data_dir)
-        check(problem)
-        for case in dict.fromkeys(missing):
-            results.add(case, run(problem, case, seed))
+        for digits in (2, 1):
+            every = dict.fromkeys(case for part in todo for case in cases()[part] if case.digits == digits)
+            missing = [case for case in every if not results.has(case, seed)]
+            if not missing:
+                continue
+            problem = Problem(seed, digits, data_dir)
+            check(problem)
+            for case in missing:
+                results.add(case, run(problem, case, seed))
 
 
 # Tables
@@ -380,7 +386,8 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
                 "E": case.steps,
                 "sensitivity": case.sensitivity,
                 "epsilon of a round, eq. 17": _number(case.epsilon),
-                "proved for all replies": _number(case.proved),
+                "proved for one reply": _number(case.proved(1)),
+                "proved for all": _number(case.proved()),
                 "loss": _spread(results.of(case)),
                 "accuracy": _spread(results.of(case, "accuracy")),
             }
@@ -422,6 +429,7 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
         "SCAFFOLD",
         [
             {
+                "digits": digits,
                 "E": steps,
                 "epsilon": _number(epsilon),
                 "DP-FedPAQ, loss": _spread(results.of(plain)),
@@ -430,8 +438,8 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
                 "DP-FedPAQ, accuracy": _spread(results.of(plain, "accuracy")),
                 "SCAFFOLD, accuracy": _spread(results.of(other, "accuracy")),
             }
-            for steps, epsilon in [*((1, one) for one in SCAFFOLD_EPSILONS), (10, INF)]
-            for plain, other in [[_scaffold(method, epsilon, steps) for method in METHODS]]
+            for digits, steps, epsilon in SCAFFOLD
+            for plain, other in [[_scaffold(method, digits, steps, epsilon) for method in METHODS]]
         ],
     )
 
@@ -459,26 +467,17 @@ def plot(results: Results, path: str) -> None:
 
 
 def scaffold_plot(results: Results, path: str) -> None:
-    """Draw loss over rounds of both methods, at every epsilon."""
+    """Draw loss over rounds of both methods, for two digits a client and for one."""
     from flower_dp.reporting import canvas  # noqa: PLC0415
 
     figure = canvas.empty(8, 3.5)
-    for axis, (title, chosen) in zip(
-        figure.subplots(1, 2),
-        (("one local step", [(1, one) for one in SCAFFOLD_EPSILONS]), ("ten local steps, no noise", [(10, INF)])),
-        strict=True,
-    ):
-        _draw(
-            axis,
-            title,
-            [
-                (f"{name}, epsilon {_number(epsilon)}", _scaffold(method, epsilon, steps))
-                for steps, epsilon in chosen
-                for method, name in zip(METHODS, ("DP-FedPAQ", "SCAFFOLD"), strict=True)
-            ],
-            results,
-            pairs=True,
-        )
+    for axis, digits in zip(figure.subplots(1, 2), (2, 1), strict=True):
+        curves = [
+            (f"{name}, E = {steps}, epsilon {_number(epsilon)}", _scaffold(method, digits, steps, epsilon))
+            for steps, epsilon in ((1, 0.5), (1, INF), (10, INF))
+            for method, name in zip(METHODS, ("DP-FedPAQ", "SCAFFOLD"), strict=True)
+        ]
+        _draw(axis, f"HET_MNIST({digits})", curves, results, pairs=True)
     canvas.save(figure, path)
 
 
