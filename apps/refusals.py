@@ -9,6 +9,7 @@ from apps.methods import METHODS, Run
 from apps.own_config import run_of
 from apps.tasks import module_of
 from flower_dp.core import checks
+from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting
 from flower_dp.strategies.client_level import ClientLevelRules
 
@@ -97,7 +98,8 @@ def _check_target(rules: Any, num_clients: int) -> None:
     cost = accounting.epsilon(event, delta=rules.delta, relation=relation, grid=_GRID).epsilon
     if cost - 2 * _GRID > rules.target_epsilon:
         raise ValueError(
-            f"target_epsilon={rules.target_epsilon:g}: one round alone costs epsilon={cost:.3g}; more noise costs less"
+            f"target_epsilon={rules.target_epsilon:g}: one round alone costs epsilon={digits_in_words(cost, 3)}; "
+            "more noise costs less"
         )
 
 

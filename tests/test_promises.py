@@ -845,8 +845,36 @@ def test_a_sum_that_is_not_exact_is_not_released():
 
 
 def test_the_fewest_who_may_answer_are_rounded_up():
-    strategy = STRATEGIES["dp-fedsam untrusted"]()
+    strategy = DPFedSAM(**CLIENT_LEVEL | {"num_clients": 9, "sampling": PoissonSampling(sampling_rate=0.5)}, trusted_server=False)
     assert [strategy.rules.noise.fewest(size) for size in range(6)] == [1, 1, 2, 3, 3, 4]
+    assert strategy.rules.noise.fewest(99) == 7  # of nine
+
+
+@pytest.mark.parametrize("num_there", [2, 9])
+def test_shares_without_a_trusted_server_are_those_of_the_plan_whoever_is_there(num_there):
+    """By the two of four who are connected each round cost more than planned, and passed the target; by nine newcomers each
+    share was smaller than the statement says."""
+    strategy = DPFedSAM(**CLIENT_LEVEL, trusted_server=False)
+    known_clients = KnownClients(
+        names=tuple(map(str, range(max(4, num_there)))),
+        nodes=tuple(place if place < num_there else None for place in range(max(4, num_there))),
+        record_names=wire.MESSAGE_API,
+        hosting=True,
+    )
+    strategy.plan(3)
+    release = strategy.rules.training
+    for count in (1, 2, 3):
+        (cohort,) = [tuple(name for names in strategy._run.drawn(release, known_clients).values() for name in names)]
+        assert len(cohort) == num_there
+        assert (
+            release.ask(9, cohort).noise_std
+            == pytest.approx(strategy.rules.noise.smallest_share)
+            == pytest.approx(2 / math.sqrt(3))
+        )
+        release.take(release.next_charge(cohort))
+        assert strategy.rules.ledger.lines() == [f"{count} x GaussianDpEvent(noise_multiplier={4 * math.sqrt(2 / 3)})"]
+        assert strategy.epsilon >= strategy.statement.epsilon
+    assert strategy.rules.noise.too_few(2, num_there)
 
 
 def test_a_plan_counts_on_the_worst_cohort():

@@ -9,6 +9,7 @@ import typer
 from click.core import ParameterSource
 
 from flower_dp.cli.errors import refuse
+from flower_dp.core.words import digits_in_words
 
 if TYPE_CHECKING:
     from flower_dp.privacy.selection import NumberOfRuns
@@ -178,7 +179,8 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     width = max(16, *map(len, lines))
     for label, number in lines.items():
         value = "infinite: not private" if number is None else number
-        typer.echo(f"{label:<{width}}  {value:.6g}" if isinstance(value, float) else f"{label:<{width}}  {value}")
+        # Up: less of an epsilon, a delta or a noise multiplier would not be what was computed.
+        typer.echo(f"{label:<{width}}  {digits_in_words(value, 6) if isinstance(value, float) else value}")
 
 
 # Of a run

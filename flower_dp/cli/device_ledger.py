@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from flower_dp.core.words import delta_in_words, epsilon_in_words
+
 
 def read(path: str, create: list[str] | None, delta: float) -> tuple[dict[str, Any], list[str]]:
     """Return what a device's ledger says, as JSON values and as lines.
@@ -22,7 +24,8 @@ def read(path: str, create: list[str] | None, delta: float) -> tuple[dict[str, A
     totals = _totals(accounts)
     lines = [_line(name, account) for name, account in accounts.items()]
     for name, total in totals.items():
-        lines.append(f"{name}, in total: epsilon {_shown(total['epsilon'])} at delta {total['delta']:g} ({total['relation']})")
+        spent = f"epsilon {_shown(total['epsilon'])} at delta {delta_in_words(total['delta'])}"
+        lines.append(f"{name}, in total: {spent} ({total['relation']})")
     return {"clients": accounts, "totals": totals}, lines
 
 
@@ -64,7 +67,7 @@ def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _shown(epsilon: float | None) -> str:
-    return "infinite: not private" if epsilon is None else f"{epsilon:.4f}"
+    return "infinite: not private" if epsilon is None else epsilon_in_words(epsilon)
 
 
 def _pure(event: Any) -> bool:
@@ -76,6 +79,6 @@ def _pure(event: Any) -> bool:
 def _line(name: str, account: dict[str, Any]) -> str:
     if account["terms"] is None:
         return f"{name}: no reply yet, no terms"
-    cost = f"epsilon {_shown(account['epsilon'])} at delta {account['delta']:g}"
+    cost = f"epsilon {_shown(account['epsilon'])} at delta {delta_in_words(account['delta'])}"
     spent = f"{account['replies']} of {account['num_replies']} replies, {cost}"
     return f"{name}: {spent} ({account['relation']})\n  terms: {account['terms']}"

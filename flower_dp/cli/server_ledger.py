@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flower_dp.core.words import delta_in_words, epsilon_in_words
+
 if TYPE_CHECKING:
     from flower_dp.privacy.joint_cost import Accounts, Scope
     from flower_dp.privacy.server_ledger import ServerLedger
@@ -61,12 +63,12 @@ def read(path: Path, delta: float | None) -> tuple[dict[str, Any], list[str]]:
         lines += _client_lines(clients, one)
         lines.append(
             f"{_runs_together(one['runs'])} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta "
-            f"{at:g}, accountant {one['accountant']}, for the client who was charged most"
+            f"{delta_in_words(at)}, accountant {one['accountant']}, for the client who was charged most"
         )
     if len(joint) > 1:
         lines.append("no accountant adds up costs of different units or relations: they are apart")
     if budget is not None:
-        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {budget.delta:g}")
+        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {delta_in_words(budget.delta)}")
     return told, lines
 
 
@@ -143,4 +145,4 @@ def _finite(epsilon: float) -> float | None:
 
 
 def _shown(epsilon: float | None) -> str:
-    return "infinite: not private" if epsilon is None else f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+    return "infinite: not private" if epsilon is None else epsilon_in_words(epsilon)

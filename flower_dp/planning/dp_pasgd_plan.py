@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from flower_dp.core.words import delta_in_words, digits_in_words
 from flower_dp.planning.dp_pasgd_bound import METHOD, Problem
 from flower_dp.planning.planner import Panel
 from flower_dp.planning.problem import Floats
@@ -76,6 +77,7 @@ class Plan:
         """Return the answer for a reader, without the reasons."""
         low, high = min(self.noise_std), max(self.noise_std)
         noise = f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+        delta = delta_in_words(self.problem.delta)
         lines = [
             f"{METHOD}, {self.problem.num_clients} clients",
             "",
@@ -85,8 +87,8 @@ class Plan:
             f"  noise_std        {noise}  (on every coordinate of a mini-batch gradient)",
             f"  bound            {self.bound:.6g}  (expected gap of the loss)",
             f"  cost             {self.cost:.6g}  (of {self.problem.max_cost:.6g})",
-            f"  epsilon          {self.epsilon:.6g}  (the paper's formula)",
-            f"  epsilon_tight    {self.epsilon_tight:.6g}  (exact composition, delta {self.problem.delta:g})",
+            f"  epsilon          {digits_in_words(self.epsilon, 6)}  (the paper's formula)",
+            f"  epsilon_tight    {digits_in_words(self.epsilon_tight, 6)}  (exact composition, delta {delta})",
             "",
             "Compared",
         ]

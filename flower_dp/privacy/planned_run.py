@@ -9,6 +9,7 @@ import dp_accounting as dp
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import RoundRobinSampling
+from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting, selection
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.selection import NumberOfRuns
@@ -87,7 +88,7 @@ class PlannedRun:
             )
         if rounds == 0:
             one = _finite(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
-            costs = "has no finite epsilon" if one is None else f"costs epsilon={one:.6g}"
+            costs = "has no finite epsilon" if one is None else f"costs epsilon={digits_in_words(one, 6)}"
             raise ValueError(f"--epsilon={epsilon:g}: one round with --noise-multiplier={noise_multiplier:g} {costs}")
         return replace(self, num_rounds=rounds)
 

@@ -20,7 +20,7 @@ _LARGEST_GRID = 100.0
 _LARGEST_SIZE = 1e8
 # Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
 SMALLEST_DELTA = 1e-9
-# Reserved for that rounding, which may be in the unsafe direction.
+# Reserved for that rounding, which may be in the unsafe direction; in a long composition it grows with the number of releases.
 _ROUNDING = 1e-12
 # Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
 _LONG_RUN = 200_000
@@ -68,7 +68,10 @@ def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> fl
             return math.nan
         one = _self_composed(one, count)
         total = one if total is None else total.compose(one)
-    return math.nan if total is None else float(total.get_epsilon_for_delta(delta - _ROUNDING))
+    # Distributions of sampled releases have `fixed_size.ROUNDING` themselves, each as a loss that is infinite.
+    plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1)
+    left = delta - _ROUNDING - plain * fixed_size.ROUNDING
+    return math.nan if total is None or left <= 0 else float(total.get_epsilon_for_delta(left))
 
 
 def _self_composed(one: Any, count: int) -> Any:

@@ -7,9 +7,9 @@ flag that says whether its assumptions held.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
+from flower_dp.core.words import delta_in_words, epsilon_in_words, spent_in_words
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation
 
@@ -98,8 +98,8 @@ class JointEpsilon:
 
     def __str__(self) -> str:
         line = (
-            f"All {self.num_runs} runs on this ledger together: epsilon {_shown(self.epsilon)} at delta "
-            f"{delta_in_words(self.delta)}, accountant {self.accountant}, for the client who was charged most"
+            f"All {self.num_runs} runs on this ledger together: {spent_in_words(self.epsilon, self.delta)}, accountant "
+            f"{self.accountant}, for the client who was charged most"
         )
         if self.apart:
             line += f"; not in it, since no accountant adds them up: {', '.join(self.apart)}"
@@ -178,7 +178,7 @@ class PrivacyStatement:
     def __str__(self) -> str:
         if self.private:
             promise = (
-                f"({_up(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
+                f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
                 f"({self.relation}; tight, accountant {self.accountant}), over {self.num_rounds} rounds."
             )
         else:
@@ -193,26 +193,25 @@ class PrivacyStatement:
         if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
             lines.append(_paper_line(self.paper))
         if self.parts:
-            alone = ", ".join(f"{name} {_shown(value)}" for name, value in self.parts.items())
-            lines.append(f"Each part alone: {alone}; together {_shown(self.epsilon)}")
+            alone = ", ".join(f"{name} {epsilon_in_words(value)}" for name, value in self.parts.items())
+            lines.append(f"Each part alone: {alone}; together {epsilon_in_words(self.epsilon)}")
         for alike in _alike(self.adversaries):
             one = alike[0]
             trusted = " (trusted)" if one.trusted else ""
             lines.append(
                 f"Against {'; '.join(f'{entry.name}{trusted}: {entry.sees}' for entry in alike)}: tight epsilon "
-                f"{_shown(one.epsilon)}, accountant {one.accountant}, noise std {one.noise_std:.6g}"
+                f"{epsilon_in_words(one.epsilon)}, accountant {one.accountant}, noise std {one.noise_std:.6g}"
             )
             if one.paper is not None:
                 lines.append("  " + _paper_line(one.paper))
         if self.clients is not None:
             costs = self.clients
-            if _shown(costs.minimum) == _shown(costs.maximum):
-                lines.append(f"Over {costs.count} clients: epsilon {_shown(costs.maximum)} for each of them")
+            least, middle, most = (epsilon_in_words(one) for one in (costs.minimum, costs.median, costs.maximum))
+            if least == most:
+                lines.append(f"Over {costs.count} clients: epsilon {most} for each of them")
             else:
-                lines.append(
-                    f"Over {costs.count} clients: epsilon at least {_shown(costs.minimum)}, median {_shown(costs.median)}, "
-                    f"at most {_shown(costs.maximum)} ({costs.worst})"
-                )
+                spread = f"at least {least}, median {middle}, at most {most} ({costs.worst})"
+                lines.append(f"Over {costs.count} clients: epsilon {spread}")
                 lines += _by_client("Each client", costs.each)
             lines += _by_client("Each client's evaluations alone", costs.evaluation)
         if self.joint is not None:
@@ -228,7 +227,7 @@ class PrivacyStatement:
 
 def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
     """Return a line of the clients' epsilons, with one number if all are shown alike; no line without clients."""
-    shown = {name: _shown(value) for name, value in epsilons.items()}
+    shown = {name: epsilon_in_words(value) for name, value in epsilons.items()}
     if len(shown) > 1 and len(set(shown.values())) == 1:
         return [f"{title}: {next(iter(shown.values()))}"]
     return [f"{title}: " + ", ".join(f"{name} {value}" for name, value in shown.items())] if shown else []
@@ -256,19 +255,4 @@ def _alike(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 
 def _paper_line(paper: PaperEpsilon) -> str:
     state = "valid here" if paper.valid else "NOT VALID here"
-    return f"The paper's own epsilon: {_shown(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"
-
-
-def _shown(epsilon: float) -> str:
-    return _up(epsilon) if math.isfinite(epsilon) else "infinite"
-
-
-def delta_in_words(delta: float) -> str:
-    """Return three significant digits, rounded up: a printed delta is never smaller than the delta of the computation."""
-    # From the float's shortest decimal: 0.001 is shown as it was given, though as a float it is a little above 1/1000.
-    return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(repr(float(delta))))):.3g}"
-
-
-def _up(epsilon: float) -> str:
-    """Return four decimals, rounded up: a printed epsilon is never smaller than the proved one."""
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+    return f"The paper's own epsilon: {epsilon_in_words(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_dp.core import columns
+from flower_dp.core.words import digits_in_words
 from flower_dp.reporting import labels
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder as run_folders
@@ -74,7 +74,7 @@ class Curve:
         """Return the epsilon as text for tables and figures, rounded up to four digits."""
         if not self.private:
             return "not private"
-        return f"{float(Context(prec=4, rounding=ROUND_CEILING).plus(Decimal(repr(self.epsilon)))):.4g}"
+        return digits_in_words(self.epsilon, 4)
 
 
 def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:

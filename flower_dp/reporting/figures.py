@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from flower_dp.privacy.statement import delta_in_words
+from flower_dp.core.words import delta_in_words
 from flower_dp.reporting import canvas
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import wrapped

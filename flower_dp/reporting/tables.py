@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flower_dp.privacy.statement import delta_in_words
+from flower_dp.core.words import delta_in_words
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import wrapped
 

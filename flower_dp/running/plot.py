@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from flower_dp.core import columns
+from flower_dp.core.words import delta_in_words, epsilon_in_words
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -121,7 +122,8 @@ def _title(rows: Rows) -> str:
         parts.append(f"accuracy {100 * accuracies[-1]:.1f} %")
     last = rows[-1] if rows else {}
     if isinstance(last.get("epsilon"), int | float):
-        parts.append(f"epsilon {last['epsilon']:.2f}" + (f" at delta {last['delta']:.1e}" if last.get("delta") else ""))
+        delta = f" at delta {delta_in_words(last['delta'])}" if last.get("delta") else ""
+        parts.append(f"epsilon {epsilon_in_words(last['epsilon'], decimals=2)}{delta}")
     elif "epsilon" in last:
         parts.append("not private")
     return ", ".join(parts)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from flower_dp.core import columns
+from flower_dp.core.words import epsilon_in_words
 
 _ERROR = "-standard-error"
 
@@ -126,7 +127,7 @@ def quantities(metrics: Mapping[str, Any]) -> list[str]:
             parts.append(f"{name.replace('-', ' ')} {scale * value:{digits}} ± {scale * error:{digits}}{unit}")
     if "epsilon" in metrics:
         epsilon = metrics["epsilon"]
-        parts.append("not private" if epsilon is None else f"epsilon {epsilon:.3f}")
+        parts.append("not private" if epsilon is None else f"epsilon {epsilon_in_words(epsilon, decimals=3)}")
     return parts
 
 

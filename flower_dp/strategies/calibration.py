@@ -9,6 +9,7 @@ from scipy.stats import binom
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import PoissonSampling
+from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.evaluation import SumEvaluation
@@ -81,9 +82,9 @@ class Budget:
             alone = accounting.epsilon(evaluations, delta=delta, relation=relation).epsilon
             if not alone < self.epsilon:
                 raise ValueError(
-                    f"epsilon={self.epsilon:g}: the {count} private evaluations alone cost {alone:.4g}; give them more noise "
-                    f"than noise_multiplier={evaluation.plan.noise_multiplier:g}, or evaluate in fewer rounds than every="
-                    f"{evaluation.plan.every}"
+                    f"epsilon={self.epsilon:g}: the {count} private evaluations alone cost {digits_in_words(alone, 4)}; give "
+                    f"them more noise than noise_multiplier={evaluation.plan.noise_multiplier:g}, or evaluate in fewer rounds "
+                    f"than every={evaluation.plan.every}"
                 )
         try:
             return _rounded_up(accounting.calibrate(run, epsilon=self.epsilon, delta=delta, relation=relation))

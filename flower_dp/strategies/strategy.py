@@ -100,10 +100,7 @@ class DPStrategy(RunFigures, Strategy):
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
-        if isinstance(durable := self._run.durable, OnLedger | InMemory):
-            durable.close()
-            before = durable if isinstance(durable, InMemory) else None
-            self._run.durable = InMemory(private=not self.seeded_noise, before=before)
+        self._forget_charges()
 
     def go_on(self, found: Checkpoint) -> None:
         """Go on from a checkpoint; what was charged after it stays charged."""
@@ -120,6 +117,8 @@ class DPStrategy(RunFigures, Strategy):
     @state.setter
     def state(self, state: RunState) -> None:
         self._run.state = state
+        if not any(self._run.num_charged) and isinstance(self._run.durable, InMemory):  # a new run
+            self._forget_charges()
 
     def plan(self, num_rounds: int) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
@@ -322,6 +321,13 @@ class DPStrategy(RunFigures, Strategy):
         self._run.durable.close()
 
     # Parts of a run
+
+    def _forget_charges(self) -> None:
+        """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
+        if isinstance(durable := self._run.durable, OnLedger | InMemory):
+            durable.close()
+            before = durable if isinstance(durable, InMemory) else None
+            self._run.durable = InMemory(private=not self.seeded_noise, before=before)
 
     def _open_ledger(self) -> None:
         """Open the ledger of the run, once: the strategy's own, or else that beside its checkpoints."""

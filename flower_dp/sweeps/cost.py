@@ -15,12 +15,12 @@ from typing import Any
 from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
 from flower_dp.core import checks
+from flower_dp.core.words import delta_in_words, epsilon_in_words
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.joint_cost import Scope, joint_cost
 from flower_dp.privacy.server_ledger import ServerLedger
-from flower_dp.privacy.statement import delta_in_words
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, write_whole
 
 _LEDGER = "ledger.sqlite"
@@ -72,7 +72,7 @@ class Together:
     how: str
 
     def __str__(self) -> str:
-        epsilon = f"{math.ceil(self.epsilon * 1e4) / 1e4:.4f}" if math.isfinite(self.epsilon) else "infinite"
+        epsilon = epsilon_in_words(self.epsilon)
         others = f"{_runs(self.num_others)} without a finite epsilon"
         if not self.num_runs:
             return f"{others} for a {self.scope.unit} ({self.scope.relation}): not private"

@@ -14,6 +14,7 @@ from typing import Any
 from dp_accounting import DpEvent
 
 from flower_dp.core import columns
+from flower_dp.core.words import epsilon_in_words, spent_in_words
 from flower_dp.privacy import selection
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.selection import NumberOfRuns, Poisson
@@ -118,11 +119,11 @@ class PrivateSweep:
     def told(self) -> str:
         """What is known before the first run, in words."""
         points = f"{len(self.candidates)} points" if len(self.candidates) > 1 else "1 point"
+        most = max(one.epsilon for one in self.candidates)
         return (
             f"The best of K runs by {self.choice.metric} ({self.choice.mode}), each with one of {points}, drawn anew; K is "
-            f"{law_in_words(self.number)}. It costs epsilon {math.ceil(self.cost.epsilon * 1e4) / 1e4:.4f} at delta "
-            f"{self.cost.delta:.3g} ({self.cost.relation}), against those who see the chosen run alone; one run costs at most "
-            f"{math.ceil(max(one.epsilon for one in self.candidates) * 1e4) / 1e4:.4f}."
+            f"{law_in_words(self.number)}. It costs {spent_in_words(self.cost.epsilon, self.cost.delta)} "
+            f"({self.cost.relation}), against those who see the chosen run alone; one run costs at most {epsilon_in_words(most)}."
         )
 
     @property

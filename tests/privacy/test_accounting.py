@@ -674,7 +674,11 @@ def test_long_runs_are_composed_of_all_their_releases(count: int) -> None:
 def test_rounding_inside_a_composition_is_kept_aside_from_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pld, "_leaf_pld", lambda *_: Counted())
     kept = 1e-9 - pld.on_grid([(Gaussian(1.0), 5)], 1e-9, ADD, 1e-4)
-    assert kept == pytest.approx(1e-12, rel=1e-3, abs=0)
+    assert kept == pytest.approx(1e-12 + 5 * 2.0**-50, rel=1e-3, abs=0)
+    # More for a longer composition; a sampled release has its part as losses that are infinite.
+    long = [(Gaussian(1.0), 100_000), (Poisson(0.5, Gaussian(1.0)), 90_000)]
+    assert 1e-9 - pld.on_grid(long, 1e-9, ADD, 1e-4) == pytest.approx(1e-12 + 100_000 * 2.0**-50, rel=1e-3, abs=0)
+    assert math.isnan(pld.on_grid([(Gaussian(1.0), 190_000)], 1e-10, ADD, 1e-4))
 
 
 @pytest.mark.parametrize("root", [1e-6, 1.0, 1e6])

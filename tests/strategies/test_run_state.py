@@ -223,6 +223,9 @@ def test_an_earlier_state_of_this_run_spends_no_budget_again():
         strategy.configure_train(2, MODEL, ConfigRecord(), grid)
     assert not [one for one in grid.sent if one.metadata.message_type == "train"]
     rounds(moved(DPFedAvg(**PRIVATE), earlier), MODEL, range(2, 3))  # of another process
+    strategy.state = DPFedAvg(**PRIVATE).state  # a new run
+    rounds(strategy, MODEL, range(1, 2))
+    assert strategy.statement.joint.num_runs == 2
 
 
 def test_what_a_strategys_runs_have_cost_together_is_told():

@@ -199,7 +199,7 @@ def test_the_statement_in_a_file_has_every_adversary():
 CENTRAL = "the server is trusted: it sees single updates and adds the noise"
 SHARES = "clients add their shares of the noise; single messages are not private and are seen by the aggregator only"
 TOPPED = "the server is trusted to add the shares of noise that are missing in a round"
-APART = "clients do not combine their knowledge of their shares of the noise"
+APART = "clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several"
 NONE = "no noise is added to updates: training is not private"
 
 

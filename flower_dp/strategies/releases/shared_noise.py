@@ -63,8 +63,13 @@ class SharedNoise:
         return self.release.sampler.largest_cohort(self.release.num_clients)
 
     def fewest(self, cohort_size: int) -> int:
-        """Return how many of the drawn clients must answer where nobody adds the shares of the others."""
-        return max(1, math.ceil(self.min_reply_ratio * cohort_size - 1e-9))
+        """Return how many of the drawn clients must answer where nobody adds the shares of the others.
+
+        Where every cohort is as large as any other, that number decides: those who are not connected are no fewer shares, which
+        would cost more than was planned, and clients who came later are no more, which would be smaller than any was said to be.
+        """
+        drawn = min(cohort_size, self.most_shares) if self.release.sampler.secret_size else self.most_shares
+        return max(1, math.ceil(self.min_reply_ratio * drawn - 1e-9))
 
     def shares(self, cohort_size: int) -> int:
         """Return how many shares make up the noise of a round."""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from dp_accounting import ComposedDpEvent, NoOpDpEvent
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.words import delta_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_in_words
+from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import not_covered, seeded
@@ -143,7 +144,7 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
         lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
         if rules.noise.trusted_server:
             lines.append("the server is trusted to add the shares of noise that are missing in a round")
-        lines.append("clients do not combine their knowledge of their shares of the noise")
+        lines.append("clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several")
     if rules.noise.cohort_shows:
         lines.append(
             "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
