@@ -169,6 +169,20 @@ def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(
     assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e39])
+def test_a_model_that_is_not_finite_is_refused_and_nothing_is_charged(value: float) -> None:
+    """Every record would count as zero, and the budget be spent on noise; 1e39 is none of float32."""
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context_of())
+    arrays = {name: array.astype(np.float64) for name, array in model().items()}
+    last = arrays[max(arrays)]
+    last[(-1,) * last.ndim] = value
+    with pytest.raises(Declined, match="the server's model has NaN or infinite entries"):
+        made.answer(arrays, config_of(local()))
+    assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
+    with pytest.raises(Declined, match="NaN or infinite"):
+        device(None).answer(arrays, config_of(training()))
+
+
 # The ledger of the device's owner, whichever way a client is hosted
 
 
