@@ -131,6 +131,23 @@ def test_a_policy_without_limits_trusts_the_server_and_a_limit_of_0_says_so() ->
         device(policy).evaluation(model(), config_of(evaluation()))
 
 
+def test_a_policy_limits_the_number_of_shares_whatever_the_server_promises() -> None:
+    """Noise of scale 1 in 4 shares is 0.5 each; a server that names more clients leaves less on the device."""
+    policy = ClientPolicy(min_noise_multiplier=1.0, max_shares=4)
+    policy.check(training(noise_std=0.5).ask)
+    for asked in (training(noise_std=0.49), training(noise_std=0.5, noise_multiplier=1.1)):
+        with pytest.raises(Declined, match="max_shares=4 shares"):
+            policy.check(asked.ask)
+    with pytest.raises(Declined, match="max_shares=4 shares"):
+        policy.check_evaluation(evaluation(noise_std=0.1).ask)
+    with pytest.raises(Declined, match="max_shares=4 shares"):
+        policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="central"))
+    with pytest.raises(Declined, match="none of its noise"):
+        ClientPolicy(max_shares=4).check(training().ask)
+    with pytest.raises(ValueError, match="max_shares"):
+        ClientPolicy(max_shares=0)
+
+
 def test_noise_on_the_device_needs_a_clip() -> None:
     """A server that may choose the clip norm makes it so large that the noise is nothing."""
     with pytest.raises(ValueError, match=r"min_noise_std=0.1: protects nothing while the server chooses the clip norm"):
