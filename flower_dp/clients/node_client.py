@@ -238,8 +238,11 @@ class NodeClient(NumPyClient):
             trained = dict(zip(layout.names, trained.values(), strict=True))
         if set(trained) != set(layout.names):
             raise Declined(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
-        with reading():
-            return torch.from_numpy(layout.flatten(trained)).to(self.model.device)
+        with reading(), np.errstate(over="ignore"):
+            vector = layout.flatten(trained)
+        if not np.isfinite(vector).all():  # every record would count as zero, and be paid for
+            raise Declined("the server's model has NaN or infinite entries")
+        return torch.from_numpy(vector).to(self.model.device)
 
     @abstractmethod
     def _why_unfit(self, records: Records) -> str | None:

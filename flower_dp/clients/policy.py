@@ -1,5 +1,6 @@
 """A client's own policy: the instructions that it accepts from any server."""
 
+import math
 from dataclasses import dataclass
 
 from flower_dp.clients.reasons import Declined
@@ -31,6 +32,9 @@ class ClientPolicy:
             refused. It needs `max_clip_norm`: under a clip that the server chooses no noise is enough. Where the server's clip
             norm is adaptive, it is compared with the noise that there would be if the norm of the client's row, its indicator
             among it, were `max_clip_norm`.
+        max_shares: largest number of shares that may make up the noise of a release: this client itself must then add noise of
+            std (noise multiplier promised x clip norm) / sqrt(max_shares) at least, in training and in evaluations, whatever the
+            clip norm. So a server that counts on more clients than there are is refused, and so is central placement.
         allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
         min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation; None:
@@ -55,6 +59,7 @@ class ClientPolicy:
     min_clip_norm: float | None = None
     min_noise_multiplier: float | None = None
     min_noise_std: float | None = None
+    max_shares: int | None = None
     allow_metrics: bool = False
     allow_evaluation: bool = True
     min_evaluation_noise_multiplier: float | None = None
@@ -69,6 +74,8 @@ class ClientPolicy:
                 checks.number(name, getattr(self, name), above=0)
         if self.max_clip_norm is not None and self.min_clip_norm is not None:
             checks.number("min_clip_norm", self.min_clip_norm, at_most=self.max_clip_norm)
+        if self.max_shares is not None:
+            checks.integer("max_shares", self.max_shares, at_least=1)
         checks.flag("allow_metrics", self.allow_metrics)
         checks.flag("allow_evaluation", self.allow_evaluation)
         if self.min_noise_std and self.max_clip_norm is None:
@@ -98,6 +105,7 @@ class ClientPolicy:
             and self.min_clip_norm is None
             and self.min_noise_multiplier is None
             and self.min_noise_std is None
+            and self.max_shares is None
             and self.min_evaluation_noise_multiplier is None
             and self.min_evaluation_noise_std is None
         )
@@ -113,6 +121,7 @@ class ClientPolicy:
             raise Declined("training: this client's policy has limits, but none of its noise; set min_noise_multiplier too")
         _at_least("noise_multiplier", ask.promise.noise_multiplier, self.min_noise_multiplier)
         _at_least("noise_std", ask.noise_std, self._least_std(ask))
+        self._check_share(ask)
 
     def _least_std(self, ask: Ask) -> float | None:
         """Return the smallest std of this client's own noise in training: with an adaptive clip norm in proportion to the row."""
@@ -138,6 +147,15 @@ class ClientPolicy:
         if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
+    def _check_share(self, ask: Ask) -> None:
+        if self.max_shares is not None:
+            least = ask.promise.noise_scale / math.sqrt(self.max_shares)
+            if not ask.noise_std >= least * (1 - _ROUNDING):
+                raise Declined(
+                    f"noise_std={ask.noise_std:g}: this client's policy allows max_shares={self.max_shares} shares of the noise, "
+                    f"each of {least:g} at least"
+                )
+
     def check_evaluation(self, ask: Ask) -> None:
         """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
 
@@ -151,6 +169,7 @@ class ClientPolicy:
             )
         _at_least("noise_multiplier", ask.promise.noise_multiplier, self.least_evaluation_multiplier, " of an evaluation")
         _at_least("noise_std", ask.noise_std, self.least_evaluation_std, " of an evaluation")
+        self._check_share(ask)
 
     def check_own(self, release: Release) -> None:
         """Refuse to train if the client's own noise, where its every message is private on its own, is below a limit.

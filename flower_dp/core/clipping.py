@@ -39,14 +39,18 @@ def l2_norms(rows: Array) -> Array:
         with np.errstate(over="ignore"):  # overflowing norms are computed again below
             blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
             norms = xp.linalg.vector_norm(xp.stack(blocks, axis=-1), axis=-1)
-    if (_SAFE < float(norms) < 1 / _SAFE) if rows.ndim == 1 else bool(xp.all((norms > _SAFE) & (norms < 1 / _SAFE))):
+    if rows.ndim == 1 and _SAFE < float(norms) < 1 / _SAFE:
+        return norms
+    safe = (norms > _SAFE) & (norms < 1 / _SAFE)
+    if bool(xp.all(safe)):
         return norms
     wide = xp.astype(rows, xp.float64)
     # Zeros, entries whose squares leave float64's range, NaN and infinity: divide by the largest entry first.
     largest = xp.max(xp.abs(wide), axis=-1) if wide.shape[-1] else norms
     unit = xp.where((largest > 0) & xp.isfinite(largest), largest, xp.ones_like(largest))
     scaled = wide / unit[..., None]
-    return unit * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
+    # Only these rows: the last bits of a norm must not depend on other rows.
+    return xp.where(safe, norms, unit * xp.sqrt(xp.sum(scaled * scaled, axis=-1)))
 
 
 def l1_norms(rows: Array) -> Array:
@@ -102,5 +106,9 @@ def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Arra
     if bool(xp.all(norms <= bound)):
         return xp.astype(rows, xp.float32, copy=True)
     factors = xp.where(norms > bound, bound / xp.where(norms > 0, norms, xp.ones_like(norms)), xp.ones_like(norms))
-    work = xp.float32 if rows.dtype == xp.float32 and bool(xp.all(factors > _SMALLEST_FACTOR)) else xp.float64
-    return xp.astype(xp.astype(rows, work, copy=False) * xp.astype(factors, work)[..., None], xp.float32, copy=False)
+    wide, narrow = factors <= _SMALLEST_FACTOR, rows.dtype == xp.float32
+    if narrow and not bool(xp.any(wide)):
+        return rows * xp.astype(factors, xp.float32)[..., None]
+    shrunk = xp.astype(xp.astype(rows, xp.float64) * factors[..., None], xp.float32)
+    # Row by row: one that needs float64 must not change how others are rounded.
+    return xp.where(wide[..., None], shrunk, rows * xp.astype(factors, xp.float32)[..., None]) if narrow else shrunk

@@ -6,7 +6,7 @@ string; a reply without that string is a stock client's model. Nothing here trus
 memory is taken, and every refusal is a ValueError that says why.
 """
 
-from flower_dp.wire.answer import DECLINED, FAILED, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
+from flower_dp.wire.answer import DECLINED, FAILED, LARGEST_METRIC, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
 from flower_dp.wire.ask import Ask, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
@@ -36,6 +36,7 @@ __all__ = [
     "EVALUATION",
     "FAILED",
     "KEY",
+    "LARGEST_METRIC",
     "MESSAGE_API",
     "MOST_REASON",
     "MOST_REASONS",

@@ -13,6 +13,8 @@ FAILED, DECLINED = "training failed", "declined"
 # Of an answer: what a client says of a refusal, and how many different things.
 MOST_REASON, MOST_REASONS = 200, 16
 _MOST_METRICS = 16
+# No sum of honest metrics is larger, not even one of squares of norms of float32 vectors; and sums of these are finite.
+LARGEST_METRIC = 1e100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class Answer:
         if len(metrics) > _MOST_METRICS or len(payload) > _MOST_METRICS:
             raise ValueError(f"answer: has {len(metrics)} metrics, {len(payload)} header words: too many")
         for name, value in metrics.items():
-            checks.number(f"metric {checks.line('metric', name)}", value)
+            checks.number(f"metric {checks.line('metric', name)}", value, at_least=-LARGEST_METRIC, at_most=LARGEST_METRIC)
         refused = refused_at(data["refused"], asked)
         length = payload.get("length")
         # Whoever decodes the payload compares this length with the model's.

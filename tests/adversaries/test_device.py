@@ -131,6 +131,23 @@ def test_a_policy_without_limits_trusts_the_server_and_a_limit_of_0_says_so() ->
         device(policy).evaluation(model(), config_of(evaluation()))
 
 
+def test_a_policy_limits_the_number_of_shares_whatever_the_server_promises() -> None:
+    """Noise of scale 1 in 4 shares is 0.5 each; a server that names more clients leaves less on the device."""
+    policy = ClientPolicy(min_noise_multiplier=1.0, max_shares=4)
+    policy.check(training(noise_std=0.5).ask)
+    for asked in (training(noise_std=0.49), training(noise_std=0.5, noise_multiplier=1.1)):
+        with pytest.raises(Declined, match="max_shares=4 shares"):
+            policy.check(asked.ask)
+    with pytest.raises(Declined, match="max_shares=4 shares"):
+        policy.check_evaluation(evaluation(noise_std=0.1).ask)
+    with pytest.raises(Declined, match="max_shares=4 shares"):
+        policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="central"))
+    with pytest.raises(Declined, match="none of its noise"):
+        ClientPolicy(max_shares=4).check(training().ask)
+    with pytest.raises(ValueError, match="max_shares"):
+        ClientPolicy(max_shares=0)
+
+
 def test_noise_on_the_device_needs_a_clip() -> None:
     """A server that may choose the clip norm makes it so large that the noise is nothing."""
     with pytest.raises(ValueError, match=r"min_noise_std=0.1: protects nothing while the server chooses the clip norm"):
@@ -167,6 +184,20 @@ def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(
         reported = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, asked)))[wire.KEY]
     assert f"{limit}={1.5 * own:g}: this client's own terms have less noise" in reported
     assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e39])
+def test_a_model_that_is_not_finite_is_refused_and_nothing_is_charged(value: float) -> None:
+    """Every record would count as zero, and the budget be spent on noise; 1e39 is none of float32."""
+    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context_of())
+    arrays = {name: array.astype(np.float64) for name, array in model().items()}
+    last = arrays[max(arrays)]
+    last[(-1,) * last.ndim] = value
+    with pytest.raises(Declined, match="the server's model has NaN or infinite entries"):
+        made.answer(arrays, config_of(local()))
+    assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
+    with pytest.raises(Declined, match="NaN or infinite"):
+        device(None).answer(arrays, config_of(training()))
 
 
 # The ledger of the device's owner, whichever way a client is hosted

@@ -547,6 +547,7 @@ def test_in_an_evaluation_a_bad_record_leaves_the_others_as_they_are(build, capl
     )
     for place in (0, 6):
         expected = evaluated(flat, with_one((items[place][0], CLASSES), place, items), reported)
+        assert expected != evaluated(flat, DatasetRecords(dataset=[None] * SIZE), metrics)  # noise alone
         for bad in BAD.values():
             if isinstance(bad, tuple) and not isinstance(bad[1], int):
                 continue  # a float label is none of the model's business

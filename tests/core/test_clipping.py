@@ -127,6 +127,21 @@ def test_rows_are_clipped_one_by_one_and_short_ones_are_unchanged_bit_for_bit(li
 
 @pytest.mark.parametrize("norm", CLIPS)
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("other", [0.0, 1e-44, 1e35])
+def test_no_bit_of_a_row_depends_on_another_row(norm: str, library: Any, other: float) -> None:
+    """One that is zero, or so long that float32 can't hold its factor, changes not even the last bits: a lattice magnifies them."""
+    rows = np.random.default_rng(1).normal(scale=3, size=(64, 999)).astype(np.float32)
+    rows[5] = 1.0
+    expected = np.asarray(CLIPS[norm](library(rows), 1.0))
+    norms = np.asarray(l2_norms(library(rows)))
+    rows[5] = other
+    kept = np.arange(len(rows)) != 5
+    np.testing.assert_array_equal(np.asarray(CLIPS[norm](library(rows), 1.0))[kept], expected[kept])
+    np.testing.assert_array_equal(np.asarray(l2_norms(library(rows)))[kept], norms[kept])
+
+
+@pytest.mark.parametrize("norm", CLIPS)
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 def test_what_is_given_is_not_changed_and_not_shared(norm: str, library: Any) -> None:
     for size in (0.1, 10.0):
         vector = library(np.full(4, size, np.float32))

@@ -132,7 +132,7 @@ def test_local_asks_round_trip_bit_for_bit(numbers: list[tuple[float, str, float
     reasons=st.lists(st.text(max_size=5), min_size=6, max_size=6),
     kept=st.sets(st.integers(0, 5)),
     metrics=st.dictionaries(
-        st.text("aü-_/", min_size=1, max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=3
+        st.text("aü-_/", min_size=1, max_size=4), st.floats(-wire.LARGEST_METRIC, wire.LARGEST_METRIC), max_size=3
     ),
     seeded=st.booleans(),
 )
@@ -529,9 +529,11 @@ def test_answers_that_make_no_sense_are_refused(field: str, value: Any) -> None:
         Answer.from_json(json.dumps(data), NAMES)
 
 
-def test_numbers_beyond_float_are_refused() -> None:
+@pytest.mark.parametrize("value", [10**400, 1e308, -1e101])
+def test_numbers_beyond_float_are_refused(value: Any) -> None:
+    """And those whose sum over nodes might be."""
     with pytest.raises(ValueError, match="metric loss"):
-        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "metrics": {"loss": 10**400}}), NAMES)
+        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "metrics": {"loss": value}}), NAMES)
 
 
 @pytest.mark.parametrize("value", [None, "no", 0, [], {}])

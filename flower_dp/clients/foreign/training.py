@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -138,14 +137,14 @@ def stock_message(message: Message, record_names: RecordNames) -> Message:
 
 
 def _numbers(content: RecordDict) -> dict[str, float]:
-    """Return the finite numbers in a reply's metrics: those of a metric record, or those that a `NumPyClient` returned."""
+    """Return the numbers in a reply's metrics, but for huge ones: of a metric record, or those that a `NumPyClient` returned."""
     found: dict[str, float] = {}
     records: list[MetricRecord | ConfigRecord] = [*content.metric_records.values()]
     if (returned := content.config_records.get("fitres.metrics")) is not None:
         records.append(returned)
     for record in records:
         for name, value in record.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= wire.LARGEST_METRIC
             if number and name not in _EXAMPLE_COUNTS and not name.startswith("fitres.") and len(name) <= _MOST_NAME:
                 found[name] = float(value)  # type: ignore[arg-type]
     return dict(sorted(found.items())[:_MOST_METRICS])
