@@ -9,16 +9,8 @@ import dp_accounting as dp
 import numpy as np
 
 from flower_dp.audit.case import Case, Trials, quiet
-from flower_dp.audit.estimate import (
-    Estimator,
-    GaussianTradeoff,
-    HockeyStick,
-    LaplaceTradeoff,
-    Rates,
-    SampledGaussianTradeoff,
-    Scores,
-    rates,
-)
+from flower_dp.audit.estimate import Errors, Scores, errors_of, lower_bound
+from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
 from flower_dp.core import checks
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation, inner_of, leaves_of
@@ -72,21 +64,23 @@ class Audit:
         claim: what the method claims.
         lower: epsilon is at least this, at the claim's delta, with the audit's confidence and under the estimator's condition.
         estimator: what gives it.
+        strength: the number that it gives first, such as a mu.
         confidence: of `lower`. A method that keeps its claim is taken for one that breaks it with probability
             1 - confidence at most.
         trials: runs without the unit, and as many with it.
-        rates: of the test that was chosen, on the trials that did not choose it.
-        points: false positives and false negatives of that statistic [k x 2], for every threshold, on the same trials.
+        errors: of the test that was chosen, on the trials that did not choose it.
+        points: rates of false positives and false negatives of that statistic [k x 2], for every threshold, on the same trials.
         seconds: that it took.
     """
 
     label: str
     claim: Claim
     lower: float
-    estimator: str
+    estimator: Estimator
+    strength: float
     confidence: float
     trials: int
-    rates: Rates
+    errors: Errors
     points: tuple[tuple[float, float], ...]
     seconds: float
 
@@ -148,17 +142,18 @@ def audit(
         for name in found[True][0]
     }
     estimator = estimator_of(case, claim)
-    chosen = rates(scores, estimator, confidence=confidence)
-    strength = estimator.strength(np.asarray(chosen.false_positive_rate), np.asarray(chosen.false_negative_rate))
+    errors = errors_of(scores, estimator, confidence=confidence)
+    strength = lower_bound(errors, estimator, confidence=confidence)
     return Audit(
         label=case.label,
         claim=claim,
-        lower=estimator.epsilon(float(strength)),
-        estimator=estimator.name,
+        lower=estimator.epsilon(strength),
+        estimator=estimator,
+        strength=strength,
         confidence=confidence,
         trials=trials,
-        rates=chosen,
-        points=_points(scores[chosen.statistic], chosen),
+        errors=errors,
+        points=_points(scores[errors.statistic], errors),
         seconds=time.monotonic() - started,
     )
 
@@ -196,7 +191,7 @@ def claimed_tradeoff(claim: Claim, false_positives: Sequence[float] | np.ndarray
     return found
 
 
-def _points(scores: Scores, chosen: Rates) -> tuple[tuple[float, float], ...]:
+def _points(scores: Scores, chosen: Errors) -> tuple[tuple[float, float], ...]:
     absent, present = ((-one if chosen.falling else one)[-chosen.trials :] for one in scores)
     places = np.unique(np.concatenate([absent, present]))
     places = places[np.linspace(0, len(places) - 1, min(len(places), _MOST_POINTS)).astype(int)]

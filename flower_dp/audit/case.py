@@ -1,6 +1,7 @@
 """One case of an audit: a strategy and its clients, two neighbouring inputs, and what an adversary sees of a run."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from flower_dp.core import checks, compression
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import DPStrategy
+from flower_dp.wire import Indicator
 
 VIEWS = ("outsider", "participant", "server")
 # The node of the client whose part in the run is to be hidden, and that of the participant who knows its own message.
@@ -85,6 +87,14 @@ class _Now:
     pushes: Sequence[float] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Count:
+    """The noised sum of a round's indicators, in units of the update, and how they were asked for."""
+
+    total: float
+    asked: Indicator
+
+
 class Trials:
     """Runs of one case, on the way that real runs take: clients, messages, server.
 
@@ -128,17 +138,20 @@ class Trials:
         strategy.state, arrays = self._fresh, self._arrays
         grid.forget()
         grid.silent = frozenset({_UNIT}) if case.silent and not present else frozenset()
-        seen = []
+        seen, counts = [], []
         for server_round in range(1, case.num_rounds + 1):
             sign = 1.0 if server_round % 2 else -1.0
             self._now.pushes = [sign * push + 0.0 for push in (case.present if present else case.absent)]
             grid.exchanged.clear()
             messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
-            before = arrays
+            before, asked = arrays, _indicator(strategy)
             released, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             arrays = before if released is None else released
             seen.append([sign * part for part in self._seen(before, arrays)])
-        return _statistics([np.stack(parts) for parts in zip(*seen, strict=True)], worst_case.direction(case.inputs))
+            if asked is not None:
+                counts.append(self._beside(asked))
+        parts = [np.stack(one) for one in zip(*seen, strict=True)]
+        return _statistics(parts, worst_case.direction(case.inputs), counts)
 
     @property
     def statement(self) -> PrivacyStatement:
@@ -163,6 +176,16 @@ class Trials:
         own = _message(self._grid.exchanged.get(_PARTICIPANT))[: len(moved)]
         return [moved - own, moved - 2 * own]
 
+    def _beside(self, asked: Indicator) -> _Count:
+        """Return what the next clip norm, which is public, tells of a round: the noised sum of its indicators."""
+        rules: Any = self.strategy.rules
+        clip = rules.training.clip.of
+        within = clip.target_quantile - math.log(rules.clip_norm / asked.clip_norm) / clip.learning_rate
+        total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort(len(self.case.present))
+        if self.case.view == "participant":
+            total -= float(_message(self._grid.exchanged.get(_PARTICIPANT))[-1])
+        return _Count(total=total, asked=asked)
+
 
 @contextmanager
 def quiet(least: int = logging.CRITICAL) -> Iterator[None]:
@@ -176,18 +199,34 @@ def quiet(least: int = logging.CRITICAL) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _statistics(parts: list[np.ndarray], direction: np.ndarray) -> dict[str, float]:
+def _statistics(parts: list[np.ndarray], direction: np.ndarray, counts: Sequence[_Count]) -> dict[str, float]:
     """Return every statistic of what was seen [rounds, d]: what a bug of each kind would show in.
 
-    `projection` is the sum over rounds of what was seen, into the direction of the unit's push: the log likelihood ratio of
-    Gaussian noise, up to a factor. `shared noise` is the same without a participant's own noise taken twice: if clients drew the
-    same noise, none is left. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice
-    leaves nothing below its step, whatever the unit's value is.
+    `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the sum over rounds of what was
+    seen, into the direction of the unit's push; with an adaptive clip norm that of update and indicator together, for one noise
+    hides both. `shared noise` is the same without a participant's own noise taken twice: if clients drew the same noise, none is
+    left. `update` and `indicator` are the two parts of the projection: each shows noise that is too small on it alone. `lowest
+    bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves nothing below its step,
+    whatever the unit's value is.
     """
-    named = {"projection": float((parts[0] @ direction).sum()), "lowest bit": _lowest_bit(parts[0])}
+    along = [part @ direction for part in parts]
+    named = {"projection": float(along[0].sum()), "lowest bit": _lowest_bit(parts[0])}
     if len(parts) > 1:
-        named["shared noise"] = float((parts[1] @ direction).sum())
+        named["shared noise"] = float(along[1].sum())
+    if counts:
+        asked = [one.asked for one in counts]
+        # The unit's row is the clip norm long, in this direction, and its update was longer: its indicator is -scale / 2.
+        scales = np.array([one.clip_norm / (np.linalg.norm(direction) * one.joint_norm**2) for one in asked])
+        named["update"] = float((along[0] * scales).sum())
+        named["indicator"] = -sum(one.total * one.asked.scale / (2 * one.asked.joint_norm**2) for one in counts)
+        named["projection"] = named["update"] + named["indicator"]
     return named
+
+
+def _indicator(strategy: DPStrategy) -> Indicator | None:
+    """Return what the next round will ask for beside the update."""
+    rules: Any = strategy.rules
+    return getattr(getattr(rules, "training", None), "indicator", None)
 
 
 def _lowest_bit(values: np.ndarray) -> float:

@@ -83,7 +83,7 @@ def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mappi
         label,
         make,
         noise_multiplier=multiplier,
-        clip_norm=AdaptiveClip(initial=clip, smallest=clip, largest=clip) if own["clip_quantile"] else clip,
+        clip_norm=AdaptiveClip(initial=clip, smallest=clip / 1000, largest=clip * 1000) if own["clip_quantile"] else clip,
         delta=delta,
         sampling=FullSampling() if isinstance(sampled, RoundRobinSampling) else sampled,
         training=replace(training, sam_radius=own.get("sam_radius", 0.0)),

@@ -155,13 +155,13 @@ def _table(one: "Audit") -> dict[str, Any]:
         "audited": one.lower,
         "ratio": one.ratio if one.claim.epsilon else None,
         "violation": one.violation,
-        "estimator": one.estimator,
-        "statistic": one.rates.statistic,
+        "estimator": one.estimator.name,
+        "statistic": one.errors.statistic,
         "confidence": one.confidence,
         "trials": one.trials,
-        "tested": one.rates.trials,
-        "false_positives": one.rates.false_positives,
-        "false_negatives": one.rates.false_negatives,
+        "tested": one.errors.trials,
+        "false_positives": one.errors.false_positives,
+        "false_negatives": one.errors.false_negatives,
         "seconds": round(one.seconds, 2),
     }
 
@@ -176,9 +176,9 @@ def _text(audits: "list[Audit]") -> str:
                 f"{one.claim.epsilon:.3f}",
                 f"{one.lower:.3f}",
                 f"{one.ratio:.0%}",
-                f"{one.rates.false_positives} of {one.rates.trials}",
-                f"{one.rates.false_negatives} of {one.rates.trials}",
-                f"{one.estimator}, {one.rates.statistic}",
+                f"{one.errors.false_positives} of {one.errors.trials}",
+                f"{one.errors.false_negatives} of {one.errors.trials}",
+                f"{one.estimator.name}, {one.errors.statistic}",
             )
         )
     widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]

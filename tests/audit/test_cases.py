@@ -15,7 +15,7 @@ from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.running import apps
 from flower_dp.strategies import DPFedAvg
 
-CONFIDENCE = 1 - 1e-4
+CONFIDENCE = 1 - 1e-6
 PRESETS = (
     "mnist-dp-fedsam-topk-paper",
     "mnist-fed-smp-topk",
@@ -35,9 +35,9 @@ def test_every_method_has_a_case():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.label)
 def test_no_method_is_flagged(case):
-    """With probability 1e-4 at most each, below 0.004 for all of them. So few trials show only what is badly wrong."""
+    """With probability 1e-6 at most each, below 4e-5 for all of them. So few trials show only what is badly wrong."""
     found = audit(case, trials=20, confidence=CONFIDENCE)
-    assert not found.violation, f"{found.lower} of {found.claim.epsilon} by {found.rates}"
+    assert not found.violation, f"{found.lower} of {found.claim.epsilon} by {found.errors}"
     assert 0 < found.claim.epsilon < 20
     assert found.claim.event
 
@@ -119,8 +119,8 @@ def test_a_case_without_privacy_or_with_fixed_noise_is_refused():
         ("fedsgd-dpc, Laplace", "Laplace trade-off"),
         ("dp-pasgd", "Gaussian trade-off"),
         ("dp-pasgd, Poisson", "sampled-Gaussian trade-off"),
-        ("dp-fedsam, quantised", "Clopper-Pearson"),
-        ("dp-fedpaq, quantised", "Clopper-Pearson"),
+        ("dp-fedsam, quantised", "any mechanism"),
+        ("dp-fedpaq, quantised", "any mechanism"),
     ],
 )
 def test_an_estimator_is_chosen_by_what_was_charged(label, name):

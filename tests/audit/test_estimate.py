@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_dp.audit.estimate import GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff, rate_bound, rates
+from flower_dp.audit.estimate import Errors, errors_of, lower_bound, p_values, rate_bound
+from flower_dp.audit.tradeoffs import GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
 from flower_dp.privacy import accounting
 
 DELTA = 1e-3
@@ -73,21 +74,92 @@ def test_every_mechanism_is_bounded_by_the_hockey_stick():
     assert HockeyStick(delta=0.0).epsilon(-3.0) == 0
 
 
+ESTIMATORS = [
+    HockeyStick(delta=0.1),
+    GaussianTradeoff(delta=DELTA),
+    SampledGaussianTradeoff(delta=DELTA, rate=0.4),
+    SampledGaussianTradeoff(delta=DELTA, rate=0.4, replaced=True),
+    LaplaceTradeoff(),
+]
+
+
+def counted(trials, wrong, missed, slope):
+    return Errors(
+        statistic="a", threshold=0.0, falling=False, slope=slope, trials=trials, false_positives=wrong, false_negatives=missed
+    )
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: f"{one.name} {getattr(one, 'replaced', '')}")
+@pytest.mark.parametrize("strength", [0.3, 1.0, 2.5])
+def test_a_curve_and_its_strength_are_inverse(estimator, strength):
+    rates = np.linspace(0.02, 0.9, 23)
+    missed = estimator.curve(strength, rates)
+    rates, missed = rates[missed > 1e-3], missed[missed > 1e-3]
+    assert (np.diff(missed) < 0).all()
+    np.testing.assert_allclose(estimator.strength(rates, missed), strength, rtol=1e-6, atol=0.05)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: f"{one.name} {getattr(one, 'replaced', '')}")
+@pytest.mark.parametrize("slope", [0.3, 1.0, 4.0])
+def test_a_true_strength_is_refuted_as_rarely_as_promised(estimator, slope):
+    """Exactly: all errors that 12 trials can have, with their probabilities at every point of the curve."""
+    trials, miss, strength = 12, 0.1, 1.2
+    counts = np.arange(trials + 1)
+    refuted = np.array(
+        [
+            [
+                p_values(counted(trials, wrong, missed, slope), estimator, miss=miss)(strength) <= miss
+                for missed in range(trials + 1)
+            ]
+            for wrong in range(trials + 1)
+        ]
+    )
+    assert refuted.any()
+    for rate in np.linspace(0.0, 1.0, 201):
+        wrong = stats.binom.pmf(counts, trials, rate)
+        missed = stats.binom.pmf(counts, trials, float(np.clip(estimator.curve(strength, np.array([rate]))[0], 0, 1)))
+        assert wrong @ refuted @ missed <= miss
+
+
+def test_a_p_value_grows_with_the_strength_and_with_the_errors():
+    estimator = GaussianTradeoff(delta=DELTA)
+    strengths = np.linspace(0.0, 4.0, 30)
+    few, more = (p_values(counted(200, wrong, 20, 1.0), estimator, miss=0.01) for wrong in (10, 14))
+    found = [few(strength) for strength in strengths]
+    assert found == sorted(found)
+    assert found[0] < 1e-3
+    assert found[-1] > 0.5
+    assert all(few(strength) <= more(strength) for strength in strengths)
+
+
+def test_one_test_of_both_rates_shows_more_than_two_bounds_with_half_the_error_probability_each():
+    estimator, trials, wrong, missed = GaussianTradeoff(delta=DELTA), 400, 40, 44
+    slope = 1.0  # of the curve where both rates are alike
+    found = lower_bound(counted(trials, wrong, missed, slope), estimator, confidence=0.99)
+    apart = estimator.strength(rate_bound(wrong, trials, 0.005), rate_bound(missed, trials, 0.005))
+    measured = stats.norm.isf(wrong / trials) - stats.norm.ppf(missed / trials)
+    # By the delta method the standard deviation of what is measured is that of both rates over the density there.
+    deviation = math.hypot(*(math.sqrt(x * (1 - x) / trials) / stats.norm.pdf(stats.norm.ppf(x)) for x in (0.1, 0.11)))
+    assert apart < found < measured
+    assert found == pytest.approx(measured - stats.norm.isf(0.01) * deviation, abs=0.04)
+
+
 def test_the_bound_is_above_the_truth_as_rarely_as_promised():
     """400 audits of Gaussians, each with confidence 0.8: at most 80 of them may be wrong; false-alarm rate 1e-6."""
     rng, estimator, mu = np.random.default_rng(7), GaussianTradeoff(delta=DELTA), 1.0
     wrong = 0
     for _ in range(400):
         scores = {"a": (rng.normal(0, 1, 200), rng.normal(mu, 1, 200)), "noise": (rng.normal(0, 1, 200), rng.normal(0, 1, 200))}
-        found = rates(scores, estimator, confidence=0.8)
-        wrong += bool(estimator.strength(found.false_positive_rate, found.false_negative_rate) > mu)
+        found = errors_of(scores, estimator, confidence=0.8)
+        wrong += p_values(found, estimator, miss=0.2)(mu) <= 0.2
     assert wrong <= stats.binom.isf(1e-6, 400, 0.2)
+    assert wrong >= 10  # 5 standard deviations below 40: the bound is no vacuous one
 
 
 def test_the_best_statistic_is_found_in_both_directions():
     rng = np.random.default_rng(1)
     scores = {"none": (rng.normal(size=800), rng.normal(size=800)), "falls": (rng.normal(size=800), rng.normal(size=800) - 3)}
-    found = rates(scores, GaussianTradeoff(delta=DELTA), confidence=0.99)
+    found = errors_of(scores, GaussianTradeoff(delta=DELTA), confidence=0.99)
     assert (found.statistic, found.falling, found.trials) == ("falls", True, 600)
     assert found.false_positives == int(np.sum(scores["falls"][0][200:] < found.threshold))
     assert found.false_negatives == int(np.sum(scores["falls"][1][200:] >= found.threshold))
@@ -96,4 +168,4 @@ def test_the_best_statistic_is_found_in_both_directions():
 @pytest.mark.parametrize(("confidence", "trials"), [(0.0, 40), (1.0, 40), (math.nan, 40), (0.9, 19)])
 def test_nonsense_is_refused(confidence, trials):
     with pytest.raises(ValueError, match=r"confidence=|trials="):
-        rates({"a": (np.zeros(trials), np.ones(trials))}, HockeyStick(delta=0.0), confidence=confidence)
+        errors_of({"a": (np.zeros(trials), np.ones(trials))}, HockeyStick(delta=0.0), confidence=confidence)
