@@ -8,8 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
-# A process a core; see tests/conftest.py for those that start Flower.
-JOBS ?= logical
+# A process a core, and one for the tests that start Flower, which wait much; see tests/conftest.py.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo quick test check format docs mutants clean

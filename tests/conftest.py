@@ -57,10 +57,16 @@ def clock(request, monkeypatch):
 def pytest_collection_modifyitems(config, items):
     """Order the tests so that those that start Flower begin first: the deployment in one process, all others in another.
 
+    What fails in them may be the machine: they may fail once, and the summary says so.
+
     With --dist worksteal the first of n processes begins with the first of n equal parts of this list, the second with the second.
     When a process has nothing left, it takes tests from the end of another's part.
     """
     items.sort(key=lambda item: item.get_closest_marker("flwr_run") is None)
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            if item.get_closest_marker("flwr_run"):
+                item.add_marker(pytest.mark.flaky(reruns=1))
     num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if num_processes > 1:
         deployments = [item for item in items if item.get_closest_marker("deployment")]
@@ -75,6 +81,8 @@ def one_flwr_run_at_a_time(request, tmp_path_factory):
     if request.node.get_closest_marker("flwr_run") is None or request.node.get_closest_marker("deployment"):
         yield
         return
-    with (tmp_path_factory.getbasetemp().parent / "flwr.lock").open("w") as lock:
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if hasattr(request.config, "workerinput") else own
+    with (shared / "flwr.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -53,6 +53,18 @@ def some_methods(condition: Callable[[Method], bool]) -> Any:
     return pytest.mark.parametrize("method", [one for one in METHODS if condition(one)], ids=lambda method: method.label)
 
 
+def each_with(values: Iterable[str], name: str, every: int = 2, condition: Callable[[Method], bool] = lambda _: True) -> Any:
+    """Every method with some of these values in turn, each value with some methods; with all of them if tests are thorough."""
+    methods = [one for one in METHODS if condition(one)]
+    pairs = [
+        pytest.param(method, value, id=f"{method.label}-{value}")
+        for place, method in enumerate(methods)
+        for number, value in enumerate(values)
+        if THOROUGH or (place + number) % every == 0
+    ]
+    return pytest.mark.parametrize(("method", name), pairs)
+
+
 # Where a client is missing, corrections of SCAFFOLD carry noise of earlier rounds into later ones: tests/strategies/test_scaffold.py.
 fresh_rounds = some_methods(lambda method: not method.carries_noise)
 own_clients = some_methods(lambda method: method.client is not None)
@@ -302,15 +314,13 @@ def assert_counts_as_missing(method: Method, forge: Callable[[Message], Iterable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-@every_method
+@each_with(FAULTS, "fault")
 def test_a_spoilt_reply_is_refused(method, fault):
     assert_counts_as_missing(method, FAULTS[fault])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FOREIGN)
-@own_clients
+@each_with(FOREIGN, "fault", condition=lambda method: method.client is not None)
 def test_an_answer_of_a_foreign_method_is_refused(method, fault):
     assert_counts_as_missing(method, FOREIGN[fault])
 
@@ -549,11 +559,12 @@ SETTINGS = {
     "more rounds": Words(num_rounds=5),
     "another clip norm": Words(clip_norm=0.8),
     "another delta": Words(delta=1e-5),
+    "all of them": Words(num_clients=6, num_rounds=5, clip_norm=0.8, delta=1e-5),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS if THOROUGH else ["as they are", "all of them"])
 @every_method
 def test_the_statement_says_what_the_settings_say(method, settings):
     arguments = SETTINGS[settings]
@@ -704,8 +715,7 @@ def test_a_run_goes_on_from_its_stored_state(method, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-@every_method
+@each_with(["pickle", "deepcopy"], "how")
 def test_copies_of_a_strategy_repeat_no_noise(method, how):
     """All that differs between two runs is what the server draws: the clients' noise is fixed, and one is missing."""
 
@@ -730,8 +740,9 @@ def test_copies_of_a_strategy_repeat_no_noise(method, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-@some_methods(lambda method: method.client is not None and method.message_noise(Words()) > 0)
+@each_with(
+    ["pickle", "deepcopy"], "how", condition=lambda method: method.client is not None and method.message_noise(Words()) > 0
+)
 def test_copies_of_a_client_repeat_no_noise(method, how):
     arguments = Words(num_rounds=1)
     grid = run_of(method, arguments, STILL).grid
@@ -856,11 +867,11 @@ CASES = [
 
 
 def in_how_many_rounds() -> Iterator[Any]:
-    """All of them if tests are thorough (FUZZ=thorough), else a frequent and a rare evaluation, one of them with newcomers."""
+    """All of them if tests are thorough (FUZZ=thorough), else each case with one of them in turn."""
+    combinations = list(itertools.product(EVERY, (False, True)))
     for place, case in enumerate(CASES):
-        few = {(EVERY[place % 2], place // 2 % 2 == 0), (EVERY[2 + place // 2 % 2], place // 2 % 2 == 1)}
-        for every, newcomers in itertools.product(EVERY, (False, True)):
-            if THOROUGH or (every, newcomers) in few:
+        for every, newcomers in combinations:
+            if THOROUGH or (every, newcomers) == combinations[3 * place % len(combinations)]:
                 label = "-".join((*case, str(every), "newcomers" if newcomers else "the same clients"))
                 yield pytest.param(*case, every, newcomers, id=label)
 

@@ -70,9 +70,9 @@ def asked(control, server_round):
 
 @pytest.fixture
 def little_noise(monkeypatch):
-    """Plant a bug: all Gaussian noise has a twentieth of its scale, and what is claimed stays what it is."""
+    """Plant a bug: all Gaussian noise has next to none of its scale, and what is claimed stays what it is."""
     real = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 20, step))
+    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 200, step))
 
 
 # Clients

@@ -316,7 +316,7 @@ def test_no_neighbour_changes_a_bit_of_a_row(name: str, engine: str) -> None:
     """The row is the one that the client has alone, in any place."""
     own, other = _wide(60, 2), _wide(60, 3)
     neighbour = NEIGHBOURS[name](_wide(60, 1))
-    training = replace(CHAOTIC, num_local_steps=None, num_local_epochs=10)
+    training = replace(CHAOTIC, num_local_steps=None, num_local_epochs=4)
     (alone,) = rows_of(_deep, [own], training, engine=engine, seeds=[6])
     first = rows_of(_deep, [neighbour, own, other], training, engine=engine, seeds=[5, 6, 7])
     last = rows_of(_deep, [other, own, neighbour], training, engine=engine, seeds=[7, 6, 5])
@@ -337,8 +337,8 @@ def test_no_bit_depends_on_slot_or_number(
     make: Callable[[], nn.Module], records: Callable[[int, int], TensorRecords], training: Training, device: str
 ) -> None:
     """A client alone, beside one other, in a full group, in a second group, and in several slots."""
-    if make is _convolutions:
-        training = replace(training, num_local_steps=10)
+    if make is _convolutions or training is CHAOTIC:
+        training = replace(training, num_local_steps=10 if make is _convolutions else 40)
     own, full = records(20, 1), batched.num_slots(FlatModel(make()).layout.size, torch.device(device))
     (alone,) = rows_of(make, [own], training, engine="batched", seeds=[99], device=device)
     assert alone.any()

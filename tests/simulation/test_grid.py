@@ -17,6 +17,7 @@ from flower_dp.clients import client_app
 from flower_dp.simulation import RayGrid, placement
 from flower_dp.simulation.worker import Worker
 from flower_dp.strategies import DPStrategy
+from tests.adversaries.fuzzing import THOROUGH
 from tests.contracts import METHODS, Words
 from tests.grids import asks_to_train
 from tests.test_contract import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
@@ -92,12 +93,16 @@ def renumbered(grid):
     return grid
 
 
+def on_nodes():
+    """Every method with two clients on a node, or with one, in turn; with both if tests are thorough. A stock client is a node."""
+    for place, method in enumerate(METHODS):
+        both = [4] if method.client is None else [2, 4] if THOROUGH else [2 + 2 * (place % 2)]
+        yield from (pytest.param(method, num_nodes, id=f"{method.label}-{num_nodes}") for num_nodes in both)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_nodes", [2, 4])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+@pytest.mark.parametrize(("method", "num_nodes"), list(on_nodes()))
 def test_every_method_releases_the_bits_of_the_grid_in_this_process(workers, method, num_nodes):
-    if method.client is None and num_nodes != 4:
-        pytest.skip("a stock client is a node")
     arguments = Words(noise_seed=SEED)
     app = app_of(method, arguments, SMALL, num_nodes=num_nodes, noise_seed=SEED)
     local = start(method.strategy(arguments), renumbered(WatchedGrid(app, num_nodes)), arguments)
