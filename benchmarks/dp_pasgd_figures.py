@@ -1,13 +1,14 @@
 """Does DP-PASGD's best tau move with epsilon and the resource budget as the paper says? The runs behind its Figs. 3 to 6.
 
-    python benchmarks/dp_pasgd_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--plot FILE.png]
-                                          [--no-runs]
+    python benchmarks/dp_pasgd_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--costs COST ...]
+                                          [--plot FILE.png] [--no-runs]
 
-Three parts: `tau` has the grid of tau at epsilon 1, 2, 4 and 10 and a cost of 200, 500 and 1,000, with the paper's noise (eq. 9);
-`noise` has the same runs with `exact` noise and with Poisson batches; `rates` gives every tau three learning rates, of about the
-same product with the number of steps. Settings that are not named here are those of paper_dp_pasgd.py. Each run is a line of
-RESULTS.jsonl, written when it ends; a run that is there is not made again, so the same command goes on where it was stopped. One
-process, one torch thread. A seed governs data split and initial model; noise and batches are never seeded.
+Five parts: `vehicle` and `adult`, both i.i.d., have the grid of tau at epsilon 1, 2, 4 and 10 and a cost of 200, 500 and 1,000,
+with the paper's noise (eq. 9); `noise` has tau = 10 with `exact` noise and with Poisson batches; `poisson` has the grid of tau
+with both; `rates` gives every tau three learning rates, of about the same product with the number of steps. Settings that are not
+named here are those of paper_dp_pasgd.py. Each run is a line of RESULTS.jsonl, written when it ends; a run that is there is not
+made again, so the same command goes on where it was stopped. One process, one torch thread. A seed governs data split and initial
+model; noise and batches are never seeded.
 """
 
 import argparse
@@ -69,27 +70,29 @@ class Case:
 
 def cases() -> dict[str, list[Case]]:
     """Return the points of every part."""
-    tau = [
-        Case(data=data, epsilon=epsilon, tau=tau, cost=cost)
-        for cost in COSTS
+    vehicle, adult = (
+        [Case(data=data, epsilon=epsilon, tau=tau, cost=cost) for cost in COSTS for epsilon in EPSILONS for tau in TAUS]
         for data in (VEHICLE, ADULT)
+    )
+    noise = [
+        _private(data, epsilon, TAU_OF_NOISE, sampling, batch)
+        for data, sampling, batch in (
+            (VEHICLE, "fixed-size", BATCH),
+            (VEHICLE, "fixed-size", VEHICLE_BATCH),
+            (VEHICLE, "poisson", VEHICLE_BATCH),
+            (ADULT, "fixed-size", BATCH),
+            (ADULT, "poisson", BATCH),
+        )
         for epsilon in EPSILONS
-        for tau in TAUS
     ]
-    noise = [_private(ADULT, epsilon, tau, "poisson") for epsilon in EPSILONS for tau in TAUS]
-    noise += [_private(data, epsilon, TAU_OF_NOISE, "fixed-size") for data in (ADULT, VEHICLE) for epsilon in EPSILONS]
-    noise += [
-        _private(VEHICLE, epsilon, TAU_OF_NOISE, sampling, VEHICLE_BATCH)
-        for sampling in ("fixed-size", "poisson")
-        for epsilon in EPSILONS
-    ]
+    poisson = [_private(ADULT, epsilon, tau, "poisson") for epsilon in EPSILONS for tau in TAUS]
     rates = [
         Case(data=VEHICLE, epsilon=epsilon, tau=tau, rate=rate)
         for epsilon in EPSILONS_OF_RATES
         for tau, several in RATES.items()
         for rate in several
     ]
-    return {"tau": tau, "noise": noise, "rates": rates}
+    return {"vehicle": vehicle, "adult": adult, "noise": noise, "poisson": poisson, "rates": rates}
 
 
 def _private(data: str, epsilon: float, tau: int, sampling: str, batch: int = BATCH) -> Case:
@@ -121,11 +124,11 @@ class Results:
         return [row[key] for _, row in sorted(self._rows.get(case, {}).items())]
 
 
-def run_all(todo: Sequence[str], results: Results, seeds: int, data_dir: str) -> None:
+def run_all(todo: Sequence[str], costs: Sequence[int], results: Results, seeds: int, data_dir: str) -> None:
     """Make the runs that are not in the results: all points with one seed, before the next seed."""
     sizes: dict[tuple[str, int], str] = {}
     for case, seed in _runs(todo, seeds):
-        if results.has(case, seed):
+        if case.cost not in costs or results.has(case, seed):
             continue
         key = case.data, case.batch
         if key not in sizes:
@@ -140,6 +143,11 @@ def _runs(todo: Sequence[str], seeds: int) -> Iterator[tuple[Case, int]]:
     for seed in range(seeds):
         for part in todo:
             yield from ((case, seed) for case in every[part])
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation; one seed has none."""
+    return spread(values) if len(values) > 1 else f"{values[0]:.3f} (one seed)"
 
 
 def best(row: Sequence[Case], results: Results) -> Case:
@@ -172,7 +180,7 @@ def table_of_taus(results: Results) -> str:
 
 
 def _over_tau(row: list[Case], results: Results) -> Row:
-    losses = {f"τ = {case.tau}": spread(results.of(case, "loss")) for case in row}
+    losses = {f"τ = {case.tau}": _spread(results.of(case, "loss")) for case in row}
     by_seed = ", ".join(str(case.tau) for case in best_by_seed(row, results))
     return {**losses, "best τ": best(row, results).tau, "by seed": by_seed}
 
@@ -186,7 +194,7 @@ def table_of_trade_offs(results: Results) -> str:
             if all(len(row) == len(TAUS) for row in curves.values()):
                 rows.append(
                     {"data": data, "cost": cost}
-                    | {f"ε = {epsilon:g}": spread(results.of(best(row, results), "accuracy")) for epsilon, row in curves.items()}
+                    | {f"ε = {epsilon:g}": _spread(results.of(best(row, results), "accuracy")) for epsilon, row in curves.items()}
                 )
     return table(rows) if rows else "no results"
 
@@ -206,8 +214,8 @@ def table_of_noise(results: Results) -> str:
                         | {
                             "noise std": f"{found['largest noise std']:.3g}",
                             "tight ε": f"{found['tight epsilon']:.3f}",
-                            "loss": spread(results.of(case, "loss")),
-                            "accuracy": spread(results.of(case, "accuracy")),
+                            "loss": _spread(results.of(case, "loss")),
+                            "accuracy": _spread(results.of(case, "accuracy")),
                         }
                     )
     return table(rows) if rows else "no results"
@@ -231,12 +239,12 @@ def table_of_rates(results: Results) -> str:
             row = [Case(data=VEHICLE, epsilon=epsilon, tau=tau, rate=rate) for rate in several]
             row = [case for case in row if results.of(case, "loss")]
             if len(row) == len(several):
-                found = {f"loss at {name} rate": spread(results.of(case, "loss")) for name, case in zip(ORDER, row, strict=True)}
+                found = {f"loss at {name} rate": _spread(results.of(case, "loss")) for name, case in zip(ORDER, row, strict=True)}
                 rates = ", ".join(f"{rate:g}" for rate in several)
                 chosen = best(row, results)
                 rows.append(
                     {"data": VEHICLE, "paper's ε": f"{epsilon:g}", "τ": tau, "rates": rates, **found}
-                    | {"best rate": f"{chosen.rate:g}", "accuracy there": spread(results.of(chosen, "accuracy"))}
+                    | {"best rate": f"{chosen.rate:g}", "accuracy there": _spread(results.of(chosen, "accuracy"))}
                 )
     return table(rows) if rows else "no results"
 
@@ -260,7 +268,6 @@ def draw(results: Results, path: Path) -> None:
                 ring = {"markersize": 13, "fillstyle": "none", "color": look["color"]}
                 axes.plot(at[chosen], middles[chosen], "o", **ring)
             axes.set_xscale("log")
-            axes.set_yscale("log")
             axes.set_xticks(TAUS, [str(tau) for tau in TAUS])
             axes.xaxis.minorticks_off()
             axes.set_xlabel("τ, local steps a round")
@@ -274,6 +281,7 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True, help="folder of Adult and Vehicle")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=tuple(cases()), default=list(cases()))
+    parser.add_argument("--costs", nargs="+", type=int, choices=COSTS, default=COSTS)
     parser.add_argument("--plot", type=Path, help="draw test loss over tau")
     parser.add_argument("--no-runs", action="store_true", help="tables and picture of the runs that have been made")
     options = parser.parse_args()
@@ -282,7 +290,7 @@ def main() -> None:
     remember_costs()
     results = Results(options.results)
     if not options.no_runs:
-        run_all(options.parts, results, options.seeds, options.data_dir)
+        run_all(options.parts, options.costs, results, options.seeds, options.data_dir)
     for title, text in (
         ("Test loss over tau (Figs. 3 and 6); best tau by validation loss", table_of_taus(results)),
         ("Test accuracy at the best tau (Figs. 4 and 5)", table_of_trade_offs(results)),
