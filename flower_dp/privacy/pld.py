@@ -23,7 +23,7 @@ SMALLEST_DELTA = 1e-9
 # Reserved for that rounding, which may be in the unsafe direction; in a long composition it grows with the number of releases.
 _ROUNDING = 1e-12
 # Of delta; the grid of a composition that is longer than this errs by far more, in the safe direction.
-_MOST_ROUNDING = 0.25
+_MOST_ROUNDING = 0.1
 # Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
 _LONG_RUN = 200_000
 _STAGE = 1_000
