@@ -22,6 +22,8 @@ _LARGEST_SIZE = 1e8
 SMALLEST_DELTA = 1e-9
 # Reserved for that rounding, which may be in the unsafe direction; in a long composition it grows with the number of releases.
 _ROUNDING = 1e-12
+# Of delta; the grid of a composition that is longer than this errs by far more, in the safe direction.
+_MOST_ROUNDING = 0.1
 # Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
 _LONG_RUN = 200_000
 _STAGE = 1_000
@@ -70,8 +72,8 @@ def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> fl
         total = one if total is None else total.compose(one)
     # Distributions of sampled releases have `fixed_size.ROUNDING` themselves, each as a loss that is infinite.
     plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1)
-    left = delta - _ROUNDING - plain * fixed_size.ROUNDING
-    return math.nan if total is None or left <= 0 else float(total.get_epsilon_for_delta(left))
+    left = delta - _ROUNDING - min(plain * fixed_size.ROUNDING, delta * _MOST_ROUNDING)
+    return math.nan if total is None else float(total.get_epsilon_for_delta(left))
 
 
 def _self_composed(one: Any, count: int) -> Any:

@@ -47,7 +47,9 @@ def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> 
         cohort = _asked(rules.training, names, num_rounds)
         if rules.why_stop(server_round, len(cohort)):
             break
-        rules.training.take(rules.training.next_charge(cohort))
+        charge = rules.training.next_charge(cohort)
+        rules.training.take(charge)
+        rules.unfinished(charge)  # what else the round will release, where its charge does not have all of it
         if rules.evaluation is not None and rules.evaluation.due(server_round):
             evaluation = rules.evaluation.release
             evaluation.take(evaluation.next_charge(_asked(evaluation, names, num_rounds)))

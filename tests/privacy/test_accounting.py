@@ -678,7 +678,21 @@ def test_rounding_inside_a_composition_is_kept_aside_from_delta(monkeypatch: pyt
     # More for a longer composition; a sampled release has its part as losses that are infinite.
     long = [(Gaussian(1.0), 100_000), (Poisson(0.5, Gaussian(1.0)), 90_000)]
     assert 1e-9 - pld.on_grid(long, 1e-9, ADD, 1e-4) == pytest.approx(1e-12 + 100_000 * 2.0**-50, rel=1e-3, abs=0)
-    assert math.isnan(pld.on_grid([(Gaussian(1.0), 190_000)], 1e-10, ADD, 1e-4))
+    assert 1e-9 - pld.on_grid([(Gaussian(1.0), 10**7)], 1e-9, ADD, 1e-4) == pytest.approx(1e-12 + 0.1e-9, rel=1e-3, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "multiplier", "count", "delta"),
+    [(1e-8, 1e3, 1, 1e-12), (1e-12, 1e3, 1, 1e-20), (0.3, 1e8, 1, 1e-10), (0.3, 1e8, 10**12, 1e-6)],
+)
+def test_a_divergence_that_is_lost_to_rounding_costs_no_less(rate: float, multiplier: float, count: int, delta: float) -> None:
+    """Many releases together are as one of a Gaussian with a rate's part of the sensitivity."""
+    event = repeated(Poisson(rate, Gaussian(multiplier)), count)
+    shift = rate * math.sqrt(count) / multiplier
+    # The least delta at epsilon 0, the distance in total variation, is that of both: epsilon is above 0.
+    assert 2 * stats.norm.cdf(shift / 2) - 1 > delta
+    least = 0.0 if count == 1 else dp.get_epsilon_gaussian(1 / shift, delta)
+    assert epsilon(event, delta=delta, relation=ADD).epsilon > least
 
 
 @pytest.mark.parametrize("root", [1e-6, 1.0, 1e6])

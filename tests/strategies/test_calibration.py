@@ -23,6 +23,7 @@ from flower_dp.strategies import (
     Scaffold,
 )
 from flower_dp.strategies.forecast import forecast
+from flower_dp.strategies.releases.replies import Collected
 from tests.adversaries.fuzzing import THOROUGH
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -283,3 +284,34 @@ def test_the_forecast_ends_where_the_run_will_and_counts_the_most_replies_of_a_c
     drawn = NbAFL(num_clients=CLIENTS, num_records=20, clip_norm=2.0, epsilon=3.0, delta=1e-3, num_replies=6, cohort_size=8)
     found = forecast(drawn, num_rounds=ROUNDS, names=NAMES)
     assert (found.num_rounds, found.clients.maximum > 0.99 * 3) == (ROUNDS, True)
+
+
+@pytest.mark.parametrize("cohort_size", [None, 8])
+@pytest.mark.parametrize(
+    "budget",
+    [{"epsilon": 3.0, "num_replies": ROUNDS}, {"paper_epsilon": 3.0, "uplink_exposures": ROUNDS}],
+    ids=["proved", "paper"],
+)
+@pytest.mark.parametrize("num_replying", [8, 3])
+def test_the_forecast_of_nbafl_counts_its_broadcasts(cohort_size, budget, num_replying):
+    """It said that broadcasts, and so outsiders and participants, would cost nothing; whoever answers, a run costs no more."""
+    arguments = {"num_clients": CLIENTS, "num_records": list(range(20, 20 + CLIENTS)), "clip_norm": 2.0, "delta": 1e-3}
+
+    def make():
+        return NbAFL(**arguments, **budget, cohort_size=cohort_size, aggregation="data-size")
+
+    strategy = make()
+    rules = strategy.rules
+    rules.plan(ROUNDS)
+    rules.open(NAMES)
+    asked = NAMES[: rules.cohort_size]
+    for _ in range(ROUNDS):
+        rules.training.take(rules.training.next_charge(asked))
+        replied = list(asked) if num_replying == 8 else list(asked[:num_replying])
+        rules.learn(None, Collected(total=np.zeros(3), clients=replied), strategy._run.generator("noise"))
+    costs, found = (
+        {one.name: one.epsilon for one in statement.adversaries}
+        for statement in (strategy.statement, forecast(make(), num_rounds=ROUNDS, names=NAMES))
+    )
+    assert all(0 < costs[name] <= found[name] * (1 + 1e-6) for name in costs)
+    assert found["outsiders"] < found["the server"] * (1 + 1e-6)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.core.sampling import FullSampling
+from flower_dp.core.words import epsilon_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.ledger import Ledger
@@ -98,7 +99,9 @@ def _paper(rules: "NbAFLRules", run: RunFacts, *, exposures: int, limit: int, wh
         multiplier = rules.min_records * rules.uplink_noise_std / rules.clip_norm
         event = accounting.repeated(GaussianDpEvent(multiplier), exposures)
         exact = accounting.epsilon(event, delta=rules.delta, relation=rules.books.relation).epsilon
-        assumption += f"; exact composition under it gives {exact:.4f} for the {exposures} exposures that there were"
+        assumption += (
+            f"; exact composition under it gives {epsilon_in_words(exact)} for the {exposures} exposures that there were"
+        )
     return PaperEpsilon(
         epsilon=rules.paper_epsilon,
         formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
