@@ -170,6 +170,7 @@ JOINS: dict[str, Any] = {
     "the first": lambda _, hidden, __: hidden + hidden[:1],
     "attention": lambda _, hidden, __: nn.functional.scaled_dot_product_attention(*[hidden[None]] * 3)[0],
     "flatten": lambda _, hidden, __: hidden.flatten().roll(1).view(hidden.shape),
+    "the next but one": lambda _, hidden, __: hidden + hidden.roll(2, 0),
     "cat": lambda _, hidden, __: torch.cat([hidden[1:], hidden[:1]]),
     "batch norm": lambda _, hidden, __: nn.functional.batch_norm(hidden, None, None, training=True),
     "NaN alone": lambda _, hidden, __: hidden + 0 * hidden.sum(),
