@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -16,6 +17,7 @@ from flower_dp.clients import (
     FedSGDDPCRecipe,
     LocalDPClient,
     NbAFLTerms,
+    TensorRecords,
     Training,
     client_app,
     model_arrays,
@@ -198,6 +200,19 @@ def test_a_model_that_is_not_finite_is_refused_and_nothing_is_charged(value: flo
     assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
     with pytest.raises(Declined, match="NaN or infinite"):
         device(None).answer(arrays, config_of(training()))
+
+
+def test_a_row_that_stands_for_two_records_is_refused_and_nothing_is_charged() -> None:
+    """To replace it would move the sum by twice as much as the noise is made for."""
+    whole = records("c0")
+    rows = torch.arange(len(whole))
+    for repeated in (False, True):
+        rows[1] = 0 if repeated else 1
+        own = TensorRecords(inputs=whole.inputs, targets=whole.targets, indices=rows.clone())
+        made = LocalDPClient(model=linear(), clients={"c0": own}, recipe=BUDGET, device="cpu", context=context_of())
+        _, answer = made.answer(model(), config_of(local()))
+        assert ("one row stands for several" in answer[wire.KEY]) == repeated
+        assert StateAccount(made.context.state).replies("c0") == (not repeated)  # type: ignore[union-attr]
 
 
 # The ledger of the device's owner, whichever way a client is hosted

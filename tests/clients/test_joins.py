@@ -170,6 +170,7 @@ JOINS: dict[str, Any] = {
     "the first": lambda _, hidden, __: hidden + hidden[:1],
     "attention": lambda _, hidden, __: nn.functional.scaled_dot_product_attention(*[hidden[None]] * 3)[0],
     "flatten": lambda _, hidden, __: hidden.flatten().roll(1).view(hidden.shape),
+    "the next but one": lambda _, hidden, __: hidden + hidden.roll(2, 0),
     "cat": lambda _, hidden, __: torch.cat([hidden[1:], hidden[:1]]),
     "batch norm": lambda _, hidden, __: nn.functional.batch_norm(hidden, None, None, training=True),
     "NaN alone": lambda _, hidden, __: hidden + 0 * hidden.sum(),
@@ -435,7 +436,9 @@ def test_a_reply_of_a_client_that_changed_the_base_does_not_leave() -> None:
     assert [type(one).__name__ for one in rows[1:]] == ["ChangedBaseError"] * 2
 
 
-@pytest.mark.parametrize("change", [lambda base: base.data.mul_(1.001), lambda base: base[2:3].zero_(), lambda base: base.neg_()])
+@pytest.mark.parametrize(
+    "change", [lambda base: base.data.mul_(1.001), lambda base: base[2:3].zero_(), lambda base: base.view(-1)[-1:].add_(1)]
+)
 @pytest.mark.parametrize("shape", [(FEATURES,), (3, 5)])
 def test_every_change_of_the_base_is_seen(change: Any, shape: tuple[int, ...]) -> None:
     module = nn.Linear(FEATURES, CLASSES)

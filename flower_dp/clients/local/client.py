@@ -22,7 +22,7 @@ from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
-from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.records import Records, repeats_rows
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.wire import Ask, Instruction
@@ -201,6 +201,8 @@ class LocalDPClient(NodeClient):
             terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
             if isinstance(terms, Refusal):
                 refused[name] = terms.reason
+            elif terms.release.unit == "record" and repeats_rows(records):
+                refused[name] = "one row stands for several of its records, and one record would count more than once"
             else:
                 agreed[name] = (terms, records)
         return agreed, refused

@@ -100,16 +100,15 @@ class _Trials:
         else:
             return True
         joined = watch.joined or not bool(expected.isfinite().all()) or not bool(expected.any())
-        for part_nan in (0.0, _PART_NAN):
-            other = self._made_up(num_whole, large=True, part_nan=part_nan)
-            for kept in _places(len(expected)):
-                try:
-                    made = self._compute(*(_where(kept, one, another) for one, another in zip(own, other, strict=True)))
-                except Exception:
-                    # Records that raise are left out, and the others are computed again without them.
-                    joined = joined or part_nan == 0
-                    continue
-                joined = joined or not _same_bits(made[kept], expected[kept])
+        finite, others = self._made_up(num_whole, large=True), self._made_up(num_whole, large=True, part_nan=_PART_NAN)
+        for kept, other in zip(_places(len(expected)), (finite, finite, others, others), strict=True):
+            try:
+                made = self._compute(*(_where(kept, one, another) for one, another in zip(own, other, strict=True)))
+            except Exception:
+                # Records that raise are left out, and the others are computed again without them.
+                joined = joined or other is finite
+                continue
+            joined = joined or not _same_bits(made[kept], expected[kept])
         return None if differs(expected, self._compute(*own)) or self._keeps(num_whole) else joined
 
     def _keeps(self, num_whole: int) -> bool:
@@ -141,9 +140,10 @@ class _Trials:
 
 
 def _places(size: int) -> Iterator[Tensor]:
-    """Yield which places keep their records while those in the others change: every second one; with one place, none."""
-    even = torch.arange(size) % 2 == 0
-    yield from (even, ~even) if size > 1 else (~even,)
+    """Yield which places keep their records while those in the others change: every second one, or half of all."""
+    place = torch.arange(size)
+    even, later = place % 2 == 0, place >= size // 2
+    yield from (even, later, ~even, ~later) if size > 1 else [~even] * 4
 
 
 def _where(kept: Tensor, ones: Any, others: Any) -> Any:

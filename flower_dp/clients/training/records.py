@@ -91,7 +91,8 @@ class TensorRecords:
         inputs: [n, ...], of any dtype; uint8 images stay small this way. Or several such tensors by the names of the model's
             arguments, such as {"input_ids": ..., "attention_mask": ...}.
         targets: [n, ...].
-        indices: the rows that are this client's [records], int64; None for all of them.
+        indices: the rows that are this client's [records], int64; None for all of them. Where the unit of privacy is a record, a
+            client with a row twice does not reply.
         transform: turns a batch of raw inputs, on the device, into the model's inputs. Methods whose unit of privacy is a record
             call it so that it sees one record at a time.
 
@@ -164,6 +165,12 @@ class TensorRecords:
         """Return inputs and target [1, ...] of a record of zeros: shapes and types of the tensors are public."""
         inputs, targets = self.zeros(device)
         return (inputs if self.transform is None else self.transform(inputs)), targets
+
+
+def repeats_rows(records: Records) -> bool:
+    """Tell whether one row of tensors stands for several of a client's records: to replace it replaces all of them."""
+    indices = records.indices if isinstance(records, TensorRecords) else None
+    return indices is not None and len(indices.unique()) < len(indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
