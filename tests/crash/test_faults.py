@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import server_ledger
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.server_ledger import ServerLedger
@@ -22,6 +24,18 @@ from tests.crash.witness import Heard
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs pidfd_open and /proc")]
 NOBODY = 65534
+
+
+def never_empty() -> None:
+    """In this process Poisson sampling draws an empty cohort anew: without messages there is nothing that a server could die at."""
+    choose = PoissonSampling.choose
+
+    def chosen(self: PoissonSampling, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        while not (drawn := choose(self, server_round, num_clients, rng)).size:
+            pass
+        return drawn
+
+    PoissonSampling.choose = chosen
 
 
 class Case:
@@ -46,10 +60,12 @@ class Case:
         return live(body, self.folder / "output", None)
 
     def die_in(self, server_round: int) -> None:
-        """Kill the server when the first messages of a round have left."""
+        """Kill the server when the first messages of a round have left, of the rounds of this life."""
         dies = server.TellingGrid.send_and_receive
 
         def before() -> None:
+            never_empty()
+
             def send(self, messages, **named):
                 messages = list(messages)
                 self.rounds = getattr(self, "rounds", 0) + any(map(server.asks_to_train, messages))
