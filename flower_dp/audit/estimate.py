@@ -133,7 +133,7 @@ def errors_of(scores: Mapping[str, Scores], estimator: Estimator, *, confidence:
     checks.integer("trials", num, at_least=20)
     first = max(10, int(held_out * num))
     miss = (1 - confidence) / 2  # of each rate: careful thresholds, for a rare error is easily missed on few trials
-    best: tuple[float, str, bool, float, float] | None = None
+    best: tuple[tuple[float, float], str, bool, float, float] | None = None
     for name, pair in scores.items():
         for falling in (False, True):
             absent, present = ((-one if falling else one)[:first] for one in pair)
@@ -154,20 +154,21 @@ def errors_of(scores: Mapping[str, Scores], estimator: Estimator, *, confidence:
     )
 
 
-def _best(absent: np.ndarray, present: np.ndarray, estimator: Estimator, miss: float) -> tuple[float, float, float]:
-    """Return the largest strength of any threshold between the values, that threshold, and the curve's slope there."""
+def _best(absent: np.ndarray, present: np.ndarray, estimator: Estimator, miss: float) -> tuple[tuple[float, float], float, float]:
+    """Return the best threshold between the values: what it is preferred by, itself, and the curve's slope there."""
     places = np.unique(np.concatenate([absent, present]))
     if len(places) == 1:
-        return -np.inf, float(places[0]), 1.0
+        return (-np.inf, -2.0), float(places[0]), 1.0
     between = (places[:-1] + places[1:]) / 2
     between = between[np.linspace(0, len(between) - 1, min(len(between), _MOST_THRESHOLDS)).astype(int)]
     wrong = len(absent) - np.searchsorted(np.sort(absent), between, side="right")
     missed = np.searchsorted(np.sort(present), between, side="right")
     x, y = rate_bound(wrong, len(absent), miss), rate_bound(missed, len(present), miss)
     strengths = estimator.strength(x, y)
-    place = int(np.argmax(strengths))
+    # No rates prove more than the largest strength of some estimators: of such tests the one with the fewest errors is best.
+    place = int(np.lexsort((-(x + y), strengths))[-1])
     strength = float(strengths[place])
-    return strength, float(between[place]), _slope(estimator, strength, float(x[place]))
+    return (strength, -float(x[place] + y[place])), float(between[place]), _slope(estimator, strength, float(x[place]))
 
 
 def _slope(estimator: Estimator, strength: float, rate: float) -> float:

@@ -12,6 +12,7 @@ from flower_dp.audit.methods import client_level
 from flower_dp.audit.presets import case_of
 from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
+from flower_dp.core import noise
 from flower_dp.running import apps
 from flower_dp.strategies import DPFedAvg
 
@@ -58,6 +59,24 @@ def test_runs_share_nothing():
         values = [runs.run(present=present)["projection"] for present in (True, True, False, True)]
     assert len(set(values)) == 4
     assert runs.statement.num_rounds == 1
+
+
+def test_update_and_indicator_together_have_the_effect_that_is_claimed(monkeypatch):
+    """Without noise: the squares of both effects, over the noise, add up to 1 / z^2, where the update alone has less."""
+    case = CASES["dp-fedavg, adaptive clip"]
+    release = case.strategy().rules.training.next_release
+    deviation = release.noise_scale  # of every coordinate
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: 0.0 * like)
+    with quiet():
+        runs = Trials(case)
+        without, with_it = (runs.run(present=present) for present in (False, True))
+    asked = case.strategy().rules.training.indicator
+    # One coordinate in the direction of what the unit adds, as long as update or indicator alone: their weights are their lengths.
+    lengths = {"update": asked.clip_norm, "indicator": asked.scale / 2, "projection": asked.joint_norm}
+    for name, length in lengths.items():
+        effect = (with_it[name] - without[name]) * asked.joint_norm**2 / length
+        assert effect == pytest.approx(length, rel=2e-3), name
+    assert asked.joint_norm / deviation == pytest.approx(1 / release.mechanism.noise_multiplier, rel=1e-6)
 
 
 def test_the_claimed_trade_off_is_the_exact_one():

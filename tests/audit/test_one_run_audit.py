@@ -75,6 +75,10 @@ def little_noise(monkeypatch):
     monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 200, step))
 
 
+# Of tests in which a correct run must not be flagged.
+CONFIDENCE = 1 - 1e-6
+
+
 # Clients
 
 
@@ -85,16 +89,16 @@ def test_client_canaries_of_a_real_run_show_much_of_the_claim_and_no_more():
     delta = stats.norm.cdf(mu / 2 - claimed / mu) - math.exp(claimed) * stats.norm.cdf(-mu / 2 - claimed / mu)
     assert delta == pytest.approx(1e-5, rel=0.01)
     assert (audit.unit, audit.relation, audit.num_canaries) == ("client", "add-or-remove-one", 150)
-    # A fair share: an ideal auditor of 150 independent coins at this separation has a bound of about 1.6 (below).
-    assert 0.6 < audit.lower_bound < audit.claimed
+    # 31 right guesses of 44. In eight runs 40 to 44 were right: if each is with probability 0.925 or more, fewer than 31 are with
+    # probability 3e-6 at most. All 44 would not refute the claim.
+    assert 0.2 < audit.lower_bound < audit.claimed
     assert not audit.refuted
 
 
 def test_noise_far_below_the_claim_is_flagged_by_client_canaries(little_noise):
     audit = audit_run(config("mnist", [*FULL, "dp-fedavg.noise-multiplier=4", "num-rounds=1"]), num_canaries=150, seed=3)
     assert audit.claimed < 1.1
-    assert audit.num_correct == audit.num_guesses
-    assert audit.refuted
+    assert audit.refuted  # by 95 right guesses of 120; in eight runs all were right
 
 
 def test_a_run_without_noise_has_a_large_bound():
@@ -117,7 +121,7 @@ def test_a_run_without_noise_has_a_large_bound():
     ids=["replace-one", "top-k", "adaptive clip", "mask"],
 )
 def test_every_kind_of_noised_sum_is_audited(settings):
-    audit = audit_run(config("mnist", [*CLIENTS, "num-rounds=2", *settings]), num_canaries=100, seed=3)
+    audit = audit_run(config("mnist", [*CLIENTS, "num-rounds=2", *settings]), num_canaries=100, confidence=CONFIDENCE, seed=3)
     assert not audit.refuted
     assert audit.num_guesses > 0
     assert audit.relation == ("replace-one" if "sampling=fixed-size" in settings else "add-or-remove-one")
@@ -194,19 +198,21 @@ def test_record_canaries_of_a_real_run_show_some_of_the_claim_and_no_more():
     audit = audit_run(fedpaq(), num_canaries=400, seed=3)
     assert audit.claimed == pytest.approx(8.0, rel=1e-3)
     assert (audit.unit, audit.relation, audit.num_canaries) == ("record", "replace-one", 400)
-    assert 0.5 < audit.lower_bound < audit.claimed
+    # 79 right guesses of 120. In eight runs 99 to 107 were right: with a probability of 0.83 each, fewer than 79 have 2e-6.
+    assert 0.3 < audit.lower_bound < audit.claimed
 
 
 @pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
 def test_noise_far_below_the_claim_is_flagged_by_record_canaries(method, little_noise):
     audit = audit_run(fedpaq(method, f"{method}.epsilon=1", "num-rounds=1"), num_canaries=400, seed=3)
     assert audit.claimed == pytest.approx(1.0, rel=1e-3)
-    assert audit.refuted
+    assert audit.refuted  # by 127 right guesses of 160; in eight runs 142 to 148 were right, with a standard deviation of 2
 
 
 def test_dp_pasgd_is_audited():
     settings = [*RECORDS, "method=dp-pasgd", "dp-pasgd.num-local-steps=2", "dp-pasgd.epsilon=8"]
     audit = audit_run(config("breast-cancer", settings), num_canaries=400, seed=3)
+    # 79 right guesses of 120; in eight runs 98 to 104 were right.
     assert 0.3 < audit.lower_bound < audit.claimed
 
 

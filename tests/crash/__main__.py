@@ -68,6 +68,14 @@ class Kills:
         shutil.rmtree(folder)
         return sum(line["passed"].values()), seconds
 
+    def run_at(self, at: int, num_points: int, seconds: float) -> None:
+        """Kill a run at a point; where small cohorts leave it fewer points than that, kill another one earlier."""
+        before = self.tally.points
+        self.run(at, num_points, seconds)
+        while self.tally.points == before and at > 1 and not self.tally.holes:
+            at = at * 3 // 4
+            self.run(at, num_points, seconds)
+
     def run(self, at: int | None, num_points: int, seconds: float) -> None:
         """Kill a run at a point, or at a random time, go on, kill it perhaps again, and let it end.
 
@@ -168,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kills = Kills(name, *WHOM[name], folder, draw)
         total, seconds = kills.measure()
         for at in points_of(total, chosen.points, draw):
-            kills.run(at, total, seconds)
+            kills.run_at(at, total, seconds)
         for _ in range(chosen.times):
             kills.run(None, total, seconds)
         tallies[name] = kills.tally
