@@ -340,7 +340,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> str:
-    apart = [a - b for a, b in zip(one, other, strict=True)]
+    # Where runs were stopped, one of them may lack the last seed.
+    apart = [a - b for a, b in zip(one, other, strict=False)]
     error = _deviation(apart) / len(apart) ** 0.5
     return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a < 0 for a in apart)} of {len(apart)})"
 
@@ -434,7 +435,7 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
                 "epsilon": _number(epsilon),
                 "DP-FedPAQ, loss": _spread(results.of(plain)),
                 "SCAFFOLD, loss": _spread(results.of(other)),
-                "difference": _apart(results.of(other), results.of(plain)) if results.of(plain) else "",
+                "difference": _apart(results.of(other), results.of(plain)) if results.of(other) else "",
                 "DP-FedPAQ, accuracy": _spread(results.of(plain, "accuracy")),
                 "SCAFFOLD, accuracy": _spread(results.of(other, "accuracy")),
             }
