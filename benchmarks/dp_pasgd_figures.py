@@ -3,12 +3,11 @@
     python benchmarks/dp_pasgd_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--costs COST ...]
                                           [--plot FILE.png] [--no-runs]
 
-Five parts: `vehicle` and `adult`, both i.i.d., have the grid of tau at epsilon 1, 2, 4 and 10 and a cost of 200, 500 and 1,000,
+Four parts: `vehicle` and `adult`, both i.i.d., have the grid of tau at epsilon 1, 2, 4 and 10 and a cost of 200, 500 and 1,000,
 with the paper's noise (eq. 9); `noise` has tau = 10 with `exact` noise and with Poisson batches; `poisson` has the grid of tau
-with both; `rates` gives every tau three learning rates, of about the same product with the number of steps. Settings that are not
-named here are those of paper_dp_pasgd.py. Each run is a line of RESULTS.jsonl, written when it ends; a run that is there is not
-made again, so the same command goes on where it was stopped. One process, one torch thread. A seed governs data split and initial
-model; noise and batches are never seeded.
+with both. Settings that are not named here are those of paper_dp_pasgd.py. Each run is a line of RESULTS.jsonl, written when it
+ends; a run that is there is not made again, so the same command goes on where it was stopped. One process, one torch thread. A
+seed governs data split and initial model; noise and batches are never seeded.
 """
 
 import argparse
@@ -29,8 +28,6 @@ EPSILONS, COSTS, TAUS, RATE = (1.0, 2.0, 4.0, 10.0), (1000, 500, 200), (1, 2, 5,
 # Devices of Vehicle train on 65 records: a Poisson batch of 64 would be nearly all of them.
 ADULT, VEHICLE, VEHICLE_BATCH = "Adult-2", "Vehicle, i.i.d.", 16
 TAU_OF_NOISE = 10
-RATES = {1: (0.3, 1.0, 3.0), 5: (0.1, 0.3, 1.0), 20: (0.03, 0.1, 0.3)}
-EPSILONS_OF_RATES = (1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +83,7 @@ def cases() -> dict[str, list[Case]]:
         for epsilon in EPSILONS
     ]
     poisson = [_private(ADULT, epsilon, tau, "poisson") for epsilon in EPSILONS for tau in TAUS]
-    rates = [
-        Case(data=VEHICLE, epsilon=epsilon, tau=tau, rate=rate)
-        for epsilon in EPSILONS_OF_RATES
-        for tau, several in RATES.items()
-        for rate in several
-    ]
-    return {"vehicle": vehicle, "adult": adult, "noise": noise, "poisson": poisson, "rates": rates}
+    return {"vehicle": vehicle, "adult": adult, "noise": noise, "poisson": poisson}
 
 
 def _private(data: str, epsilon: float, tau: int, sampling: str, batch: int = BATCH) -> Case:
@@ -147,12 +138,13 @@ def _runs(todo: Sequence[str], seeds: int) -> Iterator[tuple[Case, int]]:
 
 def _spread(values: Sequence[float]) -> str:
     """Return mean and standard deviation; one seed has none."""
-    return spread(values) if len(values) > 1 else f"{values[0]:.3f} (one seed)"
+    return spread(values) if len(values) > 1 else f"{values[0]:.3f}"
 
 
 def best(row: Sequence[Case], results: Results) -> Case:
-    """Return the point with the least mean validation loss."""
-    return min(row, key=lambda case: statistics.fmean(results.of(case, "validation")))
+    """Return the point with the least mean validation loss, over the seeds that all have."""
+    seeds = min(len(results.of(case, "validation")) for case in row)
+    return min(row, key=lambda case: statistics.fmean(results.of(case, "validation")[:seeds]))
 
 
 def best_by_seed(row: Sequence[Case], results: Results) -> list[Case]:
@@ -180,9 +172,10 @@ def table_of_taus(results: Results) -> str:
 
 
 def _over_tau(row: list[Case], results: Results) -> Row:
-    losses = {f"τ = {case.tau}": _spread(results.of(case, "loss")) for case in row}
-    by_seed = ", ".join(str(case.tau) for case in best_by_seed(row, results))
-    return {**losses, "best τ": best(row, results).tau, "by seed": by_seed}
+    """Return a row of a table, with the seeds that all of its points have."""
+    by_seed = [case.tau for case in best_by_seed(row, results)]
+    losses = {f"τ = {case.tau}": _spread(results.of(case, "loss")[: len(by_seed)]) for case in row}
+    return {**losses, "best τ": best(row, results).tau, "by seed": ", ".join(map(str, by_seed))}
 
 
 def table_of_trade_offs(results: Results) -> str:
@@ -216,6 +209,7 @@ def table_of_noise(results: Results) -> str:
                             "tight ε": f"{found['tight epsilon']:.3f}",
                             "loss": _spread(results.of(case, "loss")),
                             "accuracy": _spread(results.of(case, "accuracy")),
+                            "seeds": len(results.of(case, "loss")),
                         }
                     )
     return table(rows) if rows else "no results"
@@ -229,27 +223,6 @@ def table_of_poisson(results: Results) -> str:
         if len(row) == len(TAUS):
             rows.append({"data": ADULT, "ε": f"{epsilon:g}", **_over_tau(row, results)})
     return table(rows) if rows else "no results"
-
-
-def table_of_rates(results: Results) -> str:
-    """Return every tau at the best of its learning rates, chosen by validation loss."""
-    rows = []
-    for epsilon in EPSILONS_OF_RATES:
-        for tau, several in RATES.items():
-            row = [Case(data=VEHICLE, epsilon=epsilon, tau=tau, rate=rate) for rate in several]
-            row = [case for case in row if results.of(case, "loss")]
-            if len(row) == len(several):
-                found = {f"loss at {name} rate": _spread(results.of(case, "loss")) for name, case in zip(ORDER, row, strict=True)}
-                rates = ", ".join(f"{rate:g}" for rate in several)
-                chosen = best(row, results)
-                rows.append(
-                    {"data": VEHICLE, "paper's ε": f"{epsilon:g}", "τ": tau, "rates": rates, **found}
-                    | {"best rate": f"{chosen.rate:g}", "accuracy there": _spread(results.of(chosen, "accuracy"))}
-                )
-    return table(rows) if rows else "no results"
-
-
-ORDER = ("the least", "the middle", "the largest")
 
 
 def draw(results: Results, path: Path) -> None:
@@ -296,7 +269,6 @@ def main() -> None:
         ("Test accuracy at the best tau (Figs. 4 and 5)", table_of_trade_offs(results)),
         (f"Noise and batches, tau = {TAU_OF_NOISE}, cost {COSTS[0]}", table_of_noise(results)),
         (f"Poisson batches, exact noise, cost {COSTS[0]}", table_of_poisson(results)),
-        (f"Three learning rates for every tau, cost {COSTS[0]}", table_of_rates(results)),
     ):
         print(f"\n## {title}\n\n{text}")
     if options.plot:

@@ -198,7 +198,7 @@ def panels(path: Path, titles: Sequence[str], label: str, *, rows: int = 1) -> I
         axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3)
     yield every
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=70)
 
 
 def quiet() -> None:

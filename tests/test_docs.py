@@ -258,7 +258,7 @@ def test_a_caption_that_names_what_does_not_exist_is_found(command, named):
     assert fault(command) == named
 
 
-@pytest.mark.parametrize("name", ["dp_fedavg", "adaptive_clipping", "blur"])
+@pytest.mark.parametrize("name", ["dp_fedavg", "adaptive_clipping", "blur", "fedsgd_dpc", "nbafl"])
 def test_the_sweeps_of_the_pictures_can_be_made(name):
     """All settings of all points are known and fit together."""
     assert Sweep.read(REPOSITORY / "benchmarks" / f"{name}.toml").runs
