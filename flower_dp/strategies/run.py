@@ -217,6 +217,7 @@ class Run:
         """Return the next global model [d], float32; the last one if the round is left out, although it was charged."""
         if not any(report.replies for report in self._own.rounds):
             diagnostics.log_constants(now, collected)
+        kept = None if self._optimizer is None else self._optimizer.state
         try:
             vector = self.rules.learn(now, collected, self.generator("noise", now.server_round))
             if self._optimizer is not None:
@@ -224,6 +225,8 @@ class Run:
             if names := now.layout.overflows(vector):
                 raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
         except RoundLeftOut as why:
+            if self._optimizer is not None and kept is not None:
+                self._optimizer.state = kept  # else what is not finite would leave out all later rounds as well
             self.note(incidents=(*self._own.incidents, f"round {now.server_round} was left out: {why}"))
             log.warning("%s", self._own.incidents[-1])
             return now.vector

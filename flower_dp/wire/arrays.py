@@ -83,7 +83,8 @@ class Model:
         """Read a model that is this server's own.
 
         Raises:
-            ValueError: if an array can't be made private (see `Layout.of`) or is not finite, or `frozen` names none.
+            ValueError: if an array can't be made private (see `Layout.of`) or is not finite, also as float32, or `frozen` names
+                none.
         """
         arrays = numpy_arrays(record, limit=_LARGEST_ARRAY)
         if unknown := sorted(set(frozen) - set(arrays)):
@@ -95,6 +96,9 @@ class Model:
                 raise ValueError(f"array {name!r} has NaN or infinite entries; if it is a constant, name it in frozen_arrays")
         with np.errstate(over="ignore"):
             vector = layout.flatten(trained)
+        if not np.isfinite(vector).all():
+            name = next(name for name, part in layout.unflatten(vector).items() if not np.isfinite(part).all())
+            raise ValueError(f"array {name!r} has entries beyond the range of float32, in which models are trained")
         return cls(names=tuple(arrays), layout=layout, vector=vector, frozen={name: arrays[name] for name in frozen})
 
     @property

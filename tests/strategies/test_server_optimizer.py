@@ -94,3 +94,32 @@ def test_a_model_that_is_not_finite_leaves_the_round_out():
 
     with pytest.raises(RoundLeftOut, match="Broken gave a model with NaN"):
         steps(ServerOptimizer(Broken()), [1])
+
+
+def test_after_a_round_that_is_left_out_the_optimiser_goes_on_as_if_it_had_not_been():
+    """Its NaN stayed in the momentum: all later rounds were charged and left out as well."""
+
+    class Bursting(FedAvgM):
+        def aggregate_train(self, server_round, replies):
+            result, metrics = super().aggregate_train(server_round, replies)
+            if server_round == 2:
+                self.momentum_vector = [vector * np.nan for vector in self.momentum_vector]
+                result = ArrayRecord({name: Array(array.numpy() * np.nan) for name, array in result.items()})
+            return result, metrics
+
+    strategy = DPFedAvg(**WORDS, server_optimizer=Bursting(server_learning_rate=1.0, server_momentum=0.5))
+    model = strategy.start(
+        LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(w=np.zeros(4, np.float32)), num_rounds=4
+    ).arrays["w"]
+    # Steps of 1, 0 (left out), 1 + 1/2, 1 + 3/4.
+    np.testing.assert_allclose(model.numpy(), 1 + 1.5 + 1.75, rtol=1e-2)
+    assert len(strategy.incidents) == 1
+
+
+@pytest.mark.parametrize("entry", [np.nan, np.inf, 1e300])
+def test_a_model_that_is_not_finite_as_float32_costs_nothing(entry):
+    strategy, grid = DPFedAvg(**WORDS), LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
+    with pytest.raises(ValueError, match=r"array 'w' has (NaN or infinite entries|entries beyond the range of float32)"):
+        strategy.start(grid, arrays(v=np.zeros(2, np.float32), w=np.array([0.0, entry])), num_rounds=1)
+    assert strategy.rules.ledger.num_charges == 0
+    assert not grid.sent
