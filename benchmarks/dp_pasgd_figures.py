@@ -234,7 +234,8 @@ def draw(results: Results, path: Path) -> None:
             for look, epsilon in zip(LOOKS, EPSILONS, strict=True):
                 if not (row := taus(results, data, epsilon, cost)):
                     continue
-                losses = [results.of(case, "loss") for case in row]
+                seeds = min(len(results.of(case, "loss")) for case in row)
+                losses = [results.of(case, "loss")[:seeds] for case in row]
                 middles, errors = [statistics.fmean(each) for each in losses], [deviation(each) for each in losses]
                 at, chosen = [case.tau for case in row], row.index(best(row, results))
                 axes.errorbar(at, middles, errors, **look, label=f"ε = {epsilon:g}")
