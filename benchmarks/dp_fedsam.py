@@ -303,7 +303,8 @@ def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapp
     base = accuracy.get(("DP-FedAvg", "fixed"), {})
     found[0.0] = {name: base[name] for name in named if name in base}
     rows = [
-        [f"{radius:g}", *_cells(of, tuple(named)), differences(_by_run(of), _by_run(found[0.0]))] for radius, of in found.items()
+        [f"{radius:g}", *_cells(of, tuple(named)), differences(_by_run(of), _by_run(found[0.0])) if radius else ""]
+        for radius, of in found.items()
     ]
     return _table(["radius (0: DP-FedAvg)", *named, "above DP-FedAvg"], rows)
 
