@@ -259,7 +259,7 @@ class Training:
 def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
     """Return views of the parts of vectors [..., d], in the shapes [..., *shape] of the parameters."""
     split_up = torch.split(vectors, list(layout.sizes), dim=-1)
-    return [part.view(*vectors.shape[:-1], *shape) for part, shape in zip(split_up, layout.shapes, strict=True)]
+    return [part.view((*vectors.shape[:-1], *shape)) for part, shape in zip(split_up, layout.shapes, strict=True)]
 
 
 def model_arrays(module: nn.Module) -> ArrayRecord:
