@@ -187,7 +187,13 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     strategy.plan(20)
     for _ in range(20):
         strategy.rules.training.take(strategy.rules.training.next_charge(names))
-    assert bool(relies(strategy.statement, "the cohort of a round is known to nobody")) == relied
+    statement = strategy.statement
+    assert bool(relies(statement, "the cohort of a round is known to nobody")) == relied
+    fixed = isinstance(sampling, FixedSizeSampling)
+    assert bool(relies(statement, "a sampling rate of 40/399 in that round, where 40/400 is accounted for")) == fixed
+    outsiders = next(one for one in statement.adversaries if one.name == "outsiders")
+    assert outsiders.sees.endswith(", not who took part") == fixed
+    assert outsiders.sees.endswith(", and who took part") == (not relied)
 
 
 def test_the_statement_in_a_file_has_every_adversary():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dp_accounting import ComposedDpEvent, NoOpDpEvent
 
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.core.words import delta_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost, counts_sampling
@@ -75,7 +75,8 @@ def statement_of(rules: "ClientLevelRules", run: RunFacts) -> PrivacyStatement:
 def _adversaries(rules: "ClientLevelRules", inside: Cost, outside: Cost) -> tuple[Adversary, ...]:
     """Outsiders, participants and the server, and what can be proved against each."""
     release, evaluation = rules.noise.outside, rules.evaluated
-    secret = ", not how many clients took part" if rules.training.secret_cohort else ", and who took part"
+    unknown = "how many clients" if rules.training.secret_cohort else "who" if _hides_cohort(rules.training) else ""
+    secret = f", not {unknown} took part" if unknown else ", and who took part"
     if evaluation is not None and _hides_cohort(evaluation):
         secret += " in training; not who evaluated"
     if rules.noise.placement == "central":
@@ -152,6 +153,12 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
     elif release.expected_cohort < release.num_clients and sampling_counts:
         size = ", nor its size: not from logs or timing either" if rules.training.secret_cohort else ""
         lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
+        if isinstance(release.sampler, FixedSizeSampling):
+            drawn, clients = f"{release.expected_cohort:g}", release.num_clients
+            lines.append(
+                "nobody who is protected against knows which clients can't be reached; who knows that it was not asked itself "
+                f"meets a sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for"
+            )
     if evaluation is not None and _hides_cohort(evaluation):
         size = ", nor how many do: not from logs or timing either" if evaluation.secret_cohort else ""
         lines.append(f"who evaluates is known to nobody who is protected against{size}")
@@ -169,9 +176,9 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
     return [*lines, *seeded(run)]
 
 
-def _hides_cohort(evaluation: NoisedSum) -> bool:
-    """Return whether the cost of private evaluations counts on nobody knowing who evaluates."""
-    release = evaluation.shared.outside
+def _hides_cohort(of: NoisedSum) -> bool:
+    """Return whether the cost of a release counts on nobody knowing who takes part."""
+    release = of.shared.outside
     return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())
 
 
