@@ -1,6 +1,7 @@
 """What all tests share: one torch thread, repeatable chance and property tests, and one `flwr run` at a time."""
 
 import fcntl
+import logging
 import os
 
 # Before NumPy and torch start their threads; the processes of pytest-xdist and of Flower inherit it.
@@ -15,6 +16,7 @@ from flower_dp.strategies.population import client_manager, client_query  # noqa
 from tests.chance import chance_of  # noqa: E402
 from tests.clock import Clock  # noqa: E402
 
+_LOG = logging.getLogger("flwr")
 torch.set_num_threads(1)
 # How long an example takes to draw is the machine's.
 settings.register_profile(
@@ -30,8 +32,12 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
+    level = _LOG.level
     with chance_of(item.nodeid):
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            _LOG.setLevel(level)  # a program that a test runs may have changed it
 
 
 @pytest.hookimpl(wrapper=True)

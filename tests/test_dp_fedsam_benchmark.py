@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 import tomllib
@@ -142,14 +143,25 @@ def test_numbers_in_words(program):
 
 
 def test_a_sweep_that_is_out_of_time_is_interrupted_as_by_a_person(program, tmp_path, monkeypatch):
+    class Patient(subprocess.Popen):
+        def wait(self, timeout=None):
+            """Be out of time as soon as the process listens to signals."""
+            if timeout is None:
+                return super().wait()
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
     stands_for = tmp_path / "python"
     stands_for.write_text(
-        f'#!/bin/bash\ntrap "echo interrupted > {tmp_path}/said; exit 130" INT\nfor i in {{1..600}}; do sleep 0.1; done\n'
+        f'#!/bin/bash\ntrap "echo interrupted > {tmp_path}/said; exit 130" INT\ntouch {tmp_path}/ready\n'
+        "for i in {1..600}; do sleep 0.1; done\n"
     )
     stands_for.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stands_for))
     monkeypatch.setattr(program.Sweep, "read", lambda path: type("", (), {"runs": ()}))
-    program.make(tmp_path / "file.toml", tmp_path / "out", time.monotonic() + 1.0, in_process=False)
+    monkeypatch.setattr(program.subprocess, "Popen", Patient)
+    program.make(tmp_path / "file.toml", tmp_path / "out", time.monotonic() + 60.0, in_process=False)
     assert (tmp_path / "said").read_text() == "interrupted\n"
     stands_for.write_text("#!/bin/bash\nexit 2\n")
     with pytest.raises(SystemExit, match="2"):

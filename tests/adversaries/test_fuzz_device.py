@@ -165,6 +165,7 @@ def sent(method: Method) -> list[Message]:
     if evaluates:
         strategy.rules.evaluate(plan)
         strategy._run._initial = strategy._run.state
+        strategy.begin()
 
     def client_fn(context: Context) -> Any:
         part = int(context.node_config["partition-id"])

@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -255,7 +256,9 @@ def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(fold
 
 
 def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
+    theirs = ModuleType("my_functions")
+    vars(theirs).update(__file__=__file__, load_records=load_records)
+    monkeypatch.setitem(sys.modules, "my_functions", theirs)
     with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
         app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 

@@ -240,7 +240,9 @@ def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
     event = Repeat(fixed_size(1000, cohort, Gaussian(multiplier)), rounds)
     naive = _naive_without_replacement(multiplier, 1000, cohort, rounds, 1e-5)
     right = _naive_without_replacement(multiplier / 2, 1000, cohort, rounds, 1e-5)
-    assert rdp_epsilon(event, delta=1e-5, relation=REPLACE) == pytest.approx(right, rel=1e-12)
+    found = rdp_epsilon(event, delta=1e-5, relation=REPLACE)
+    assert found is not None
+    assert right * (1 - 1e-12) <= found <= right * (1 + 1e-9)  # with what float64's rounding may have lost
     assert right > 1.5 * naive
     unsampled = epsilon(Repeat(Gaussian(multiplier), rounds), delta=1e-5, relation=REPLACE).epsilon
     got = epsilon(event, delta=1e-5, relation=REPLACE).epsilon

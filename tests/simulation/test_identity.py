@@ -39,9 +39,10 @@ def test_messages_are_of_the_run_and_node_and_a_reply_is_told_by_its_number():
 @pytest.mark.usefixtures("afresh")
 def test_a_flower_of_another_release_is_refused_by_its_version(monkeypatch):
     for version in ("1.40.1", "2.0.0", "nightly"):
-        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-        with pytest.raises(identity.FlowerVersionError, match=f"flwr {version}.*--engine flower"):
-            identity.identify(1, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+            with pytest.raises(identity.FlowerVersionError, match=f"flwr {version}.*--engine flower"):
+                identity.identify(1, 1)
 
 
 @pytest.mark.usefixtures("afresh")
