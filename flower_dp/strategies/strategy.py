@@ -85,7 +85,6 @@ class DPStrategy(RunFigures, Strategy):
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
-        self._forgettable = self._run.num_charged
         self.begin()
 
     def __init_subclass__(cls, **named: Any) -> None:

@@ -17,7 +17,7 @@ from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, privacy_mod
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
 from tests.asks import GONE, config_of, evaluated, forged, forged_total
@@ -483,6 +483,18 @@ def test_a_stock_node_stands_for_one_client_and_its_reply_is_no_larger_than_it_n
     assert result.evaluate_metrics_clientapp[1]["acc"] == pytest.approx(
         np.mean([SHARES[node] for node in range(3, 41)]), abs=1e-4
     )
+
+
+def test_the_statement_says_what_evaluating_cohorts_of_a_fixed_size_assume():
+    for sampling in (FixedSizeSampling(cohort_size=2), FullSampling()):
+        strategy, grid, _ = constant(num_metrics=1, relation="replace-one", sampling=sampling, noise_multiplier=4.0)
+        strategy.start(grid, flat(), num_rounds=1)
+        clients = strategy.rules.release.num_clients
+        wanted = (
+            f"it was not asked to evaluate itself meets a sampling rate of 2/{clients - 1} in that round, where 2/{clients} is"
+        )
+        found = any(wanted in line for line in strategy.statement.assumptions)
+        assert found == isinstance(sampling, FixedSizeSampling)
 
 
 def test_the_statement_says_that_evaluating_cohorts_are_secret():

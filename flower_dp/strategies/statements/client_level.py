@@ -11,6 +11,7 @@ from flower_dp.core.words import delta_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.run_state import RunFacts
@@ -153,15 +154,11 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
     elif release.expected_cohort < release.num_clients and sampling_counts:
         size = ", nor its size: not from logs or timing either" if rules.training.secret_cohort else ""
         lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
-        if isinstance(release.sampler, FixedSizeSampling):
-            drawn, clients = f"{release.expected_cohort:g}", release.num_clients
-            lines.append(
-                "nobody who is protected against knows which clients can't be reached; who knows that it was not asked itself "
-                f"meets a sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for"
-            )
+        lines += _of_fixed_size(release, "asked")
     if evaluation is not None and _hides_cohort(evaluation):
         size = ", nor how many do: not from logs or timing either" if evaluation.secret_cohort else ""
         lines.append(f"who evaluates is known to nobody who is protected against{size}")
+        lines += _of_fixed_size(evaluation.shared.outside, "asked to evaluate")
     if rules.training.clip is not None:
         lines.append(
             "adaptive clipping: whether an update is within the clip norm is part of the same release as the update, under one "
@@ -174,6 +171,17 @@ def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool
             "mechanism that publishes one client's data outright can have such a delta"
         )
     return [*lines, *seeded(run)]
+
+
+def _of_fixed_size(release: Release, asked: str) -> list[str]:
+    """Return what sampling of a fixed size assumes besides; nothing for other samplers."""
+    if not isinstance(release.sampler, FixedSizeSampling):
+        return []
+    drawn, clients = f"{release.expected_cohort:g}", release.num_clients
+    return [
+        f"nobody who is protected against knows which clients can't be reached; who knows that it was not {asked} itself meets a "
+        f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for"
+    ]
 
 
 def _hides_cohort(of: NoisedSum) -> bool:
