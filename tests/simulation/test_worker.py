@@ -43,9 +43,14 @@ def to(node, **what):
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """Messages of later tests in this process are the server's again."""
+    """Messages of later tests in this process are the server's again, and their modules are those of earlier tests.
+
+    A run lets all modules be imported again where one has changed, and a module that another test has left may have changed.
+    """
+    saved = dict(sys.modules)
     yield
     identify(1, SERVER_NODE)
+    sys.modules.update(saved)
 
 
 @pytest.fixture
