@@ -66,9 +66,11 @@ _apart: dict[object, bool] = {}
 
 def _one_alone(model, inputs, targets, compute, key):
     """Find out once in a process what made-up records say of a linear layer: many clients of these tests have one each."""
-    if type(model.module) is not torch.nn.Linear or model.module._forward_hooks or model.module._forward_pre_hooks:
+    module = model.module
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if changed or type(module) is not torch.nn.Linear:
         return joins.one_alone(model, inputs, targets, compute, key)
-    known = (repr(model.module), str(model.device), key, joins.kinds(inputs, targets))
+    known = (repr(module), str(model.device), key, joins.kinds(inputs, targets))
     if known not in _apart:
         _apart[known] = joins.one_alone(model, inputs, targets, compute, key)
     return _apart[known]
