@@ -8,7 +8,7 @@ partitions and three seeds; `radii`, DP-FedSAM with several radii at DP-FedAvg's
 for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has the tables, `accuracy-epsilon.png` the picture.
 The same command goes on where it was. With --minutes it stops after so long by itself, with status 3, so that a queue that
 lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a setting of all runs: another task, model, number
-of rounds.
+of rounds. --clips and --partitions leave a part out.
 
 Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
 """
@@ -87,10 +87,16 @@ def partition_of(settings: Mapping[str, Any]) -> str:
 # The files of the sweeps
 
 
-def tuning(settings: Mapping[str, Value], gpus: float) -> dict[str, Any]:
-    """Return the sweep that tunes: the grid's file with other settings of all runs."""
+def tuning(
+    settings: Mapping[str, Value], gpus: float, clips: Sequence[str] = CLIPS, rates: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Return the sweep that tunes: the grid's file with other settings of all runs, these kinds of clip norm, and these rates."""
     content = tomllib.loads(GRID.read_text(encoding="utf-8"))
     content["settings"] |= settings
+    kinds = {True: "adaptive", False: "fixed"}
+    content["points"] = [one for one in content["points"] if kinds["clip-quantile" in one[one["method"]]] in clips]
+    for point in content["points"] if rates else ():
+        point["learning-rate"] = list(rates)
     if gpus:
         content["gpus-per-worker"] = gpus
     return content
@@ -106,14 +112,20 @@ def best(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[Variant, di
     return {name: settings for name, (_, settings) in found.items()}
 
 
-def chosen_runs(stage: str, chosen: Mapping[Variant, Mapping[str, Any]], seeds: int, tune: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sweep of a later stage: the chosen settings with norms, on all partitions, with radii, or with each epsilon."""
+def chosen_runs(
+    stage: str,
+    chosen: Mapping[Variant, Mapping[str, Any]],
+    seeds: int,
+    tune: Mapping[str, Any],
+    partitions: Sequence[str] = tuple(PARTITIONS),
+) -> dict[str, Any]:
+    """Return the sweep of a later stage: the chosen settings with norms, on partitions, with radii, or with each epsilon."""
     points: list[dict[str, Any]] = []
     for (name, clip), settings in chosen.items():
         own = f"{settings['method']}."
         if stage == TABLES:
             free = {key: value for key, value in settings.items() if key not in ("partition", "dirichlet-alpha")}
-            points += [free | of for of in PARTITIONS.values()]
+            points += [free | PARTITIONS[name] for name in partitions]
         elif clip == "adaptive":
             continue
         elif stage == NORMS:
@@ -249,7 +261,7 @@ def report(place: Path) -> str:
         f"flwr {version('flwr')}",
         "## Settings chosen by validation accuracy\n\n" + _settings(place, runs[TUNE]),
     ]
-    for clip in CLIPS:
+    for clip in sorted({clip for _, clip in accuracy}, reverse=True):
         rows = [[method, *_cells(accuracy.get((method, clip), {}), tuple(PARTITIONS))] for method in METHODS]
         parts.append(f"## Test accuracy (%), {clip} clip norm\n\n" + _table(["", *PARTITIONS], rows))
     rows = []
@@ -358,6 +370,9 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of all sweeps: new, or that of this program")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs")
     parser.add_argument("--seeds", type=int, default=3, help="of tables and epsilons")
+    parser.add_argument("--clips", nargs="+", choices=CLIPS, default=CLIPS, help="kinds of clip norm")
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=(), help="to choose from; default: the grid's")
+    parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=tuple(PARTITIONS), help="of tables")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
     parser.add_argument("--gpus-per-worker", type=float, default=0.0)
     parser.add_argument("--in-process", action="store_true", help="make runs in this process, without Ray")
@@ -365,13 +380,14 @@ def main() -> None:
     deadline, place = time.monotonic() + 60 * options.minutes, options.output_dir.expanduser().absolute()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     place.mkdir(parents=True, exist_ok=True)
-    tune, done = tuning(dict(resolve(None, options.set).overrides), options.gpus_per_worker), True
+    settings, done = dict(resolve(None, options.set).overrides), True
+    tune = tuning(settings, options.gpus_per_worker, options.clips, options.learning_rates)
     for stage in STAGES:
         file, content = place / f"{stage}.toml", tune
         if stage != TUNE:
             tuned = finished(place / f"{TUNE}.toml", place / TUNE)
             chosen = best([(run.point.settings, last(run, place / TUNE, CHOSEN_BY)) for run in tuned])
-            content = chosen_runs(stage, chosen, options.seeds, tune)
+            content = chosen_runs(stage, chosen, options.seeds, tune, options.partitions)
         write_whole(file, tomli_w.dumps(content).encode())
         done = make(file, place / stage, deadline, in_process=options.in_process)
         write_whole(place / REPORT, report(place).encode())

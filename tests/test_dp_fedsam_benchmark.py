@@ -84,6 +84,9 @@ def test_settings_of_all_runs_are_taken_from_the_command(program):
         0.5,
     )
     assert content["settings"]["num-clients"] == 500
+    fewer = program.tuning({}, 0.0, ["adaptive"], [0.3, 1.0])["points"]
+    assert len(fewer) == len(content["points"]) - len(program.tuning({}, 0.0, ["fixed"])["points"]) == 6
+    assert all("clip-quantile" in one[one["method"]] and one["learning-rate"] == [0.3, 1.0] for one in fewer)
 
 
 def test_the_best_of_each_method_is_chosen(program):
@@ -114,6 +117,11 @@ def test_what_is_run_with_the_chosen_settings(program, tmp_path):
         assert {key: of for key, of in run.point.settings.items() if key not in free} == {
             key: of for key, of in chosen[program.variant(run.config)].items() if key not in free
         }
+    (some,) = {
+        program.partition_of(run.config)
+        for run in sweep_of(program.chosen_runs(program.TABLES, chosen, 3, content, ["i.i.d."]), tmp_path).runs
+    }
+    assert some == "i.i.d."
     epsilons = sweep_of(program.chosen_runs(program.EPSILONS, chosen, 3, content), tmp_path)
     assert Counter((program.variant(run.config), run.config[f"{run.config['method']}.epsilon"]) for run in epsilons.runs) == {
         ((method, "fixed"), target): 3 for method in program.METHODS for target in (1.0, 2.0, 4.0, 8.0)

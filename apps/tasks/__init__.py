@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TASKS = ("mnist", "fashion-mnist", "cifar-10", "adult", "vehicle", "breast-cancer")
-MODELS = ("logistic", "mlp", "cnn", "resnet18", "linear-svm")
+MODELS = ("logistic", "mlp", "cnn", "cnn-small", "resnet18", "linear-svm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ import numpy as np
 
 from apps.tasks import Task, files, idx
 
-MODELS = ("logistic", "mlp", "cnn")
+MODELS = ("logistic", "mlp", "cnn", "cnn-small")
 CLASSES = tuple(range(10))
 NEEDS: dict[str, Any] = {"data-dir": files.NEEDED}
 

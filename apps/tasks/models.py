@@ -26,7 +26,9 @@ def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS
     Args:
         name: One of `MODELS`. "logistic": one linear layer, with a row of weights a class. "mlp": one hidden layer of 256, ReLU.
             "cnn": two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and 2 x 2 max-pooling, a dense layer of 512 and
-            the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "resnet18": torchvision's
+            the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "cnn-small": convolutions of 16
+            and 32 channels (8 x 8 and 4 x 4, stride 2), each with tanh and max-pooling, a dense layer of 32 with tanh and the
+            output, 26,010 parameters (Papernot et al. 2021, table 1), for 28 x 28 pixels. "resnet18": torchvision's
             ResNet-18 with group normalisation (32 groups) in place of BatchNorm, for colour pictures of 32 x 32 pixels.
             "linear-svm": one row of weights, for labels -1 and +1.
         bias: Whether the layers have bias terms.
@@ -89,8 +91,7 @@ def _mlp(num_features: int, num_classes: int, bias: bool) -> nn.Module:
 
 
 def _cnn(num_features: int, num_classes: int, bias: bool) -> nn.Module:
-    if num_features != _PIXELS:
-        raise ValueError(f"model='cnn': is for 28 x 28 pixels, not for {num_features} features")
+    _check_pixels("cnn", num_features)
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -107,6 +108,31 @@ def _cnn(num_features: int, num_classes: int, bias: bool) -> nn.Module:
             output=nn.Linear(512, num_classes, bias=bias),
         )
     )
+
+
+def _cnn_small(num_features: int, num_classes: int, bias: bool) -> nn.Module:
+    _check_pixels("cnn-small", num_features)
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            image=nn.Unflatten(1, (1, 28, 28)),
+            conv1=nn.Conv2d(1, 16, kernel_size=8, stride=2, padding=3, bias=bias),
+            tanh1=nn.Tanh(),
+            pool1=nn.MaxPool2d(2, stride=1),
+            conv2=nn.Conv2d(16, 32, kernel_size=4, stride=2, bias=bias),
+            tanh2=nn.Tanh(),
+            pool2=nn.MaxPool2d(2, stride=1),
+            features=nn.Flatten(),
+            dense=nn.Linear(32 * 4 * 4, 32, bias=bias),
+            tanh3=nn.Tanh(),
+            output=nn.Linear(32, num_classes, bias=bias),
+        )
+    )
+
+
+def _check_pixels(model: str, num_features: int) -> None:
+    if num_features != _PIXELS:
+        raise ValueError(f"model={model!r}: is for 28 x 28 pixels, not for {num_features} features")
 
 
 def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
@@ -149,6 +175,7 @@ _KINDS = {
     "logistic": _Kind(build=_logistic),
     "mlp": _Kind(build=_mlp),
     "cnn": _Kind(build=_cnn),
+    "cnn-small": _Kind(build=_cnn_small),
     "resnet18": _Kind(build=_resnet18),
     "linear-svm": _Kind(build=_linear_svm, loss=hinge, predict=_sign),
 }

@@ -29,6 +29,8 @@ def count(model: torch.nn.Module) -> int:
         ("cnn", True, (25 * 32 + 32) + (25 * 32 * 64 + 64) + (7 * 7 * 64 * 512 + 512) + (512 * 10 + 10)),
         ("cnn", True, 1_663_370),
         ("cnn", False, 1_663_370 - 32 - 64 - 512 - 10),
+        ("cnn-small", True, 26_010),
+        ("cnn-small", False, 26_010 - 16 - 32 - 32 - 10),
         ("linear-svm", True, 785),
         ("linear-svm", False, 784),
     ],

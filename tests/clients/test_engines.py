@@ -523,9 +523,9 @@ def _sum(outputs: Tensor, targets: Tensor) -> Tensor:
     ("make", "training", "reason"),
     [
         (_dropping, RECIPE, "random"),
-        (Counting, RECIPE, "in-place"),
+        (Counting, RECIPE, "outlives a step"),
         (Replacing, RECIPE, "buffers"),
-        (Ticking, RECIPE, "mutate"),
+        (Ticking, RECIPE, "outlives a step"),
         (Branching, RECIPE, "data-dependent"),
         (Mixing, RECIPE, "mean over records"),
         (_perceptron, replace(RECIPE, loss=_sum), "mean over records"),

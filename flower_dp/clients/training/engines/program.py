@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import functional_call, vmap
 
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
+from flower_dp.clients.training.engines.trace import LAYOUT, traced
 from flower_dp.clients.training.losses import checked, class_losses, cross_entropy, known_classes
 from flower_dp.clients.training.recipe import FlatModel, Training, parts
 
@@ -76,7 +76,7 @@ class Program:
         constants, loss = _constants(model), self._training.loss
         names = (*model.layout.names, *constants)
 
-        def one(tensors: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+        def one(tensors: list[Tensor], inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
             given = dict(zip(names, (*tensors, *constants.values()), strict=True))
             used = dict(given)
             outputs = functional_call(model.module, used, (inputs,))
@@ -89,11 +89,15 @@ class Program:
             return (each * shares).sum()
 
         def gradients(inputs: Tensor, targets: Tensor, shares: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
-            found, losses = vmap(grad_and_value(one))(weights, inputs, targets, shares)
-            return losses, list(found)
+            leaves = [weight.detach().requires_grad_() for weight in weights]
+            losses = vmap(one)(leaves, inputs, targets, shares)
+            # No slot's loss depends on another's weights, so the gradient of their sum has those of all slots.
+            found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+            return losses.detach(), list(found)
 
-        with torch.no_grad(), _deterministic(model.device):
-            return make_fx(gradients)(self._inputs, self._targets, self._shares, *self._weights)
+        # On a GPU the gradients would be computed in another thread, where nothing is recorded.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _deterministic(model.device):
+            return traced(gradients, self._inputs, self._targets, self._shares, *self._weights)
 
     def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
         """Yield the result of every feed's client, with its index, as soon as it has finished.
@@ -251,13 +255,27 @@ def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
     weights = set([node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:])
 
     def gradient(node: Any) -> Any:
-        product = node.target is _aten.bmm.default and not {_owner(factor) for factor in node.args} & weights
-        return node.args if product else node
+        if node.target is _aten.transpose.int and {node.args[1] % 3, node.args[2] % 3} == {1, 2}:
+            product, turned = node.args[0], True
+        else:
+            product, turned = node, False
+        if product.target is not _aten.bmm.default or {_owner(factor) for factor in product.args} & weights:
+            return node
+        if not turned:
+            return product.args
+        with traced.graph.inserting_before(node):  # (A B)^T = B^T A^T
+            return tuple(_transposed(traced.graph, factor) for factor in reversed(product.args))
 
     losses, gradients = output.args[0]
     output.args = ((losses, [gradient(node) for node in gradients]),)
     traced.graph.eliminate_dead_code()
     traced.recompile()
+
+
+def _transposed(graph: torch.fx.Graph, node: Any) -> Any:
+    if node.target is _aten.transpose.int and {node.args[1] % 3, node.args[2] % 3} == {1, 2}:
+        return node.args[0]
+    return graph.call_function(_aten.transpose.int, (node, 1, 2))
 
 
 def _owner(node: Any) -> Any:
@@ -275,8 +293,8 @@ def _viewed(node: Any) -> Any:
 
 
 def _layout(node: Any) -> tuple[object, ...]:
-    meta = node.meta["tensor_meta"]
-    return meta.shape, meta.stride, meta.dtype
+    found: tuple[object, ...] = node.meta[LAYOUT]
+    return found
 
 
 def _slice_products(traced: torch.fx.GraphModule) -> None:

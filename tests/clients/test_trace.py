@@ -1,0 +1,131 @@
+"""A traced function does again what the function does, and what it can't do again is refused."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+from flower_dp.clients.training.engines.trace import LAYOUT, traced
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_it_does_what_the_function_does_on_other_tensors():
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+    names = [name for name, _ in module.named_parameters()]
+    frozen = draw(3)
+
+    def gradients(inputs, *weights):
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+
+        def loss(own, records):
+            return (functional_call(module, dict(zip(names, own, strict=True)), (records,)) * frozen).square().sum()
+
+        losses = vmap(loss)(leaves, inputs)
+        return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
+
+    shapes = [(5, 2, 1, 6, 6), *((5, *weight.shape) for weight in module.parameters())]
+    graph = traced(gradients, *(draw(*shape) for shape in shapes))
+    others = [draw(*shape) + 1 for shape in shapes]
+    (losses, found), (expected_losses, expected) = graph(*others), gradients(*others)
+    assert torch.equal(losses, expected_losses)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert [node.meta[LAYOUT][0] for node in graph.graph.nodes if node.op == "get_attr"] == [(3,)]
+
+
+def test_what_it_makes_itself_it_may_change():
+    def function(given):
+        made = given * 2
+        part = made[0]
+        part += 1
+        made[1:].mul_(3)
+        return made, made.topk(2).values
+
+    graph = traced(function, draw(3, 4))
+    other = draw(3, 4) - 1
+    for found, expected in zip(graph(other), function(other), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_it_keeps_changes_when_operations_without_an_effect_are_left_out():
+    def function(given):
+        made = given * 2
+        made[0].add_(1)
+        _unused = made * 5
+        return made
+
+    graph = traced(function, draw(3, 4))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    assert len(graph.graph.nodes) == 5  # input, product, first row, sum, output
+    assert torch.equal(graph(draw(3, 4) - 1), function(draw(3, 4) - 1))
+
+
+KEPT = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: KEPT.add_(given[0]),
+        lambda given: KEPT[:2].add_(1),
+        lambda given: KEPT.view(2, 2)[0].mul_(2) + 0 * given[0, 0],
+        lambda given: torch.add(given[0], 1, out=KEPT),
+        lambda given: given.mul_(2),
+    ],
+    ids=["buffer", "part of a buffer", "view of a view", "out", "input"],
+)
+def test_what_outlives_a_step_is_not_changed(change):
+    given = draw(3, 4)
+    with pytest.raises(RuntimeError, match=r"changes a tensor that outlives a step.*aten\."):
+        traced(change, given)
+    assert torch.equal(KEPT, torch.zeros(4))
+    assert torch.equal(given, draw(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda given: given if given.sum() > 0 else -given, "depend on data"),
+        (lambda given: given * given.max().item(), "depend on data"),
+        (lambda given: given[given > 0], "depend on data"),
+        (lambda given: given.nonzero(), "depend on data"),
+        (lambda given: given if torch.equal(given, given) else -given, "depend on data"),
+        (nn.functional.dropout, "draws random numbers"),
+        (lambda given: given + torch.rand(4), "draws random numbers"),
+        (lambda given: given.clone().normal_(), "draws random numbers"),
+    ],
+    ids=["branch", "number", "mask", "places", "equal", "dropout", "rand", "in place"],
+)
+def test_what_other_data_would_do_otherwise_is_refused(function, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        traced(function, draw(3, 4))
+
+
+def test_rows_are_looked_up_by_numbers():
+    rows = torch.tensor([2, 0])
+    graph = traced(lambda given: given[rows], draw(3, 4))
+    assert torch.equal(graph(draw(3, 4) + 1), (draw(3, 4) + 1)[rows])
+
+
+def test_a_group_is_trained_without_torchs_compiler():
+    code = (
+        "import sys, torch\n"
+        "from flower_dp.clients.training.engines import local_updates\n"
+        "from flower_dp.clients.training.recipe import FlatModel, Training\n"
+        "from flower_dp.clients.training.records import TensorRecords\n"
+        "model = FlatModel(torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)))\n"
+        "start = model.vector.clone()\n"
+        "records = [TensorRecords(inputs=torch.rand(6, 4), targets=torch.zeros(6, dtype=torch.int64))] * 2\n"
+        "training = Training(learning_rate=0.1, batch_size=4, sam_radius=0.05)\n"
+        "rows = list(local_updates(start, records, training, model=model, server_round=1, seeds=[0, 1], engine='batched'))\n"
+        "assert all(row.abs().max() > 0 for row in rows)\n"
+        "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
