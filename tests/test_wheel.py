@@ -109,7 +109,7 @@ def test_a_new_app_runs_at_once(installed, tmp_path):
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"run it: flower-dp run {app}"
     assert {path.name for path in app.iterdir()} == {"README.md", "mine", "pyproject.toml"}
-    done = installed("run", str(app), "--workers", "2", "--set", "num-rounds=2")
+    done = installed("run", str(app), "--workers", "1", "--set", "num-rounds=2")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("results: ")

@@ -18,7 +18,7 @@ import psutil
 
 from flower_dp.core.environment import RESUMED
 from flower_dp.running.flower_log import why_of, without_colours
-from flower_dp.running.processes import POLL_SECONDS, Programs
+from flower_dp.running.processes import POLL_SECONDS, ProcessTree, Programs
 from flower_dp.running.run_folder import LOG
 from flower_dp.running.superlink import programs
 from flower_dp.simulation.lane import Order
@@ -29,6 +29,8 @@ from flower_dp.sweeps.plan import PlannedRun
 _PROCESS_BYTES = 2**29
 # How long interrupted processes may take for their statements and models.
 _LEAVE_SECONDS = 60.0
+# From one look at the processes of the lanes to the next.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +134,13 @@ class Lanes:
             runs: each with its folder, and whether it goes on there.
             on_end: called with each that has ended.
         """
-        waiting = list(reversed(runs))
+        waiting, looked = list(reversed(runs)), time.monotonic()
         while waiting or any(lane.busy for lane in self._lanes):
             self._check()
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                for lane in self._lanes:
+                    lane.remember()
+                looked = time.monotonic()
             for number, lane in enumerate(self._lanes):
                 if lane.busy and (ended := lane.ended()) is not None:
                     on_end(ended)
@@ -171,6 +177,8 @@ class _Lane:
         self._log = folder / "lane.log"
         with self._log.open("wb") as output:
             self._process = self._programs.start(command, output, more, stdin=subprocess.PIPE, pass_fds=(lock,))
+        self._tree = ProcessTree(("FLWR_HOME", str(folder / "home")))
+        self._tree.add(self._process.pid)
 
     @property
     def busy(self) -> bool:
@@ -216,17 +224,24 @@ class _Lane:
             details = why_of(details, text or self._log.read_text(encoding="utf-8", errors="replace"))
         return Ended(run=run, status=status, details=details, seconds=time.monotonic() - began)
 
+    def remember(self) -> None:
+        """Remember what it has started: two processes of Ray hide their environment, and outlive it by a minute."""
+        self._tree.remember_descendants()
+
     def interrupt(self) -> None:
         """Ask it to end, and to leave what its run has released."""
+        self.remember()
         with suppress(ProcessLookupError):
             self._process.terminate()
 
     def stop(self) -> None:
         """End it, and all that it has started."""
+        self.remember()
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
         self._programs.stop()
+        self._tree.end()
         if self._run is not None:
             without_colours(self._run[1] / LOG)
 

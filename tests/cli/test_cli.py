@@ -2,15 +2,11 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import dp_accounting
-import psutil
 import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
@@ -240,7 +236,8 @@ def test_bad_options_get_status_2_and_one_line(call, arguments, named):
 def test_help_is_fast_and_loads_nothing_heavy():
     heavy = "{'numpy', 'flwr', 'torch', 'ray', 'dp_accounting', 'matplotlib', 'scipy'}"
     code = f"import sys\nfrom flower_dp.cli import main as cli\ntry: cli.main(['--help'])\nfinally: print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment())
+    environment = os.environ | {"PYTHONPATH": str(Path(flower_dp.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.endswith("set()\n")
     for command in ("run", "presets", "compare", "epsilon", "calibrate", "plan"):
         assert command in done.stdout
@@ -640,123 +637,3 @@ def test_the_bar_shows_the_newest_of_each(monkeypatch):
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])
 def test_clock(seconds, text):
     assert progress.clock(seconds) == text
-
-
-# real runs
-
-
-def _environment(**more):
-    return os.environ | {"PYTHONPATH": str(Path(flower_dp.__file__).parents[1])} | more
-
-
-def _flower_dp_run(tmp_path, *arguments, app=TINY, stop_at=None):
-    """Run the real command, watching what it starts; return its status, output, and the processes seen."""
-    out, err = tmp_path / "out", tmp_path / "err"
-    home, temporary = tmp_path / "home", tmp_path / "t"
-    home.mkdir()
-    temporary.mkdir()
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        command = psutil.Popen(
-            [sys.executable, "-m", "flower_dp.cli.main", "run", str(app), "--workers", "2", *arguments],
-            stdout=stdout,
-            stderr=stderr,
-            cwd=tmp_path,
-            env=_environment(HOME=str(home)),
-        )
-    seen = {}
-    while command.poll() is None:
-        with suppress(psutil.Error):
-            for process in command.children(recursive=True):
-                with suppress(psutil.Error):
-                    line = " ".join(process.cmdline())  # it changes: of a process that was just forked, or of a worker of Ray
-                    if line and line not in seen.get(process, ""):
-                        seen[process] = f"{seen.get(process, '')} {line}".strip()
-        if stop_at is not None and stop_at[0] in out.read_text():
-            command.send_signal(stop_at[1])
-            stop_at = None
-        time.sleep(0.1)
-    return command.returncode, out.read_text(), err.read_text(), seen
-
-
-PROCESSES = {"ray": ("flower_dp.simulation.process", "ray::Worker"), "flower": ("flower-superlink", "flwr-simulation")}
-engines = pytest.mark.parametrize("engine", PROCESSES)
-
-
-def _assert_nothing_left(seen, engine):
-    names = " ".join(seen.values())
-    assert all(name in names for name in (*PROCESSES[engine], "raylet"))  # the watching worked
-    assert [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"] == []
-    rooms = set(re.findall(r"\S+/flower-dp-[^/ ]+(?=/(?:overrides\.toml|request\.json))", names))
-    assert rooms
-    assert not any(Path(room).exists() for room in rooms)
-
-
-@pytest.mark.flwr_run
-@engines
-def test_a_run_that_fails_says_so_and_keeps_what_it_has_written(tmp_path, engine):
-    """Of runs that end well, tests/foreign/test_real_runs.py has the rest."""
-    app = tmp_path / "app"
-    shutil.copytree(TINY, app)
-    connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
-    before = (app / "pyproject.toml").read_text() + connections
-    (app / "pyproject.toml").write_text(before)
-    greeting = """a 'b' "c" = d"""
-    settings = ("--set", f"greeting={greeting}", "--set", "num-rounds=3", "--set", "fail=true")
-    status, out, err, seen = _flower_dp_run(tmp_path, "--engine", engine, *settings, "--output-dir", "results", app=app)
-    # Flower's migration would take the connections into a home that is gone by now.
-    assert (app / "pyproject.toml").read_text() == before
-    folder = tmp_path / "results"
-    log = (folder / "flower.log").read_text()
-    assert ("igration completed" in log) == (engine == "flower")
-    assert status == 1
-    assert err.startswith("error: the run failed: RuntimeError: the tiny app was told to fail\n")
-    assert f"What it released before is in {folder / 'statement.txt'}" in err
-    assert "Traceback" in log
-    assert "\x1b" not in log
-    lines = out.splitlines()
-    rounds = [at for at, line in enumerate(lines) if line.startswith("round ")]
-    assert [lines[at].split("  ")[0] for at in rounds] == ["round 1/3", "round 2/3", "round 3/3"]
-    assert rounds[2] - rounds[0] == 2  # Flower's log before them, nothing between
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["replies"], row["greeting"]) for row in rows] == [(2, greeting)] * 3
-    assert not list(app.glob("**/__pycache__"))
-    _assert_nothing_left(seen, engine)
-
-
-@pytest.mark.flwr_run
-@engines
-def test_an_interrupted_run_leaves_nothing_running(tmp_path, engine):
-    import signal
-
-    slow = ("--engine", engine, "--set", "num-rounds=1000", "--set", "pause=0.2")
-    status, out, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGINT))
-    assert status == 130, out + err
-    assert "interrupted by SIGINT; nothing is left running" in err
-    _assert_nothing_left(seen, engine)
-
-
-@pytest.mark.flwr_run
-def test_the_process_of_a_run_ends_when_the_command_is_killed(tmp_path):
-    """It does not train on unseen, and the ledger of the run is free for the one who resumes."""
-    import signal
-
-    slow = ("--set", "num-rounds=1000", "--set", "pause=0.2", "--output-dir", "results")
-    status, out, err, seen = _flower_dp_run(tmp_path, *slow, stop_at=("round 2/1000", signal.SIGKILL))
-    assert status == -signal.SIGKILL, out + err
-    deadline = time.monotonic() + 200
-    while left := [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-
-
-@pytest.mark.flwr_run
-def test_settings_that_the_app_refuses_leave_no_folder_and_nothing_running(tmp_path):
-    app = tmp_path / "app"
-    shutil.copytree(TINY, app)
-    with (app / "pyproject.toml").open("a") as file:
-        file.write('\n[tool.flower-dp]\ncheck = "tiny_check:check"\n')
-    (app / "tiny_check.py").write_text("def check(config):\n    raise ValueError(f'pause={config[\"pause\"]}: must be less')\n")
-    status, out, err, seen = _flower_dp_run(tmp_path, "--set", "pause=9", "--output-dir", "results", app=app)
-    assert (status, out, err) == (2, "", "error: pause=9.0: must be less\n")
-    assert not (tmp_path / "results").exists()
-    assert [name for process, name in seen.items() if process.is_running() and process.status() != "zombie"] == []

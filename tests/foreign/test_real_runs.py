@@ -1,11 +1,18 @@
-"""Foreign apps with the real `flower-dp run`: what they leave, and what their log says."""
+"""The real `flower-dp run` on apps of other people: what it leaves, what it says, and that it leaves no process running."""
 
 import json
 import os
-import subprocess
+import re
+import shutil
+import signal
 import sys
+import time
+import tomllib
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.numpy import load
 
@@ -14,54 +21,158 @@ from tests.contracts import METHODS, Words
 from tests.test_contract import SEED, run_of
 
 HERE = Path(__file__).resolve().parent
+PROCESSES = {"ray": ("flower_dp.simulation.process", "ray::Worker"), "flower": ("flower-superlink", "flwr-simulation")}
+engines = pytest.mark.parametrize("engine", PROCESSES)
+pytestmark = pytest.mark.flwr_run
 
 
-def flower_dp_run(tmp_path, app, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "flower_dp.cli.main",
-        "run",
-        str(HERE / app),
-        *("--workers", "1", *arguments),
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    return done.stdout.splitlines()
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended, and the command lines of the processes that it had started."""
+
+    status: int
+    out: str
+    err: str
+    seen: dict[psutil.Process, str]
+
+    @property
+    def left(self):
+        return [name for process, name in self.seen.items() if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def assert_nothing_left(self, engine):
+        names = " ".join(self.seen.values())
+        assert all(name in names for name in (*PROCESSES[engine], "raylet"))  # the watching worked
+        assert self.left == []
+        rooms = set(re.findall(r"\S+/flower-dp-[^/ ]+(?=/(?:overrides\.toml|request\.json))", names))
+        assert rooms
+        assert not any(Path(room).exists() for room in rooms)
 
 
-@pytest.mark.flwr_run
-@pytest.mark.parametrize("engine", ["ray", "flower"])
+def flower_dp_run(tmp_path, app, *arguments, stop_at=None):
+    """Run the real command to its end, or send it a signal when its output has a text; watch what it starts."""
+    out, err = tmp_path / "out", tmp_path / "err"
+    home = tmp_path / "home"
+    home.mkdir()
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        command = psutil.Popen(
+            [sys.executable, "-m", "flower_dp.cli.main", "run", str(HERE / app), "--workers", "1", *arguments],
+            stdout=stdout,
+            stderr=stderr,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(HERE.parents[1]), "HOME": str(home), "OMP_NUM_THREADS": "1"},
+        )
+    seen = {}
+    while command.poll() is None:
+        with suppress(psutil.Error):
+            for process in command.children(recursive=True):
+                with suppress(psutil.Error):
+                    line = " ".join(process.cmdline())  # it changes: of a process that was just forked, or of a worker of Ray
+                    if line and line not in seen.get(process, ""):
+                        seen[process] = f"{seen.get(process, '')} {line}".strip()
+        if stop_at is not None and stop_at[0] in out.read_text():
+            command.send_signal(stop_at[1])
+            stop_at = None
+        time.sleep(0.2)
+    return Ended(command.returncode, out.read_text(), err.read_text(), seen)
+
+
+def rounds_in(lines):
+    return [line.split()[1] for line in lines if line.startswith("round ")]
+
+
+@engines
 def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path, engine):
     before = sorted(path.name for path in (HERE / "pytorch").iterdir())
-    lines = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine, "--output-dir", "run")
+    run = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--engine", engine, "--output-dir", "run")
+    assert (run.status, run.err) == (0, ""), run.out + run.err
+    lines = run.out.splitlines()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(["final_model.pt", "config.toml", *RESULTS])
     assert sorted(path.name for path in (HERE / "pytorch").iterdir()) == before
     # The app's log until the first round, then the rounds. Every line once, no debugging, no traceback of the client query.
     assert lines.count("Privacy statement: DP-FedAvg") == 1
     assert [line for line in lines if line.startswith(("DEBUG", "Traceback", "ERROR")) or "Traceback (most" in line] == []
-    assert [line.split()[1] for line in lines if line.startswith("round ")] == ["0/2", "1/2", "2/2"]
+    assert rounds_in(lines) == ["0/2", "1/2", "2/2"]
     log = (tmp_path / "run" / "flower.log").read_text()
     assert log.count("[ROUND 2/2]") == 1
     assert "did not count" not in log  # the clients found data/shape.csv
     assert "num-server-rounds = 2" in (tmp_path / "run" / "config.toml").read_text()
 
 
-@pytest.mark.flwr_run
-def test_both_engines_release_the_same_bits(tmp_path):
-    """Fixed noise, the same data: the same model, and the same statement; and those of a grid in one process."""
-    found = {}
-    for engine in ("ray", "flower"):
-        (tmp_path / engine).mkdir()
-        lines = flower_dp_run(tmp_path / engine, "seeded", "--supernodes", "2", "--engine", engine)
-        (folder,) = (tmp_path / engine / ".flower-dp" / "runs").iterdir()
-        assert lines[-1] == f"results: {folder}"
-        found[engine] = [(folder / name).read_bytes() for name in ("model.safetensors", "statement.txt", "config.toml")]
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        found[engine].append([[row[key] for key in ("round", "epsilon", "delta")] for row in rows])
-    assert found["ray"] == found["flower"]
+@engines
+def test_a_run_that_fails_says_so_and_has_released_the_bits_of_a_grid_in_one_process(tmp_path, engine):
+    """With fixed noise and the same data both engines leave the model, statement and metrics that one process makes of them."""
+    app = tmp_path / "app"
+    shutil.copytree(HERE / "seeded", app)
+    connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
+    before = (app / "pyproject.toml").read_text() + connections
+    (app / "pyproject.toml").write_text(before)
+    greeting = """a 'b' "c" = d"""
+    settings = ("--set", f"greeting={greeting}", "--set", "fail=true")
+    run = flower_dp_run(tmp_path, app, "--supernodes", "2", "--engine", engine, *settings, "--output-dir", "results")
+    # Flower's migration would take the connections into a home that is gone by now.
+    assert (app / "pyproject.toml").read_text() == before
+    folder = tmp_path / "results"
+    log = (folder / "flower.log").read_text()
+    assert ("igration completed" in log) == (engine == "flower")
+    assert run.status == 1
+    assert run.err.startswith("error: the run failed: RuntimeError: the seeded app was told to fail\n")
+    assert f"What it released before is in {folder / 'statement.txt'}" in run.err
+    assert "Traceback" in log
+    assert "\x1b" not in log
+    lines = run.out.splitlines()
+    assert rounds_in(lines) == ["0/3", "1/3", "2/3", "3/3"]
+    # Flower's log before them, and from then on one of the warnings that are always shown.
+    (first, *_) = (at for at, line in enumerate(lines) if line.startswith("round "))
+    (warning,) = (line for line in lines[first:] if not line.startswith("round "))
+    assert "one round teaches little" in warning
+    assert not list(app.glob("**/__pycache__"))
+    run.assert_nothing_left(engine)
+    # What it has released.
     (method,) = [method for method in METHODS if method.label == "dp-fedsam distributed"]
     alone = run_of(method, Words(noise_seed=SEED), num_nodes=2, noise_seed=SEED)
-    (weights,) = load(found["ray"][0]).values()
+    (weights,) = load((folder / "model.safetensors").read_bytes()).values()
     assert weights.tobytes() == alone.bits[-1]
+    assert (folder / "statement.txt").read_text() == f"{alone.strategy.statement}\n"
+    told = {"label": method.label, "greeting": greeting, "fail": True}
+    assert tomllib.loads((folder / "config.toml").read_text()) == told
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["replies"] for row in rows[1:]] == [report.replies for report in alone.strategy.rounds]
+    assert [[row[key] for key in ("round", "epsilon", "delta")] for row in rows] == [
+        [0, 0.0, 1e-3],
+        *([at, None, 1e-3] for at in (1, 2, 3)),
+    ]
+
+
+# Interruptions, of an app that pauses after each of many rounds
+
+SLOW = ("--supernodes", "2", "--set", "num-rounds=1000", "--set", "pause=0.2", "--output-dir", "results")
+
+
+@engines
+def test_an_interrupted_run_leaves_nothing_running(tmp_path, engine):
+    run = flower_dp_run(tmp_path, "tiny", "--engine", engine, *SLOW, stop_at=("round 2/1000", signal.SIGINT))
+    assert run.status == 130, run.out + run.err
+    assert "interrupted by SIGINT; nothing is left running" in run.err
+    run.assert_nothing_left(engine)
+
+
+def test_the_process_of_a_run_ends_when_the_command_is_killed(tmp_path):
+    """It does not train on unseen, and the ledger of the run is free for the one who resumes."""
+    run = flower_dp_run(tmp_path, "tiny", *SLOW, stop_at=("round 2/1000", signal.SIGKILL))
+    assert run.status == -signal.SIGKILL, run.out + run.err
+    deadline = time.monotonic() + 200
+    while left := run.left:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_settings_that_the_app_refuses_leave_no_folder_and_nothing_running(tmp_path):
+    app = tmp_path / "app"
+    shutil.copytree(HERE / "tiny", app)
+    with (app / "pyproject.toml").open("a") as file:
+        file.write('\n[tool.flower-dp]\ncheck = "tiny_check:check"\n')
+    (app / "tiny_check.py").write_text("def check(config):\n    raise ValueError(f'pause={config[\"pause\"]}: must be less')\n")
+    run = flower_dp_run(tmp_path, app, "--set", "pause=9", "--output-dir", "results")
+    assert (run.status, run.out, run.err) == (2, "", "error: pause=9.0: must be less\n")
+    assert not (tmp_path / "results").exists()
+    assert run.left == []

@@ -4,7 +4,9 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -15,63 +17,18 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.clients import client_app
 from flower_dp.simulation import RayGrid, placement
+from flower_dp.simulation import grid as grid_module
 from flower_dp.simulation.worker import Worker
 from flower_dp.strategies import DPStrategy
 from tests.adversaries.fuzzing import THOROUGH
 from tests.contracts import METHODS, Words
 from tests.grids import asks_to_train
+from tests.simulation.obedient import Broken, app_that, forging, obey, reported, to
 from tests.test_contract import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 
 pytestmark = pytest.mark.flwr_run
-# Seconds in which a worker that is there replies, on a machine that is busy; and in which no worker does that waits.
-IN_TIME, STARTED = 5.0, 0.5
-
-
-def to(node, **what):
-    return Message(RecordDict({"ask": ConfigRecord(what)}), node, "train")
-
-
-def reported(reply):
-    return dict(reply.content["told"])
-
-
-def app_that(act):
-    """An app that counts its messages in its state, and tells what `act(ask, count)` returns."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        count = context.state["count"]["n"] if "count" in context.state else 0
-        context.state["count"] = ConfigRecord({"n": count + 1})
-        ask = dict(message.content["ask"])
-        answer = act(ask, count + 1)
-        if not isinstance(answer, dict):
-            return answer
-        node = {"node": context.node_id, "part": context.node_config["partition-id"], "process": os.getpid()}
-        return Message(RecordDict({"told": ConfigRecord({"count": count + 1} | node | answer)}), reply_to=message)
-
-    return app
-
-
-def obey(ask, count):
-    """Do what a message says."""
-    match ask.get("do"):
-        case "raise":
-            raise ValueError(f"no {ask['what']}")
-        case "exit":
-            raise SystemExit("the app ends its process")
-        case "die":
-            os._exit(1)
-        case "sleep":
-            time.sleep(ask["seconds"])
-        case "wait":
-            while not Path(ask["until"]).exists():
-                time.sleep(0.01)
-        case "touch":
-            Path(ask["what"]).touch()
-        case "return nothing":
-            return None
-    return {}
+# Seconds in which no worker replies that waits.
+STARTED = 0.1
 
 
 @pytest.fixture
@@ -80,7 +37,7 @@ def grid(workers):
         yield made
 
 
-# The same run
+# With torch: the same run
 
 
 def renumbered(grid):
@@ -137,7 +94,8 @@ def test_no_worker_repeats_noise(workers):
         with RayGrid(one_client(method, arguments), workers, num_nodes=2) as grid:
             for node in (2, 3, 2, 3):
                 ask(grid, node)
-        workers.replace(again)
+        if not again:
+            workers.replace(0)
     assert len(rows) == 8
     # 28 correlations, each beyond 6 standard deviations with probability 2e-9.
     assert np.abs(np.corrcoef(np.stack(rows)) - np.eye(8)).max() < 6 / np.sqrt(rows[0].size)
@@ -180,6 +138,47 @@ def client_app_of_noise():
         return list(next(iter(reply.content.array_records.values())).values())[-1].numpy()[:500].astype(np.float64)
 
     return ask
+
+
+def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
+    """With a strategy: the round goes on, the statement says who was missing."""
+    (method,) = [method for method in METHODS if method.label == "dp-fedavg"]
+    arguments = Words(noise_seed=SEED)
+    app = app_of(method, arguments, SMALL, num_nodes=2, noise_seed=SEED)
+    with RayGrid(app, workers, num_nodes=2) as grid:
+        strategy: DPStrategy = method.strategy(arguments)
+        send, rounds = grid.send_and_receive, []
+
+        def kill_one(messages, *, timeout=None):
+            messages = list(messages)
+            if any(asks_to_train(message) for message in messages):
+                rounds.append(1)
+                if len(rounds) == 2:
+                    workers._ray.kill(workers.actors[0])
+            return send(messages, timeout=timeout)
+
+        grid.send_and_receive = kill_one
+        run = start(strategy, grid, arguments)
+    assert [report.replies for report in run.strategy.rounds] == [4, 2, 4]
+    assert any("did not reply" in line for line in run.strategy.statement.incidents)
+    assert run.strategy.statement.num_rounds == 3
+
+
+def test_a_node_has_its_own_settings_and_finds_the_folder(workers, tmp_path, monkeypatch):
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arguments = {"folder": str(Path.cwd()), "threads": torch.get_num_threads(), **context.node_config, **context.run_config}
+        return Message(RecordDict({"told": ConfigRecord(arguments)}), reply_to=message)
+
+    monkeypatch.chdir(tmp_path)
+    own = lambda part: {"nbafl.paper-epsilon": 2.0} if part else {}  # noqa: E731
+    with RayGrid(app, workers, num_nodes=2, run_config={"method": "nbafl"}, node_config=own) as grid:
+        one, other = map(reported, grid.send_and_receive([to(2), to(3)]))
+    both = {"num-partitions": 2, "method": "nbafl", "folder": str(tmp_path), "threads": 1}
+    assert one == both | {"partition-id": 0}
+    assert other == both | {"partition-id": 1, "nbafl.paper-epsilon": 2.0}
 
 
 # Errors
@@ -234,86 +233,52 @@ def test_a_dead_worker_costs_its_message_and_comes_back_with_the_state(grid):
     assert len({answer["process"] for answer in after} - before) == 1
 
 
-def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
-    """With a strategy: the round goes on, the statement says who was missing."""
-    (method,) = [method for method in METHODS if method.label == "dp-fedavg"]
-    arguments = Words(noise_seed=SEED)
-    app = app_of(method, arguments, SMALL, num_nodes=2, noise_seed=SEED)
-    with RayGrid(app, workers, num_nodes=2) as grid:
-        strategy: DPStrategy = method.strategy(arguments)
-        send, rounds = grid.send_and_receive, []
-
-        def kill_one(messages, *, timeout=None):
-            messages = list(messages)
-            if any(asks_to_train(message) for message in messages):
-                rounds.append(1)
-                if len(rounds) == 2:
-                    workers._ray.kill(workers.actors[0])
-            return send(messages, timeout=timeout)
-
-        grid.send_and_receive = kill_one
-        run = start(strategy, grid, arguments)
-    assert [report.replies for report in run.strategy.rounds] == [4, 2, 4]
-    assert any("did not reply" in line for line in run.strategy.statement.incidents)
-    assert run.strategy.statement.num_rounds == 3
-
-
 # Workers that find no machine
 
 
-class Broken(Worker):
-    """A worker whose machine lacks what it needs."""
-
-    def __init__(self):
-        raise ModuleNotFoundError("No module named 'flower_dp'")
-
-
-@pytest.fixture
-def instead(workers):
-    """Replace workers by others from now on; in the end those of the file are as before."""
+@contextmanager
+def made_instead(workers, worker=Worker, num_cpus=1):
+    """Replace workers by others; in the end those that are there are as before."""
     import ray
 
-    before = workers._make
+    before, actors = workers._make, list(workers.actors)
+    workers._make = ray.remote(worker).options(num_cpus=num_cpus)
+    try:
+        yield
+    finally:
+        workers._make = before
+        for index, actor in enumerate(actors):
+            if workers.actors[index] is not actor:
+                workers.replace(index)
 
-    def by(worker=Worker, num_cpus=1_000):
-        workers._make = ray.remote(worker).options(num_cpus=num_cpus)
 
-    yield by
-    workers._make = before
-    for index in range(len(workers.actors)):
-        workers.replace(index)
-
-
-def test_a_worker_that_finds_no_machine_leaves_its_nodes_to_the_others(grid, instead, monkeypatch):
+def test_a_worker_that_finds_no_machine_leaves_its_nodes_to_the_others_until_none_is_left(workers, grid, monkeypatch):
     monkeypatch.setattr(placement, "_START_SECONDS", 1.0)
     before = list(map(reported, grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])))
-    instead(num_cpus=1_000)
-    dead, *others = grid.send_and_receive([to(2, do="die"), to(3), to(4), to(5)])
-    assert dead.error.code == 8
-    after = list(map(reported, grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])))
-    assert len({answer["process"] for answer in [*map(reported, others), *after]}) == 1
-    assert {answer["process"] for answer in after} < {answer["process"] for answer in before}
-    # The state of the nodes that have moved came along.
-    assert [answer["count"] for answer in after] == [2, 3, 3, 3]
+    with made_instead(workers, num_cpus=1_000):
+        dead, *others = grid.send_and_receive([to(2, do="die"), to(3), to(4), to(5)])
+        assert dead.error.code == 8
+        after = list(map(reported, grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])))
+        assert len({answer["process"] for answer in [*map(reported, others), *after]}) == 1
+        assert {answer["process"] for answer in after} < {answer["process"] for answer in before}
+        # The state of the nodes that have moved came along.
+        assert [answer["count"] for answer in after] == [2, 3, 3, 3]
+        # The last one dies too.
+        monkeypatch.setattr(placement, "_NOBODY_SECONDS", 0.5)
+        (dead,) = grid.send_and_receive([to(2, do="die")])
+        assert dead.error.code == 8
+        with pytest.raises(RuntimeError, match=r"no worker is left: .*no machine has had room for one"):
+            grid.send_and_receive([to(2)])
 
 
-@pytest.mark.parametrize(
-    ("worker", "num_cpus", "seconds", "why"),
-    [
-        (Worker, 1_000, 0.5, "no machine has had room for one"),
-        (Broken, 1, 200.0, "all have died, and none could be started again"),
-    ],
-    ids=["no room", "nothing installed"],
-)
-def test_a_run_without_workers_ends(grid, instead, monkeypatch, caplog, worker, num_cpus, seconds, why):
+def test_a_run_without_workers_ends(workers, grid, caplog):
     list(grid.send_and_receive([to(2), to(3)]))
-    monkeypatch.setattr(placement, "_NOBODY_SECONDS", seconds)
-    instead(worker, num_cpus)
-    replies = grid.send_and_receive([to(2, do="die"), to(3, do="die")])
-    assert [reply.error.code for reply in replies] == [8, 8]
-    with pytest.raises(RuntimeError, match=f"no worker is left: .*{why}"):
-        grid.send_and_receive([to(2)])
-    assert worker is Worker or "a worker could not be started" in caplog.text
+    with made_instead(workers, Broken):
+        replies = grid.send_and_receive([to(2, do="die"), to(3, do="die")])
+        assert [reply.error.code for reply in replies] == [8, 8]
+        with pytest.raises(RuntimeError, match=r"no worker is left: .*all have died, and none could be started again"):
+            grid.send_and_receive([to(2)])
+    assert "a worker could not be started" in caplog.text
 
 
 def test_ray_listens_to_this_machine_alone(workers):
@@ -322,13 +287,6 @@ def test_ray_listens_to_this_machine_alone(workers):
     at = {place.laddr for one in processes for place in one.net_connections("tcp") if place.status == psutil.CONN_LISTEN}
     assert len(at) > 3
     assert [place for place in at if not place.ip.endswith("127.0.0.1")] == []
-
-
-def forging(message: Message, context: Context) -> Message:
-    reply = Message(RecordDict(), reply_to=message)
-    what = message.content["ask"]["forge"]
-    reply.metadata.__dict__["_src_node_id" if what == "node" else "_reply_to_message_id"] = 5 if what == "node" else "x"
-    return reply
 
 
 def test_a_reply_in_the_name_of_another_is_an_error_of_its_own_node(workers):
@@ -342,9 +300,15 @@ def test_a_reply_in_the_name_of_another_is_an_error_of_its_own_node(workers):
 # Time
 
 
-def test_a_late_reply_is_dropped_but_its_state_is_not(grid, tmp_path):
+def test_a_late_reply_is_dropped_but_its_state_is_not(grid, tmp_path, monkeypatch):
     list(grid.send_and_receive([to(node) for node in (2, 3)]))
-    replies = list(grid.send_and_receive([to(2, do="wait", until=str(tmp_path / "on")), to(3)], timeout=IN_TIME))
+    # An hour goes by as soon as there is one reply.
+    settle, passed = grid._settle, []
+    with monkeypatch.context() as clock:
+        clock.setattr(grid, "_settle", lambda *reply: passed.append(3600.0) or settle(*reply))
+        clock.setattr(grid_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed)))
+        slow = to(2, do="wait", until=str(tmp_path / "on"))
+        replies = list(grid.send_and_receive([slow, to(3)], timeout=3600.0))
     assert [reported(reply)["node"] for reply in replies] == [3]
     (tmp_path / "on").touch()
     # The next message to the same node waits until it is free; another node is served meanwhile.
@@ -416,20 +380,3 @@ def test_messages_may_be_pushed_and_pulled(grid):
             found[reply.metadata.reply_to_message_id] = reply
     assert [found[number].has_error() for number in ids] == [False, True]
     assert list(grid.pull_messages(ids)) == []
-
-
-def test_a_node_has_its_own_settings_and_finds_the_folder(workers, tmp_path, monkeypatch):
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        arguments = {"folder": str(Path.cwd()), "threads": torch.get_num_threads(), **context.node_config, **context.run_config}
-        return Message(RecordDict({"told": ConfigRecord(arguments)}), reply_to=message)
-
-    monkeypatch.chdir(tmp_path)
-    own = lambda part: {"nbafl.paper-epsilon": 2.0} if part else {}  # noqa: E731
-    with RayGrid(app, workers, num_nodes=2, run_config={"method": "nbafl"}, node_config=own) as grid:
-        one, other = map(reported, grid.send_and_receive([to(2), to(3)]))
-    both = {"num-partitions": 2, "method": "nbafl", "folder": str(tmp_path), "threads": 1}
-    assert one == both | {"partition-id": 0}
-    assert other == both | {"partition-id": 1, "nbafl.paper-epsilon": 2.0}

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 import flower_dp
 from flower_dp.simulation import run as simulation
+from tests.simulation.obedient import pair
 
 ROOT = Path(flower_dp.__file__).parents[1]
 SETTINGS = {
@@ -30,18 +30,6 @@ SETTINGS = {
     "dp-fedavg.target-epsilon": 0.0,
     "engine": "one-by-one",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cold_in_the_end():
-    import gc
-    import warnings
-
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # Ray forgets the processes that it has ended
-        simulation.cool_down()
-        gc.collect()
 
 
 @pytest.fixture
@@ -63,6 +51,7 @@ def own_app(shift=0.0):
 
 
 @pytest.mark.flwr_run
+@pytest.mark.usefixtures("ray_here")
 def test_an_app_of_ones_own(home, capsys):
     run = flower_dp.simulate(own_app(), run_config=SETTINGS, seed=3)
     assert [row["round"] for row in run.rounds] == [0, 1, 2]
@@ -78,50 +67,8 @@ def test_an_app_of_ones_own(home, capsys):
     assert "round 2/2  accuracy 50.0 %" in capsys.readouterr().out
 
 
-def counted(message: Message, context: Context) -> Message:
-    return Message(RecordDict({"told": ConfigRecord({"process": os.getpid()} | dict(context.node_config))}), reply_to=message)
-
-
-def pair(found):
-    """An app that asks every node for its process, and puts the answers into `found`."""
-    server, client = ServerApp(), ClientApp()
-    client.query()(counted)
-
-    @server.main()
-    def main(grid, context):
-        messages = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
-        found.append([dict(reply.content["told"]) for reply in grid.send_and_receive(messages)])
-        if context.run_config.get("fail"):
-            raise RuntimeError("told to fail")
-
-    return server, client
-
-
 @pytest.mark.flwr_run
-def test_two_apps_on_warm_workers(capsys):
-    found = []
-    server, client = pair(found)
-    for _ in range(2):
-        run = flower_dp.simulate(
-            server, client, num_nodes=5, node_config=lambda part: {"own": part} if part else {}, progress=False
-        )
-    assert (run.folder, run.rounds, run.statement, run.result) == (None, (), None, None)
-    assert [(answer["partition-id"], answer["num-partitions"], answer.get("own")) for answer in found[0]] == [
-        (0, 5, None),
-        *((part, 5, part) for part in range(1, 5)),
-    ]
-    assert {answer["process"] for answer in found[0]} == {answer["process"] for answer in found[1]}
-    # An error of the app is the caller's, and the workers stay.
-    with pytest.raises(RuntimeError, match="told to fail"):
-        flower_dp.simulate(server, client, num_nodes=5, run_config={"fail": True})
-    assert {answer["process"] for answer in found[2]} == {answer["process"] for answer in found[0]}
-    # Other workers are new ones.
-    flower_dp.simulate(server, client, num_nodes=1)
-    assert not {answer["process"] for answer in found[3]} & {answer["process"] for answer in found[0]}
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.flwr_run
+@pytest.mark.usefixtures("ray_here")
 def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
     app = tmp_path / "app"
     app.mkdir()
@@ -152,6 +99,32 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
         flower_dp.simulate(app, seed=1)
     with pytest.raises(ValueError, match="client_app: the app's folder names its own"):
         flower_dp.simulate(app, ClientApp())
+
+
+@pytest.mark.flwr_run
+@pytest.mark.usefixtures("ray_here")
+def test_two_apps_on_warm_workers(capsys):
+    found = []
+    server, client = pair(found)
+    flower_dp.simulate(server, client, num_nodes=1)
+    for _ in range(2):
+        run = flower_dp.simulate(
+            server, client, num_nodes=10, node_config=lambda part: {"own": part} if part else {}, progress=False
+        )
+    assert (run.folder, run.rounds, run.statement, run.result) == (None, (), None, None)
+    assert [(answer["partition-id"], answer["num-partitions"], answer.get("own")) for answer in found[1]] == [
+        (0, 10, None),
+        *((part, 10, part) for part in range(1, 10)),
+    ]
+    first, *others = ({answer["process"] for answer in answers} for answers in found)
+    assert others[0] == others[1]
+    # For another number of nodes there are new workers.
+    assert not first & others[0]
+    # An error of the app is the caller's, and the workers stay.
+    with pytest.raises(RuntimeError, match="told to fail"):
+        flower_dp.simulate(server, client, num_nodes=10, run_config={"fail": True})
+    assert {answer["process"] for answer in found[3]} == others[0]
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -188,11 +161,11 @@ class Model(torch.nn.Linear):
 app = flower_dp.app(model_fn=lambda: Model(3, 2), data_fn=records)
 settings = {settings!r} | {{"num-rounds": int(sys.argv[1])}}
 try:
-    run = flower_dp.simulate(app, run_config=settings, output_dir="run")
+    run = flower_dp.simulate(app, num_nodes=1, run_config=settings, output_dir="run")
 except KeyboardInterrupt:
     import psutil
     print("left:", [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True) if one.status() != "zombie"])
-    run = flower_dp.simulate(app, run_config=settings | {{"num-rounds": 2}}, output_dir="next")
+    run = flower_dp.simulate(app, num_nodes=1, run_config=settings | {{"num-rounds": 2}}, output_dir="next")
 print(run)
 """
 
@@ -214,7 +187,7 @@ def watched(process, tmp_path, until):
     deadline = time.monotonic() + 600
     while until not in (tmp_path / "out").read_text() and process.poll() is None:
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        time.sleep(0.05)
     return process.children(recursive=True) if process.is_running() else []
 
 

@@ -47,7 +47,7 @@ import torch
 import flower_dp
 
 
-FAILS, DIES = 0.02, 0.03
+FAILS, DIES, WAITS = 0.02, 0.03, 0.2
 calls = Counter()
 
 
@@ -58,8 +58,8 @@ def records(client, num_clients):
 
 def evaluate(model):
     config = json.loads(os.environ["FLOWER_DP_RUN_CONFIG"])
-    calls[config["seed"]] += 1
-    while calls[1] > 5 and Path(os.environ.get("HOLD", "/nowhere")).exists():
+    calls[config["learning-rate"]] += 1
+    while calls[WAITS] > 5 and Path(os.environ.get("HOLD", "/nowhere")).exists():
         time.sleep(0.05)
     if config["learning-rate"] == FAILS:
         raise RuntimeError("told to fail")
@@ -75,7 +75,7 @@ server, client = app.server, app.client
 
 @pytest.fixture
 def own_app(tmp_path):
-    """The folder of a small app; with some learning rates its server fails, or its process dies; seed 1 waits for `HOLD`."""
+    """The folder of a small app; with some learning rates its server fails, or its process dies, or it waits for `HOLD`."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "pyproject.toml").write_text(APP)

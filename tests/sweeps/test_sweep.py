@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+from typer.testing import CliRunner
 
+from flower_dp.cli.main import app
 from flower_dp.running.run_folder import is_finished, read_metrics
+from flower_dp.sweeps import sweep
 from flower_dp.sweeps.folder import SweepFolder
+from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.sweep import Sweep
-from tests.sweeps.conftest import MODULE
-
-GOOD = "0.1"
+from tests.sweeps.conftest import MODULE, finish
 
 
 @pytest.fixture
@@ -54,90 +57,195 @@ def rows(folder):
     return list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
 
 
-@pytest.mark.flwr_run
-def test_a_run_that_fails_or_dies_is_told_and_the_others_go_on(call, write, own_app, tmp_path):
-    text = "app = 'mine'\nseeds = 1\nat-once = 1\n[grid]\nlearning-rate = [0.03, 0.02, 0.1]\n"
-    path, out = write(text), tmp_path / "out"
-    status, said = call(path, "--output-dir", out)
-    assert status == 1, said
+REPAIRED = MODULE.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS = 0, 0")
+FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
+
+
+class Making:
+    """A sweep of four runs: one fails, one dies with its process, one ends, and one waits for `HOLD` after five evaluations."""
+
+    def __init__(self, call, write, folder):
+        self.call, self.write, self.path = call, write, write(FILE)
+        self.out = folder / "out"
+        self.sweep = SweepFolder(self.out)
+        self.folders = [self.sweep.of(run) for run in Sweep.read(self.path).runs]
+        *_, self.ends, self.waits = self.folders
+
+    def stopped_by(self, signum, num_lines):
+        """Make it until the run that waits has so many lines of metrics; return the command's status, output and processes."""
+        process = self.call.begin(self.path, "--output-dir", self.out)
+        seen = set()
+        deadline = time.monotonic() + 600
+        while len(read_metrics(self.waits)) < num_lines and process.poll() is None and time.monotonic() < deadline:
+            seen.update(psutil.Process(process.pid).children(recursive=True))
+            time.sleep(0.2)
+        os.kill(process.pid, signum)
+        said, _ = process.communicate(timeout=600)
+        return process.returncode, said, seen
+
+    def wait_until_free(self):
+        """Wait until a killed sweep's process has ended, which it does by itself."""
+        deadline = time.monotonic() + 600
+        while True:
+            try:
+                with self.sweep.locked():
+                    return
+            except ValueError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    @property
+    def finished(self):
+        return [is_finished(folder) for folder in self.folders]
+
+    @property
+    def together(self):
+        (found,) = json.loads((self.out / "statement.json").read_text())["together"]
+        return found
+
+
+def epsilon_of(run):
+    return json.loads((run / "statement.json").read_text())["epsilon"]
+
+
+def assert_interrupted(made):
+    """The others go on after a failure and a death, and Ctrl-C leaves no process."""
+    status, said, seen = made.stopped_by(signal.SIGINT, 4)
+    assert status == 130, said
+    assert re.search(r"\[1/4\] learning-rate=0.02, seed 0: FAILED: .*told to fail; its log is", said)
     assert "learning-rate=0.03, seed 0: LOST: the process that ran the app ended before the run did; its log is" in said
-    assert re.search(r"learning-rate=0.02, seed 0: FAILED: .*told to fail; its log is", said)
-    assert "[3/3] learning-rate=0.1, seed 0: accuracy 25.0 %" in said
-    assert "2 of 3 runs failed:" in said
-    found = rows(out)
-    assert [row["state"] == "finished" for row in found] == [False, False, True]
-    (together,) = json.loads((out / "statement.json").read_text())["together"]
-    alone = json.loads((out / found[2]["folder"] / "statement.json").read_text())["epsilon"]
-    assert together["epsilon"] == pytest.approx(alone)  # the others had charged nothing
-    # What has been repaired goes on, seeds are added, and what had finished stays as it was.
-    (own_app / "my_app.py").write_text(MODULE.replace("0.02, 0.03", "0, 0"))
-    before = (out / found[2]["folder"] / "metrics.jsonl").stat().st_mtime_ns
-    status, said = call(write(text.replace("seeds = 1", "seeds = 2")), "--output-dir", out)
+    assert "[3/4] learning-rate=0.1, seed 0: accuracy 25.0 %" in said
+    assert "interrupted by SIGINT; nothing is left running" in said
+    assert "It goes on with: flower-dp sweep" in said
+    assert [process for process in seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+    with made.sweep.locked():
+        pass  # by nobody
+    assert made.finished == [False, False, True, False]
+    assert (made.waits / "statement.txt").exists()
+    assert [row["state"] == "finished" for row in rows(made.out)] == made.finished
+    # The others had charged nothing.
+    alone, begun = epsilon_of(made.ends), epsilon_of(made.waits)
+    assert alone < made.together["epsilon"] < alone + begun
+
+
+def assert_killed(made, kept):
+    """What has failed or died is made again, the other goes on, and `kill -9` leaves its statement and a checkpoint."""
+    status, said, _ = made.stopped_by(signal.SIGKILL, 9)
+    assert status == -signal.SIGKILL
+    assert "1 of 4 runs have finished before" in said
+    assert "3 runs to make, 1 at once" in said
+    assert "1 of them from a checkpoint" in said
+    made.wait_until_free()
+    assert made.finished == [True, True, True, False]
+    assert (made.waits / "statement.txt").exists()
+    assert read_metrics(made.waits)[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
+
+
+def assert_ended(made, kept):
+    """With another seed: what had begun goes on, and no round is charged twice."""
+    status, said = made.call(made.write(FILE.replace("seeds = 1", "seeds = 2")), "--output-dir", made.out)
     assert status == 0, said
-    assert "1 of 6 runs have finished before" in said
-    assert (out / found[2]["folder"] / "metrics.jsonl").stat().st_mtime_ns == before
-    found = rows(out)
+    assert "3 of 8 runs have finished before" in said
+    assert "1 of them from a checkpoint" in said
+    now = read_metrics(made.waits)
+    assert now[: len(kept) - 1] == kept[:-1]
+    assert now[-1]["round"] == 12
+    assert json.loads((made.waits / "statement.json").read_text())["num_rounds"] == 12
+    found = rows(made.out)
     assert {row["state"] for row in found} == {"finished"}
-    assert len({row["process"] for row in found}) == 2  # one warm process has made all of the second time
-    assert "| 2 | 30 ± 7.1 |" in (out / "table.md").read_text()
-    assert (out / "figure.png").exists()
-    (together,) = json.loads((out / "statement.json").read_text())["together"]
-    assert together["runs"] == 6
-    assert 2 * alone < together["epsilon"] < 6 * alone
+    assert len({row["process"] for row in found}) == 3  # a warm process makes all of a time
+    assert "| 2 | 30 ± 7.1 |" in (made.out / "table.md").read_text()
+    assert (made.out / "figure.png").exists()
+    assert made.together["runs"] == 8
+    assert 2 * epsilon_of(made.ends) < made.together["epsilon"] < 8 * epsilon_of(made.ends)
 
 
 @pytest.mark.flwr_run
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
-def test_an_interrupted_sweep_goes_on(call, write, own_app, tmp_path, monkeypatch, signum):
-    """Its second run waits in round 5, so that it is not over before it is interrupted."""
+def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_killed_and_goes_on(call, write, own_app, tmp_path, monkeypatch):
     hold = tmp_path / "hold"
     hold.touch()
     monkeypatch.setenv("HOLD", str(hold))
-    path = write("app = 'mine'\nat-once = 1\nseeds = 2\n[settings]\nnum-rounds = 12\n")
-    out = tmp_path / "out"
-    runs = Sweep.read(path).runs
-    first, second = (SweepFolder(out).of(run) for run in runs)
-    process = call.begin(path, "--output-dir", out)
-    deadline = time.monotonic() + 600
-    while len(read_metrics(second)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(process.pid, signum)
-    said, _ = process.communicate(timeout=600)
-    if signum == signal.SIGINT:
-        assert process.returncode == 130
-        assert "interrupted by SIGINT; nothing is left running" in said
-        assert "It goes on with: flower-dp sweep" in said
-    while time.monotonic() < deadline:  # a killed sweep's lane ends by itself
-        try:
-            with SweepFolder(out).locked():
-                break
-        except ValueError:
-            time.sleep(0.1)
-    hold.unlink()
-    kept = read_metrics(second)
+    made = Making(call, write, tmp_path)
+    assert_interrupted(made)
+    first, kept = made.ends / "metrics.jsonl", read_metrics(made.waits)
+    done = first.stat().st_mtime_ns
     assert 4 <= len(kept) < 13
-    assert is_finished(first)
-    assert not is_finished(second)
-    assert (second / "statement.txt").exists()
-    done = (first / "metrics.jsonl").stat().st_mtime_ns
-    status, said = call(path, "--output-dir", out)
-    assert status == 0, said
-    assert "1 runs to make, 1 at once" in said
-    assert "1 of them from a checkpoint" in said
-    assert (first / "metrics.jsonl").stat().st_mtime_ns == done
-    now = read_metrics(second)
-    assert now[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
-    assert now[-1]["round"] == 12
-    assert json.loads((second / "statement.json").read_text())["num_rounds"] == 12  # no round was charged twice
-    # Nothing is left to do, and nothing is started.
-    status, said = call(path, "--output-dir", out)
+    (own_app / "my_app.py").write_text(REPAIRED)
+    assert_killed(made, kept)
+    kept = read_metrics(made.waits)
+    assert 9 <= len(kept) < 13
+    hold.unlink()
+    assert_ended(made, kept)
+    assert first.stat().st_mtime_ns == done
+
+
+@pytest.fixture
+def finished(write, own_app, tmp_path):
+    """A sweep of two runs that has ended: its file and its folder."""
+    path = write("app = 'mine'\nseeds = 2\n[settings]\nnum-rounds = 12\n")
+    folder = SweepFolder(tmp_path / "out")
+    with folder.locked():
+        folder.keep(path)
+    for run in Sweep.read(path).runs:
+        finish(folder.of(run), run.config)
+    return path, folder
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Let no sweep start one."""
+    monkeypatch.setattr(sweep, "Lanes", lambda *_, **__: pytest.fail("started"))
+
+
+def in_this_process(*arguments):
+    done = CliRunner().invoke(app, ["sweep", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_sweep_that_has_ended_starts_nothing(finished):
+    path, folder = finished
+    status, said = in_this_process(path, "--output-dir", folder.path)
     assert (status, "to make" in said) == (0, False)
     assert "2 of 2 runs have finished before" in said
-    # Another seed may be added, other settings not.
-    changed = write(path.read_text().replace("num-rounds = 12", "num-rounds = 3"), "changed.toml")
-    status, said = call(changed, "--output-dir", out)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_another_seed_may_be_added_and_other_settings_not(finished, write):
+    path, folder = finished
+    changed = write(
+        path.read_text().replace("num-rounds = 12", "num-rounds = 3").replace("seeds = 2", "seeds = 3"), "changed.toml"
+    )
+    status, said = in_this_process(changed, "--output-dir", folder.path)
     assert status == 2
     assert "was made with num-rounds=12 (now 3)" in said
+
+
+class Failing:
+    """Stands for the lanes: all runs fail."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def make(self, runs, on_end):
+        for run, _, _ in runs:
+            on_end(Ended(run=run, status="failed", details="told to fail", seconds=1.0))
+
+
+def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
+    path, folder = finished
+    path.write_text(path.read_text().replace("seeds = 2", "seeds = 4"))
+    monkeypatch.setattr(sweep, "Lanes", Failing)
+    status, said = in_this_process(path, "--output-dir", folder.path)
+    assert status == 1, said
+    assert "[3/4] seed 2: FAILED: told to fail; its log is" in said
+    assert "2 of 4 runs failed:\n  seed 2: told to fail\n  seed 3: told to fail\nThe same command tries them again." in said
 
 
 def test_bad_settings_start_nothing(call, write, tmp_path):

@@ -38,6 +38,8 @@ def method_of(context):
 def main(grid: Grid, context: Context) -> None:
     strategy = method_of(context).strategy(WORDS)
     record_run(strategy, grid, model_arrays(linear()), num_rounds=WORDS.num_rounds, config=context.run_config)
+    if context.run_config["fail"]:
+        raise RuntimeError("the seeded app was told to fail")
 
 
 def client_fn(context: Context):
