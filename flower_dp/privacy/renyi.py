@@ -57,7 +57,7 @@ def library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
     return scaled(inner, relation)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _leaf_curve(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
     """Return the Renyi divergences of one release, or None."""
     event = library_event(leaf, relation)
