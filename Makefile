@@ -10,7 +10,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 # A process a core, and one for the tests that start Flower, which wait much; see tests/conftest.py.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
+# The tests start hundreds of processes, which read compiled modules where these may be written.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo quick test check format docs mutants clean
 

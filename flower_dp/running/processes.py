@@ -145,7 +145,10 @@ class Programs:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """End all programs, and all that they have started."""
-        self._tree.end()
+        """End all programs, and all that they have started. What outlives the programs has nothing left to do: it ends at once."""
+        if any(process.poll() is None for process in self._started):
+            self._tree.end()
+        else:
+            self._tree.end(grace=0.0)
         for process in self._started:
             process.wait()
