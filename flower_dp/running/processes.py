@@ -145,7 +145,7 @@ class Programs:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """End all programs, and all that they have started. What outlives the programs has nothing left to do: it ends at once."""
+        """End all programs and what they have started; what outlives all programs has nothing left to do, and ends at once."""
         if any(process.poll() is None for process in self._started):
             self._tree.end()
         else:
