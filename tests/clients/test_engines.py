@@ -445,6 +445,29 @@ def test_nobody_trains_alone_where_all_can_train_together(monkeypatch: pytest.Mo
     assert groups == [64, 36]
 
 
+class Adapted(nn.Module):
+    """A frozen layer and a buffer below a layer that is trained."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.frozen, self.trained = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 3)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.trained(torch.relu(self.frozen(inputs + self.shift)))
+        return outputs
+
+
+def test_a_model_with_a_frozen_layer_and_a_buffer_is_trained_in_groups() -> None:
+    clients = [_classes(5 + index, index) for index in range(3)]
+    rows = torch.stack(rows_of(Adapted, clients, RECIPE, engine="batched"))
+    torch.testing.assert_close(rows, torch.stack(rows_of(Adapted, clients, RECIPE, engine="one_by_one")), atol=1e-6, rtol=1e-4)
+    assert rows.abs().max() > 1e-3
+
+
 # What can't be batched
 
 
