@@ -1,7 +1,7 @@
 """Local training of a round's clients: the batched engine against one client after another, in one run.
 
-    python benchmarks/engines.py [default] [mlp] [mlp-module] [cnn] [resnet] [--clients N] [--device cuda] [--repeats N]
-        [--threads N] [--check] [--json FILE]
+    python benchmarks/engines.py [default] [mlp] [mlp-module] [cnn] [cnn-small] [resnet] [--clients N]
+        [--device cuda] [--repeats N] [--threads N] [--check] [--json FILE]
 
 Prints, for every job, the seconds of both engines and their ratio: the fastest of some rounds, which take turns, after one that
 counts apart (the batched engine traces and checks its program there). Records are random numbers; rows are thrown away. With
@@ -93,6 +93,7 @@ JOBS = (
     Job(name="mlp", model=lambda: make("mlp", seed=0), training=PLAIN, records_per_client=60),
     Job(name="mlp-module", model=Perceptron, training=PLAIN, records_per_client=60),
     Job(name="cnn", model=lambda: make("cnn", seed=0), training=PLAIN, records_per_client=60),
+    Job(name="cnn-small", model=lambda: make("cnn-small", seed=0), training=PLAIN, records_per_client=60),
     Job(name="resnet", model=resnet, training=PLAIN, records_per_client=30, shape=(3, 32, 32)),
 )
 
