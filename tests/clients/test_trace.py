@@ -75,10 +75,11 @@ KEPT = torch.zeros(4)
         lambda given: KEPT.add_(given[0]),
         lambda given: KEPT[:2].add_(1),
         lambda given: KEPT.view(2, 2)[0].mul_(2) + 0 * given[0, 0],
+        lambda given: torch.ops.aten._unsafe_view(KEPT, [2, 2]).mul_(2) + 0 * given[0, 0],
         lambda given: torch.add(given[0], 1, out=KEPT),
         lambda given: given.mul_(2),
     ],
-    ids=["buffer", "part of a buffer", "view of a view", "out", "input"],
+    ids=["buffer", "part of a buffer", "view of a view", "unsafe view", "out", "input"],
 )
 def test_what_outlives_a_step_is_not_changed(change):
     given = draw(3, 4)

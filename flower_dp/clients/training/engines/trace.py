@@ -75,7 +75,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"the model changes a tensor that outlives a step, such as a buffer ({func})")
         node = self.graph.call_function(func, *tree_map(self.node_of, (args, kwargs)))
         found = func(*args, **kwargs)
-        shares = any(one.alias_info is not None for one in func._schema.returns)
+        # The schema of _unsafe_view does not say that it shares memory.
+        shares = func is torch.ops.aten._unsafe_view.default or any(one.alias_info is not None for one in func._schema.returns)
         owned = not shares or all(one in self._own for one in _tensors((args, kwargs)))
         if isinstance(found, Tensor):
             self._add(found, node, owned=owned)
