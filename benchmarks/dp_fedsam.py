@@ -261,7 +261,7 @@ def report(place: Path) -> str:
         f"flwr {version('flwr')}",
         "## Settings chosen by validation accuracy\n\n" + _settings(place, runs[TUNE]),
     ]
-    for clip in sorted({clip for _, clip in accuracy}, reverse=True):
+    for clip in CLIPS:
         rows = [[method, *_cells(accuracy.get((method, clip), {}), tuple(PARTITIONS))] for method in METHODS]
         parts.append(f"## Test accuracy (%), {clip} clip norm\n\n" + _table(["", *PARTITIONS], rows))
     rows = []

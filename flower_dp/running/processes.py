@@ -140,9 +140,13 @@ class Programs:
             self._check()
             meanwhile()
             if steps % 10 == 0:
-                self._tree.remember_descendants()
+                self.remember()
             steps += 1
             time.sleep(POLL_SECONDS)
+
+    def remember(self) -> None:
+        """Remember what the programs have started; `wait` does so too."""
+        self._tree.remember_descendants()
 
     def stop(self) -> None:
         """End all programs and what they have started; what outlives all programs has nothing left to do, and ends at once."""

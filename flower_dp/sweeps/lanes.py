@@ -18,7 +18,7 @@ import psutil
 
 from flower_dp.core.environment import RESUMED
 from flower_dp.running.flower_log import why_of, without_colours
-from flower_dp.running.processes import POLL_SECONDS, ProcessTree, Programs
+from flower_dp.running.processes import POLL_SECONDS, Programs
 from flower_dp.running.run_folder import LOG
 from flower_dp.running.superlink import programs
 from flower_dp.simulation.lane import Order
@@ -177,8 +177,6 @@ class _Lane:
         self._log = folder / "lane.log"
         with self._log.open("wb") as output:
             self._process = self._programs.start(command, output, more, stdin=subprocess.PIPE, pass_fds=(lock,))
-        self._tree = ProcessTree(("FLWR_HOME", str(folder / "home")))
-        self._tree.add(self._process.pid)
 
     @property
     def busy(self) -> bool:
@@ -226,7 +224,7 @@ class _Lane:
 
     def remember(self) -> None:
         """Remember what it has started: two processes of Ray hide their environment, and outlive it by a minute."""
-        self._tree.remember_descendants()
+        self._programs.remember()
 
     def interrupt(self) -> None:
         """Ask it to end, and to leave what its run has released."""
@@ -241,7 +239,6 @@ class _Lane:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
         self._programs.stop()
-        self._tree.end()
         if self._run is not None:
             without_colours(self._run[1] / LOG)
 
