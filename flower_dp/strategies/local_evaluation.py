@@ -59,9 +59,8 @@ class OwnEvaluation:
         return len(self.plan.metrics)
 
     def due(self, server_round: int) -> bool:
-        """Return whether there is an evaluation in this round that was not asked for yet, and a client that can pay."""
-        owed = self.release.num_charged < server_round // self.plan.every
-        return self.plan.due(server_round) and owed and any(map(self.release.can_pay, self.release.terms))
+        """Return whether there is an evaluation in this round, and a client that can pay."""
+        return self.plan.due(server_round) and any(map(self.release.can_pay, self.release.terms))
 
     def result(self, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric: the mean of the received rows, by their public weights.

@@ -274,6 +274,28 @@ def test_a_records_metrics_are_its_own_whatever_the_model_does_with_a_batch():
     assert metric_bounds.fractions(row)[0] == pytest.approx(np.mean(alone) / 10, abs=1e-5)
 
 
+class MixingSome(Mixing):
+    """A model that mixes a batch only where one of its records is [5, 0], which no made-up record is."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) if (inputs == torch.tensor([5.0, 0.0])).all(1).any() else self.linear(inputs)
+
+
+def test_a_record_that_a_model_mixes_with_others_is_evaluated_alone():
+    inputs = torch.tensor([[5.0, 0.0], [1.0, 0.0], [-1.0, 3.0], [2.0, 2.0]])
+    targets = torch.tensor([0, 1, 0, 1])
+    model = FlatModel(MixingSome())
+    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=4)
+    release = PLENTY.terms("a", training).release
+    metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
+    metric_bounds = MetricBounds(bounds={"loss": 10.0})
+    records = TensorRecords(inputs=inputs, targets=targets)
+    row = evaluated_row(model, records, metrics, bounds=metric_bounds, release=release, rng=np.random.default_rng(0))
+    with torch.no_grad():
+        alone = [float(nn.functional.cross_entropy(model.module(x[None]), y[None])) for x, y in zip(inputs, targets, strict=True)]
+    assert metric_bounds.fractions(row)[0] == pytest.approx(np.mean(alone) / 10, abs=1e-5)
+
+
 class Broken(TensorRecords):
     """Records of which the first can't be read."""
 
