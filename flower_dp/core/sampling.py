@@ -4,22 +4,16 @@ Cohorts are drawn with a generator that nobody else can replay: sampling amplifi
 know who took part.
 """
 
+from __future__ import annotations
+
 import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import numpy as np
-from dp_accounting import (
-    DpEvent,
-    NonPrivateDpEvent,
-    NoOpDpEvent,
-    PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
-from scipy.stats import binom
 
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 
 # Probability of a Poisson cohort so large that it is drawn anew. Over 10^6 rounds that is 1e-12, the part of delta that the
 # accountant reserves for rounding.
@@ -42,7 +36,7 @@ class Sampler(Protocol):
     def secret_size(self) -> bool:
         """Whether the number of clients in a round is random, and `event` is valid only if nobody knows it."""
 
-    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the event of a round for the client whom it costs most; `release` is the event for a participant."""
 
 
@@ -71,7 +65,7 @@ class FullSampling:
         """Return the number of clients."""
         return num_clients
 
-    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the release's own event."""
         return release
 
@@ -112,11 +106,11 @@ class PoissonSampling:
         """Return a size that a cohort exceeds with a probability of at most 1e-18."""
         return _largest_cohort(self.sampling_rate, num_clients)
 
-    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the Poisson-sampled event; a round with an empty cohort costs the same."""
-        if isinstance(release, NonPrivateDpEvent) or self.sampling_rate == 1:
+        if isinstance(release, dp.NonPrivateDpEvent) or self.sampling_rate == 1:
             return release
-        return PoissonSampledDpEvent(float(self.sampling_rate), release)
+        return dp.PoissonSampledDpEvent(float(self.sampling_rate), release)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +142,12 @@ class FixedSizeSampling:
         """Return cohort_size."""
         return _cohort(self.cohort_size, num_clients)
 
-    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the event of a release on a subset drawn without replacement."""
         size = _cohort(self.cohort_size, num_clients)
-        if isinstance(release, NonPrivateDpEvent) or size == num_clients:
+        if isinstance(release, dp.NonPrivateDpEvent) or size == num_clients:
             return release
-        return SampledWithoutReplacementDpEvent(num_clients, size, release)
+        return dp.SampledWithoutReplacementDpEvent(num_clients, size, release)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +184,10 @@ class RoundRobinSampling:
         """Return cohort_size."""
         return _cohort(self.cohort_size, num_clients)
 
-    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the release's event in rounds in which the largest number of participations grows, else one without cost."""
         grows = self.participations(server_round, num_clients) > self.participations(server_round - 1, num_clients)
-        return release if grows else NoOpDpEvent()
+        return release if grows else dp.NoOpDpEvent()
 
     def participations(self, num_rounds: int, num_clients: int) -> int:
         """Return how often the client asked most often has been asked after `num_rounds` rounds: ceil(m T / N)."""
@@ -216,5 +210,10 @@ def _cohort(cohort_size: int, num_clients: int) -> int:
 
 @lru_cache(maxsize=64)
 def _largest_cohort(sampling_rate: float, num_clients: int) -> int:
-    sizes = range(num_clients + 1)
-    return bisect.bisect_left(sizes, True, key=lambda size: bool(binom.sf(size, num_clients, sampling_rate) <= _REDRAWN))
+    from scipy import special  # noqa: PLC0415  (slow to import)
+
+    def is_enough(size: int) -> bool:
+        # The binomial tail, the probability of more than `size` clients, is an incomplete beta function.
+        return size == num_clients or bool(special.betainc(size + 1, num_clients - size, sampling_rate) <= _REDRAWN)
+
+    return bisect.bisect_left(range(num_clients + 1), True, key=is_enough)

@@ -3,17 +3,17 @@
 All results are upper bounds. If several bounds hold, the smallest is returned with the name of its accountant.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-import dp_accounting as dp
 import numpy as np
-from scipy import optimize
 
-from flower_dp.core import checks
-from flower_dp.privacy import pld, renyi
+from flower_dp.core import checks, dp
+from flower_dp.privacy import pld
 from flower_dp.privacy.events import (
     LARGEST_MULTIPLIER,
     RELATIONS,
@@ -104,6 +104,8 @@ def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float
     leaves = leaves_of(event)
     if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves) or delta == 0:
         return None
+    from flower_dp.privacy import renyi  # noqa: PLC0415  (slow to import)
+
     return renyi.epsilon_of(leaves, delta, relation_of(relation))
 
 
@@ -143,6 +145,8 @@ def calibrate(
         low, high = low - 1.0, low
         if low < math.log(1e-4 if target <= 1e6 else 1 / LARGEST_MULTIPLIER):
             return math.exp(high)
+    from scipy import optimize  # noqa: PLC0415  (slow to import)
+
     root = optimize.brentq(excess, low, high, xtol=rtol / 2)
     step = rtol / 4
     # The answer is the one that `epsilon` gives when asked for the same event.
@@ -199,6 +203,8 @@ def _least(leaves: tuple[tuple[dp.DpEvent, int], ...], delta: float, relation: R
 
 def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
     """Yield every bound that holds, NaN where an accountant has none."""
+    from flower_dp.privacy import renyi  # noqa: PLC0415  (slow to import)
+
     pure = _pure(leaves, relation)
     yield "pure", pure
     if delta == 0:
@@ -243,6 +249,10 @@ def _amplified(pure: float, rate: float) -> float:
 
 def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
     """Exact for Gaussian releases without sampling; an upper bound when sampling is ignored, which never adds cost."""
+    from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415  (slow to import)
+
+    from flower_dp.privacy import renyi  # noqa: PLC0415
+
     norms = []
     for leaf, count in leaves:
         inner, _ = inner_of(leaf)
@@ -253,4 +263,4 @@ def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
     multiplier = effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
     with renyi.without_warnings():
-        return float(dp.get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11
+        return float(get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11

@@ -1,12 +1,13 @@
 """A charge: what one release of one round costs, and whom."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dp_accounting import DpEvent
-
+from flower_dp.core import dp
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger, frozen
 
@@ -35,7 +36,7 @@ class Charge:
     unit: Literal["client", "record"]
     relation: Relation
     owners: tuple[str, ...]
-    events: tuple[DpEvent, ...]
+    events: tuple[dp.DpEvent, ...]
     shares: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ def ledgers_of(charges: Iterable[Charge]) -> dict[str, Ledger]:
     Raises:
         ValueError: if the charges differ in relation or unit: no accountant adds up their costs.
     """
-    events: dict[str, Counter[DpEvent]] = {}
+    events: dict[str, Counter[dp.DpEvent]] = {}
     scopes = set()
     for charge in charges:
         scopes.add((charge.unit, charge.relation))

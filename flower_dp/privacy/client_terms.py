@@ -5,15 +5,15 @@ ledger by them. The client derives its terms from its own budget, data size and 
 server.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dp_accounting import DpEvent, GaussianDpEvent
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
@@ -66,7 +66,7 @@ class Terms:
         budget(self.epsilon)
 
     @property
-    def event(self) -> DpEvent:
+    def event(self) -> dp.DpEvent:
         """What one reply costs."""
         one = self.release.event(1)
         return one if self.num_releases == 1 else accounting.repeated(one, self.num_releases)
@@ -188,7 +188,7 @@ def least_gaussian_multiplier(
     if math.isinf(epsilon):
         return 0.0
     return accounting.calibrate(
-        lambda multiplier: accounting.repeated(sampler.event(GaussianDpEvent(multiplier), 1, num_units), num_releases),
+        lambda multiplier: accounting.repeated(sampler.event(dp.GaussianDpEvent(multiplier), 1, num_units), num_releases),
         epsilon=epsilon,
         delta=delta,
         relation=relation,

@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scipy.stats import binom
-
 from flower_dp.core import checks, noise
 from flower_dp.core.sampling import FixedSizeSampling
 from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
@@ -261,6 +259,8 @@ def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_
     mean = num_rounds * cohort_size / num_clients
     if not at_random or cohort_size == num_clients:
         return max(1, math.ceil(mean - 1e-9))
+    from scipy.stats import binom  # noqa: PLC0415  (slow to import)
+
     return max(1, int(binom.isf(_SPENT_EARLY, num_rounds, cohort_size / num_clients)))
 
 

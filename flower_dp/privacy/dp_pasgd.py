@@ -3,12 +3,12 @@
 The unit of privacy is one record, replaced by another; every message is private on its own.
 """
 
+from __future__ import annotations
+
 import math
 from functools import lru_cache
 
-from dp_accounting import GaussianDpEvent
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
@@ -80,7 +80,7 @@ def tight_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: 
     Raises:
         ValueError: naming the argument that is out of range.
     """
-    event = accounting.repeated(GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
+    event = accounting.repeated(dp.GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
     return accounting.epsilon(event, delta=delta, relation="replace-one").epsilon
 
 

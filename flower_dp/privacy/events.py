@@ -4,13 +4,13 @@ The noise multiplier of an event is noise scale / clip norm. What one unit can c
 twice that under replace-one; this module is the one place where that factor enters.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import dp_accounting as dp
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 
 Relation = Literal["add-or-remove-one", "replace-one"]
 RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
@@ -18,21 +18,18 @@ RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
 # Noise multipliers beyond this overflow when squared. Accounting for less noise than there is stays a valid bound.
 LARGEST_MULTIPLIER = 1e50
 # (event, how many times).
-Leaves = list[tuple[dp.DpEvent, int]]
-_PLAIN = (dp.GaussianDpEvent, dp.LaplaceDpEvent)
-_COMPOSED = (dp.ComposedDpEvent, dp.SelfComposedDpEvent)
+Leaves = list[tuple["dp.DpEvent", int]]
 # Those that a file can hold.
-_WRITTEN = {
-    event.__name__: event
-    for event in (
-        *_PLAIN,
-        *_COMPOSED,
-        dp.NoOpDpEvent,
-        dp.NonPrivateDpEvent,
-        dp.PoissonSampledDpEvent,
-        dp.SampledWithoutReplacementDpEvent,
-    )
-}
+_WRITTEN = (
+    "GaussianDpEvent",
+    "LaplaceDpEvent",
+    "ComposedDpEvent",
+    "SelfComposedDpEvent",
+    "NoOpDpEvent",
+    "NonPrivateDpEvent",
+    "PoissonSampledDpEvent",
+    "SampledWithoutReplacementDpEvent",
+)
 
 
 class UnsupportedEventError(ValueError):
@@ -88,7 +85,10 @@ def of_json(table: Mapping[str, Any]) -> dp.DpEvent:
         KeyError, TypeError: if they are not those of an event.
     """
     values = {name: _part_of_json(value) for name, value in table.items() if name != "kind"}
-    return _WRITTEN[table["kind"]](**values)
+    if table["kind"] not in _WRITTEN:
+        raise KeyError(table["kind"])
+    kind: type[dp.DpEvent] = getattr(dp, table["kind"])
+    return kind(**values)
 
 
 def _part_as_json(value: Any) -> Any:
@@ -130,7 +130,9 @@ def _joined(leaf: dp.DpEvent) -> dp.DpEvent:
     Without sampling, Gaussian releases of multipliers z1, z2, ... cost what one of multiplier (z1^-2 + z2^-2 + ...)^-1/2 does.
     Sampling without replacement amplifies that cost. Each of them with a sample of its own would be another event.
     """
-    if not isinstance(leaf, dp.SampledWithoutReplacementDpEvent) or not isinstance(leaf.event, _COMPOSED):
+    if not isinstance(leaf, dp.SampledWithoutReplacementDpEvent) or not isinstance(
+        leaf.event, (dp.ComposedDpEvent, dp.SelfComposedDpEvent)
+    ):
         return leaf
     parts = leaves_of(leaf.event)
     if any(isinstance(part, dp.NonPrivateDpEvent) for part, _ in parts):
@@ -151,7 +153,7 @@ def _validate(leaf: dp.DpEvent) -> None:
         size = checks.integer("source_dataset_size", leaf.source_dataset_size, at_least=1)
         checks.integer("sample_size", leaf.sample_size, at_least=1, at_most=size)
     inner, _ = inner_of(leaf)
-    if not isinstance(inner, _PLAIN):
+    if not isinstance(inner, (dp.GaussianDpEvent, dp.LaplaceDpEvent)):
         raise UnsupportedEventError(f"event {leaf}: only (sampled) Gaussian and Laplace releases can be accounted")
     checks.number("noise_multiplier", inner.noise_multiplier, above=0)
 

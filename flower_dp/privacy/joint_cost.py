@@ -3,12 +3,13 @@
 Owners who were charged alike share one history: what a million clients have cost is accounted once for each history.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dp_accounting import ComposedDpEvent, DpEvent, LaplaceDpEvent, NoOpDpEvent, SelfComposedDpEvent
-
+from flower_dp.core import dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
@@ -43,7 +44,7 @@ class Accounts:
         """Those of all charges."""
         return tuple(scope for scope, histories in self._histories.items() if not histories.empty)
 
-    def of(self, scope: Scope) -> "Histories":
+    def of(self, scope: Scope) -> Histories:
         """Return what owners were charged with in a scope."""
         return self._histories.setdefault(scope, Histories(scope.relation))
 
@@ -70,8 +71,8 @@ class Histories:
 
     def __init__(self, relation: Relation) -> None:
         self._relation = relation
-        self._events: list[DpEvent] = []
-        self._places: dict[DpEvent, int] = {}
+        self._events: list[dp.DpEvent] = []
+        self._places: dict[dp.DpEvent, int] = {}
         self._counts: list[tuple[tuple[int, int], ...]] = [()]
         self._known: dict[tuple[tuple[int, int], ...], int] = {(): _NOTHING}
         self._after: dict[tuple[int, int], int] = {}
@@ -84,9 +85,9 @@ class Histories:
         """Whether nothing was charged that costs anything."""
         return len(self._counts) == 1
 
-    def place(self, event: DpEvent) -> int | None:
+    def place(self, event: dp.DpEvent) -> int | None:
         """Return the place of an event, by which owners are charged with it; None for one that costs nothing."""
-        if isinstance(event, NoOpDpEvent):
+        if isinstance(event, dp.NoOpDpEvent):
             return None
         if event not in self._places:
             self._places[event] = len(self._events)
@@ -111,7 +112,7 @@ class Histories:
         """Return whether an owner was charged itself, and not as one of all clients alone."""
         return owner < len(self._of) and self._of[owner] != _NOTHING
 
-    def event(self, owner: int) -> DpEvent:
+    def event(self, owner: int) -> dp.DpEvent:
         """Return all that an owner was charged with, alone and as one of all clients."""
         return self._event(self._history(owner), self._of[EVERYONE])
 
@@ -139,8 +140,8 @@ class Histories:
         if key not in self._left:
             before = self._event(history, everyone)
 
-            def ahead(count: int) -> DpEvent:
-                return ComposedDpEvent([before, SelfComposedDpEvent(self._events[place], count)])
+            def ahead(count: int) -> dp.DpEvent:
+                return dp.ComposedDpEvent([before, dp.SelfComposedDpEvent(self._events[place], count)])
 
             least = max(_AHEAD, sum(dict(self._counts[one]).get(place, 0) for one in (history, everyone)))
             left = 0
@@ -168,9 +169,9 @@ class Histories:
     def _distinct(self) -> set[int]:
         return {_NOTHING, *self._of[1:]}
 
-    def _event(self, history: int, everyone: int) -> DpEvent:
+    def _event(self, history: int, everyone: int) -> dp.DpEvent:
         counts = (*self._counts[history], *self._counts[everyone])
-        return ComposedDpEvent([SelfComposedDpEvent(self._events[place], count) for place, count in counts])
+        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(self._events[place], count) for place, count in counts])
 
     def _cost(self, history: int, delta: float) -> Cost:
         key = (history, self._of[EVERYONE], delta)
@@ -179,7 +180,7 @@ class Histories:
         return self._costs[key]
 
 
-def joint_cost(event: DpEvent, delta: float, relation: Relation) -> Cost:
+def joint_cost(event: dp.DpEvent, delta: float, relation: Relation) -> Cost:
     """Return the least epsilon that can be proved of a composition.
 
     Where no accountant takes all of it, epsilons add up: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
@@ -191,12 +192,13 @@ def joint_cost(event: DpEvent, delta: float, relation: Relation) -> Cost:
         return accounting.epsilon(event, delta=delta, relation=relation)
     except UnsupportedEventError:
         leaves = leaves_of(event)
-    pure = [(leaf, count) for leaf, count in leaves if isinstance(inner_of(leaf)[0], LaplaceDpEvent)]
+    pure = [(leaf, count) for leaf, count in leaves if isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent)]
     parts = [
-        [SelfComposedDpEvent(leaf, count) for leaf, count in some] for some in (pure, [one for one in leaves if one not in pure])
+        [dp.SelfComposedDpEvent(leaf, count) for leaf, count in some]
+        for some in (pure, [one for one in leaves if one not in pure])
     ]
     first, second = (
-        accounting.epsilon(ComposedDpEvent(part), delta=at, relation=relation)
+        accounting.epsilon(dp.ComposedDpEvent(part), delta=at, relation=relation)
         for part, at in zip(parts, (0.0, delta), strict=True)
     )
     return Cost(

@@ -1,8 +1,8 @@
 """A ledger: the list of privacy events charged to one owner. Their cost is computed from the list afterwards."""
 
-from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
+from __future__ import annotations
 
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation
@@ -29,9 +29,9 @@ class Ledger:
         self.owner = checks.line("owner", owner, most=2 * checks.MOST_NAME)
         self.relation = relation
         self.num_charges = 0
-        self._counts: dict[DpEvent, int] = {}
+        self._counts: dict[dp.DpEvent, int] = {}
 
-    def charge(self, event: DpEvent, count: int = 1) -> None:
+    def charge(self, event: dp.DpEvent, count: int = 1) -> None:
         """Record an event, or `count` of them, before anything that it covers is released.
 
         Raises:
@@ -41,13 +41,13 @@ class Ledger:
         if event not in self._counts:
             accounting.check(event, relation=self.relation)
         self.num_charges += count
-        if count and not isinstance(event, NoOpDpEvent):
+        if count and not isinstance(event, dp.NoOpDpEvent):
             self._counts[event] = self._counts.get(event, 0) + count
 
     @property
-    def event(self) -> DpEvent:
+    def event(self) -> dp.DpEvent:
         """All that was charged, as one event."""
-        return ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in self._counts.items()])
+        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in self._counts.items()])
 
     def cost(self, delta: float) -> Cost:
         """Return the tight epsilon of all that was charged."""
@@ -58,12 +58,12 @@ class Ledger:
         return [f"{count} x {event}" for event, count in self._counts.items()]
 
 
-def frozen(event: DpEvent) -> DpEvent:
+def frozen(event: dp.DpEvent) -> dp.DpEvent:
     """Return the event with tuples instead of lists: lists can't be keys, and code that holds them could change the ledger."""
-    if isinstance(event, ComposedDpEvent):
-        return ComposedDpEvent(tuple(map(frozen, event.events)))
-    if isinstance(event, SelfComposedDpEvent):
-        return SelfComposedDpEvent(frozen(event.event), event.count)
+    if isinstance(event, dp.ComposedDpEvent):
+        return dp.ComposedDpEvent(tuple(map(frozen, event.events)))
+    if isinstance(event, dp.SelfComposedDpEvent):
+        return dp.SelfComposedDpEvent(frozen(event.event), event.count)
     try:
         hash(event)
     except TypeError as error:

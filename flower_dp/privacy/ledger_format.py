@@ -4,15 +4,15 @@ The checksum is against damage, not against people: anyone can compute it. A fil
 It is read as it is, and the next charge writes it with a checksum.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
-import dp_accounting as dp
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.privacy.client_terms import Spent, Terms, noise_multiplier_of
 from flower_dp.privacy.events import RELATIONS, Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
@@ -72,11 +72,11 @@ class Entry:
         reason = f"reply {asked.number} of run {asked.run} {CHARGED_BEFORE}"
         return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}")
 
-    def noted(self, asked: Numbered) -> "Entry":
+    def noted(self, asked: Numbered) -> Entry:
         """Return the account with the number of the reply that it is charged for."""
         return replace(self, runs={**self.runs, asked.run: asked.number})
 
-    def charged(self, terms: Terms) -> "Entry":
+    def charged(self, terms: Terms) -> Entry:
         """Return the account with one more reply.
 
         The terms stay those of its opening, so that many small differences never add up to a large one. Old replies are charged

@@ -5,12 +5,12 @@ the Laplace scale over the L1 clip norm for Laplace noise. The neighbouring rela
 sensitivity under replace-one. Draws are functions of `flower_dp.core.noise`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
-
-from flower_dp.core import checks, noise
+from flower_dp.core import checks, dp, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 
@@ -29,7 +29,7 @@ class Mechanism(Protocol):
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw float64 noise of a scale on a lattice, as the functions of `flower_dp.core.noise` do."""
 
-    def event(self) -> DpEvent:
+    def event(self) -> dp.DpEvent:
         """Return what one release costs, with the multiplier as noise scale / clip norm."""
 
 
@@ -53,9 +53,9 @@ class Gaussian:
         """Draw Gaussian noise."""
         return noise.gaussian(like, scale, step, rng)
 
-    def event(self) -> DpEvent:
+    def event(self) -> dp.DpEvent:
         """Return the event of one release."""
-        return GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else NonPrivateDpEvent()
+        return dp.GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp.NonPrivateDpEvent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,6 @@ class Laplace:
         """Draw Laplace noise."""
         return noise.laplace(like, scale, step, rng)
 
-    def event(self) -> DpEvent:
+    def event(self) -> dp.DpEvent:
         """Return the event of one release."""
-        return LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else NonPrivateDpEvent()
+        return dp.LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp.NonPrivateDpEvent()

@@ -1,13 +1,13 @@
 """The cost of a planned run: checked options, the event of the whole run, its epsilon."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import dp_accounting as dp
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting, selection
@@ -67,7 +67,7 @@ class PlannedRun:
         """Return the noise multiplier that keeps the run within `epsilon`, never too little."""
         return accounting.calibrate(self.event, epsilon=epsilon, delta=self.delta, relation=self.relation)
 
-    def longest(self, epsilon: float, noise_multiplier: float) -> "PlannedRun":
+    def longest(self, epsilon: float, noise_multiplier: float) -> PlannedRun:
         """Return this run with the largest number of rounds that costs at most `epsilon` with this noise.
 
         Raises:

@@ -1,13 +1,12 @@
 """Epsilon from privacy loss distributions: the tightest accountant here, on grids chosen by the size of the losses."""
 
+from __future__ import annotations
+
 import math
 from functools import lru_cache
 from typing import Any
 
-import dp_accounting as dp
-from dp_accounting.pld import privacy_loss_distribution
-
-from flower_dp.privacy import fixed_size, poisson
+from flower_dp.core import dp
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
 # A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
@@ -70,6 +69,8 @@ def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> fl
             return math.nan
         one = _self_composed(one, count)
         total = one if total is None else total.compose(one)
+    from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
+
     # Distributions of sampled releases have `fixed_size.ROUNDING` themselves, each as a loss that is infinite.
     plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1)
     left = delta - _ROUNDING - min(plain * fixed_size.ROUNDING, delta * _MOST_ROUNDING)
@@ -87,6 +88,10 @@ def _self_composed(one: Any, count: int) -> Any:
 @lru_cache(maxsize=16)
 def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
     """Return the privacy loss distribution of one release, or None where the library has none."""
+    from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415  (slow to import)
+
+    from flower_dp.privacy import fixed_size, poisson  # noqa: PLC0415  (slow to import)
+
     inner, rate = inner_of(leaf)
     if rate == 1:
         # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.

@@ -4,17 +4,20 @@ It holds clip norm, mechanism, sampler and neighbouring relation, and derives bo
 the noise does not give can't be configured.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dp_accounting import ComposedDpEvent, DpEvent
-
-from flower_dp.core import checks, noise
-from flower_dp.core.sampling import Sampler
+from flower_dp.core import checks, dp, noise
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy import accounting
-from flower_dp.privacy.events import Relation
-from flower_dp.privacy.mechanisms import Mechanism
+from flower_dp.privacy.events import RELATIONS, Relation
+from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
+
+# Samplers whose releases can be bounded, those of a fixed size under replace-one.
+_BOUNDED = (FullSampling, PoissonSampling, FixedSizeSampling, RoundRobinSampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,18 @@ class Release:
     def __post_init__(self) -> None:
         checks.number("clip_norm", self.clip_norm, above=0)
         checks.integer("num_clients", self.num_clients, at_least=1)
-        # Refuse an event now that no accountant can bound.
-        accounting.check(self.event(1), relation=self.relation)
+        checks.one_of("relation", self.relation, RELATIONS)
+        if not self._can_be_bounded:
+            accounting.check(self.event(1), relation=self.relation)
+
+    @property
+    def _can_be_bounded(self) -> bool:
+        """Whether it is known, without an accountant, which takes a second to import, that one can bound this release."""
+        if type(self.mechanism) not in (Gaussian, Laplace):
+            return False
+        if type(self.sampler) is FixedSizeSampling and self.relation != "replace-one":
+            return False
+        return type(self.sampler) in _BOUNDED and self.sampler.expected_cohort(self.num_clients) > 0
 
     @property
     def noise_scale(self) -> float:
@@ -88,10 +101,10 @@ class Release:
         """Expected number of contributions in a round."""
         return self.sampler.expected_cohort(self.num_clients)
 
-    def event(self, server_round: int) -> DpEvent:
+    def event(self, server_round: int) -> dp.DpEvent:
         """Return the event of one round's release (1, 2, ...) for the client whom it costs most."""
         return self.sampler.event(self.mechanism.event(), server_round, self.num_clients)
 
-    def events(self, num_rounds: int) -> DpEvent:
+    def events(self, num_rounds: int) -> dp.DpEvent:
         """Return what rounds 1 to `num_rounds` cost together."""
-        return ComposedDpEvent([self.event(server_round) for server_round in range(1, num_rounds + 1)])
+        return dp.ComposedDpEvent([self.event(server_round) for server_round in range(1, num_rounds + 1)])

@@ -7,6 +7,8 @@ ledger alone, or one that has lost its -wal file, is noticed. An older copy of a
 write the files can change what they say.
 """
 
+from __future__ import annotations
+
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -15,9 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dp_accounting import NonPrivateDpEvent
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.privacy import ledger_database
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.joint_cost import EVERYONE, Accounts, Scope
@@ -299,6 +299,6 @@ class ServerLedger:
         scope = Scope(unit=entry.release.unit, relation=entry.release.relation)
         events, private = self._content.events, entry.run.private
         histories = (self.accounts if accounts is None else accounts).of(scope)
-        places = {one: histories.place(events[one] if private else NonPrivateDpEvent()) for one in set(entry.terms)}
+        places = {one: histories.place(events[one] if private else dp.NonPrivateDpEvent()) for one in set(entry.terms)}
         for owner, one in zip(entry.owners, entry.terms, strict=True):
             histories.charge(self._id(owner), places[one])

@@ -4,6 +4,8 @@ SQLite notices a page that can't be read, not a digit that has changed. So every
 and of the digest before it. That is against damage, not against people: anyone can compute it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import sqlite3
@@ -11,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from dp_accounting import DpEvent
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.events import RELATIONS, Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
@@ -117,7 +117,7 @@ class Content:
     digest: bytes = b""
     runs: dict[int, LedgerRun] = field(default_factory=dict)
     releases: dict[int, LedgerRelease] = field(default_factory=dict)
-    events: dict[int, DpEvent] = field(default_factory=dict)
+    events: dict[int, dp.DpEvent] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
     marked: bytes | None = None
@@ -227,7 +227,7 @@ def digest_of(before: bytes, entry: Entry, owners: Sequence[str], events: Sequen
     return hashlib.sha256(before + json.dumps(said).encode()).digest()
 
 
-def charge_of(entry: Entry, owners: Sequence[str], events: Sequence[DpEvent]) -> Charge:
+def charge_of(entry: Entry, owners: Sequence[str], events: Sequence[dp.DpEvent]) -> Charge:
     """Return an entry as the charge that was written."""
     return Charge(
         release=entry.release.name,
@@ -241,7 +241,7 @@ def charge_of(entry: Entry, owners: Sequence[str], events: Sequence[DpEvent]) ->
     )
 
 
-def text_of(event: DpEvent) -> str:
+def text_of(event: dp.DpEvent) -> str:
     """Return an event as the tables have it: equal ones are equal text."""
     return json.dumps(as_json(event), allow_nan=False, default=lambda number: number.item())
 

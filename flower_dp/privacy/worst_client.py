@@ -6,11 +6,12 @@ them. Less noise never costs less, because more noise is post-processing. A larg
 smaller one is a mixture of it with a release without the unit. Besides, a client costs at most its budget.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 
-import dp_accounting as dp
-
+from flower_dp.core import dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import Relation, inner_of, leaves_of

@@ -1,13 +1,12 @@
 """Epsilon in, noise out: the noise multiplier of a whole run, found on the events that its ledger will be charged with."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 
-from dp_accounting import ComposedDpEvent, DpEvent
-from scipy.stats import binom
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting
@@ -73,7 +72,7 @@ class Budget:
         if self.evaluation is not None:
             evaluation = SumEvaluation.of(self.evaluation, NoisedSum(name="", shared=one))
 
-        def run(noise_multiplier: float) -> DpEvent:
+        def run(noise_multiplier: float) -> dp.DpEvent:
             return run_event(shared_of(_rounded_up(noise_multiplier)), evaluation, self.num_rounds, charged=self._likely)
 
         if evaluation is not None:
@@ -106,6 +105,8 @@ def smallest_cohort(shared: SharedNoise, num_rounds: int) -> int:
         return sampler.largest_cohort(num_clients)
     if not isinstance(sampler, PoissonSampling):
         return 0
+    from scipy.stats import binom  # noqa: PLC0415  (slow to import)
+
     return int(binom.ppf(_SMALLER_COHORT / num_rounds, num_clients, sampler.sampling_rate))
 
 
@@ -150,7 +151,7 @@ def run_event(
     num_rounds: int,
     *,
     charged: Callable[[SharedNoise], Release] = at_most,
-) -> DpEvent:
+) -> dp.DpEvent:
     """Return what rounds 1 to `num_rounds` cost, their evaluations with them: one after every `every`-th.
 
     Args:
@@ -162,13 +163,13 @@ def run_event(
     events = charged(training).events(num_rounds)
     if evaluation is None:
         return events
-    return ComposedDpEvent([events, _events(evaluation.release.shared, num_rounds // evaluation.plan.every, charged)])
+    return dp.ComposedDpEvent([events, _events(evaluation.release.shared, num_rounds // evaluation.plan.every, charged)])
 
 
-def _events(shared: SharedNoise, count: int, charged: Callable[[SharedNoise], Release]) -> DpEvent:
+def _events(shared: SharedNoise, count: int, charged: Callable[[SharedNoise], Release]) -> dp.DpEvent:
     # Before a round is run, the target must cover its evaluation whoever will be drawn for it.
     last = [shared.charged.event(count)] if count else []
-    return ComposedDpEvent([charged(shared).events(max(0, count - 1)), *last])
+    return dp.ComposedDpEvent([charged(shared).events(max(0, count - 1)), *last])
 
 
 def _rounded_up(number: float) -> float:

@@ -1,12 +1,13 @@
 """Client-level differential privacy: clipped client updates, and Gaussian noise on their sum."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent
 
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.noise import Generator
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
@@ -166,7 +167,7 @@ class ClientLevelRules:
     def _plan_of(self) -> PlannedCost:
         return PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
 
-    def _events(self, num_rounds: int) -> DpEvent:
+    def _events(self, num_rounds: int) -> dp.DpEvent:
         """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
         return run_event(self.noise, self.evaluation, num_rounds)
 
@@ -195,7 +196,7 @@ class ClientLevelRules:
             evaluated, every = self.evaluation.release, self.evaluation.plan.every
             # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
             owed = range(evaluated.num_charged + 1, number // every + 1)
-            event = ComposedDpEvent((event, *(evaluated.shared.charged.event(one) for one in owed)))
+            event = dp.ComposedDpEvent((event, *(evaluated.shared.charged.event(one) for one in owed)))
         if self._planned.allows(number, ledger=lambda: self.ledger, event=event):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"

@@ -1,5 +1,7 @@
 """What of a run outlives its process."""
 
+from __future__ import annotations
+
 import math
 import os
 import uuid
@@ -7,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-from dp_accounting import NonPrivateDpEvent
-
+from flower_dp.core import dp
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.joint_cost import EVERYONE, Accounts, Scope
@@ -52,7 +53,7 @@ class InMemory:
         before: the strategy's run before this one; None for its first.
     """
 
-    def __init__(self, *, private: bool, before: "InMemory | None" = None) -> None:
+    def __init__(self, *, private: bool, before: InMemory | None = None) -> None:
         self.run, self._private = uuid.uuid4().hex, private
         self._accounts: Accounts = Accounts() if before is None else before._accounts
         self._owners: dict[str, int] = {EVERY_CLIENT: EVERYONE} if before is None else before._owners
@@ -74,7 +75,7 @@ class InMemory:
             )
         scope = Scope(unit=charge.unit, relation=charge.relation)
         histories = self._accounts.of(scope)
-        places = {event: histories.place(event if self._private else NonPrivateDpEvent()) for event in set(charge.events)}
+        places = {event: histories.place(event if self._private else dp.NonPrivateDpEvent()) for event in set(charge.events)}
         for owner, event in zip(charge.owners, charge.events, strict=True):
             histories.charge(self._owners.setdefault(owner, len(self._owners)), places[event])
         self._numbers[charge.release] = charge.number

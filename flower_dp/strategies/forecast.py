@@ -1,10 +1,12 @@
 """The statement that a run will end with, before its first round: releases are charged, and nothing is released."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np
-from dp_accounting import DpEvent
 
+from flower_dp.core import dp
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.calibration import smallest_cohort
@@ -56,7 +58,7 @@ def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> 
     return strategy.statement
 
 
-def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[DpEvent, PrivacyStatement]:
+def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[dp.DpEvent, PrivacyStatement]:
     """Return what a run is charged with against those who are no clients, and its statement; arguments are those of `forecast`.
 
     Raises:

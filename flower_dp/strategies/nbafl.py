@@ -1,5 +1,7 @@
 """NbAFL (Wei et al. 2020): clipped weights with noise from every client, and noise on the server's broadcasts."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +9,8 @@ from functools import partial
 from typing import Unpack
 
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 
-from flower_dp.core import checks, noise
+from flower_dp.core import checks, dp, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling
 from flower_dp.core.stored import stored
@@ -227,7 +228,7 @@ class NbAFLRules(LocalRules):
         """What the broadcasts have cost every client, against another client, who knows its own noise."""
         return self._charged("broadcasts, against participants", lambda broadcast: broadcast.participant_stds.tolist())
 
-    def _charged(self, what: str, stds_of: Callable[["Broadcast"], Sequence[float]]) -> dict[str, Ledger]:
+    def _charged(self, what: str, stds_of: Callable[[Broadcast], Sequence[float]]) -> dict[str, Ledger]:
         names = list(self.books.terms)
         ledgers = {name: Ledger(owner=f"{name}, {what}", relation=self.books.relation) for name in names}
         for broadcast in self.broadcasts:
@@ -236,8 +237,8 @@ class NbAFLRules(LocalRules):
                 ledgers[names[place]].charge(self._broadcast_event(part, std))
         return ledgers
 
-    def _broadcast_event(self, part: float, std: float) -> DpEvent:
-        return GaussianDpEvent(std / (part * self.clip_norm)) if std else NonPrivateDpEvent()
+    def _broadcast_event(self, part: float, std: float) -> dp.DpEvent:
+        return dp.GaussianDpEvent(std / (part * self.clip_norm)) if std else dp.NonPrivateDpEvent()
 
     statement = statement_of
 

@@ -156,3 +156,11 @@ def test_random_samplers_follow_the_generator_they_are_given() -> None:
         assert one == same != other
         # The round's number must not be a seed: the server's cohort of round 1 would be everybody's to compute.
         assert sampler.choose(2, 100, np.random.default_rng(1)).tolist() == one
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.001, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_clients", [1, 2, 50, 1000, 10**6])
+def test_the_largest_cohort_is_a_quantile_of_the_binomial(rate, num_clients):
+    largest = PoissonSampling(sampling_rate=rate).largest_cohort(num_clients)
+    assert stats.binom.sf(largest, num_clients, rate) <= 1e-18
+    assert largest == 0 or stats.binom.sf(largest - 1, num_clients, rate) > 1e-18

@@ -1,18 +1,21 @@
 """A release: noise and event are both derived, and nothing else can be configured."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import pytest
 from dp_accounting import (
     ComposedDpEvent,
+    DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
+    SampledWithReplacementDpEvent,
 )
 
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
@@ -111,4 +114,48 @@ def test_without_noise_the_event_says_so() -> None:
 )
 def test_combinations_that_nothing_bounds_are_refused(changes: dict[str, Any], arguments: str) -> None:
     with pytest.raises(ValueError, match=arguments):
+        _release(**changes)
+
+
+@pytest.mark.parametrize(("multiplier", "num_refused"), [(0.0, 0), (1e-60, 0), (1e-3, 2), (1.5, 2)])
+def test_what_is_known_to_be_bounded_without_an_accountant_is_bounded_by_one(multiplier: float, num_refused: int) -> None:
+    samplers = (
+        FullSampling(),
+        PoissonSampling(sampling_rate=0.1),
+        PoissonSampling(sampling_rate=1.0),
+        FixedSizeSampling(cohort_size=5),
+        RoundRobinSampling(cohort_size=5),
+    )
+    refused = 0
+    for kind, sampler, relation in itertools.product((Gaussian, Laplace), samplers, ("add-or-remove-one", "replace-one")):
+        mechanism = kind(noise_multiplier=multiplier)
+        try:
+            release = _release(mechanism=mechanism, sampler=sampler, relation=relation)
+        except accounting.UnsupportedEventError:
+            refused += 1
+            with pytest.raises(accounting.UnsupportedEventError):
+                accounting.check(sampler.event(mechanism.event(), 1, 50), relation=relation)
+        else:
+            accounting.check(release.event(1), relation=relation)
+    # Fixed-size sampling under add-or-remove-one. (What has hardly any noise has no privacy, whatever draws the sample.)
+    assert refused == num_refused
+
+
+class _Twice(PoissonSampling):
+    """A user's sampler, with an event that no accountant knows."""
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        return SampledWithReplacementDpEvent(num_clients, 5, release)
+
+
+class _TwiceGaussian(Gaussian):
+    """A user's mechanism, with an event that no accountant knows."""
+
+    def event(self) -> DpEvent:
+        return SampledWithReplacementDpEvent(50, 5, GaussianDpEvent(self.noise_multiplier))
+
+
+@pytest.mark.parametrize("changes", [{"sampler": _Twice(sampling_rate=0.1)}, {"mechanism": _TwiceGaussian(noise_multiplier=1.0)}])
+def test_an_accountant_is_asked_about_what_users_have_changed(changes: dict[str, Any]) -> None:
+    with pytest.raises(accounting.UnsupportedEventError):
         _release(**changes)

@@ -1,14 +1,14 @@
 """Local differential privacy: every client's message is private on its own, and every client has a ledger of its own."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from dp_accounting import ComposedDpEvent, DpEvent
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
@@ -319,7 +319,7 @@ class ClientBooks:
             accountant=f"{training.accountant} + pure",
         )
         try:
-            whole = ComposedDpEvent([ledger.event, evaluated.event])
+            whole = dp.ComposedDpEvent([ledger.event, evaluated.event])
             exact = accounting.epsilon(whole, delta=self.delta, relation=self.relation, grid=_GRID)
         except UnsupportedEventError:
             return total
@@ -342,6 +342,6 @@ def _pure_epsilons(evaluation: OwnReplies) -> dict[str, float]:
 
 
 @lru_cache(maxsize=1024)
-def _pure(event: DpEvent, relation: Relation) -> float:
+def _pure(event: dp.DpEvent, relation: Relation) -> float:
     # As a float the product may be below the sum by its last bits.
     return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)

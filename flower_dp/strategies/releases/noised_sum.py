@@ -1,5 +1,7 @@
 """One noised sum of clients' clipped rows: what it asks, the limits of replies, and the server's part of its noise."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 from collections import Counter
@@ -7,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from dp_accounting import DpEvent
 
-from flower_dp.core import compression, noise
+from flower_dp.core import compression, dp, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
@@ -191,7 +192,7 @@ class NoisedSum:
         for (shares, number), count in kinds.items():
             ledger.charge(self._event(shares, number, outside=outside), count)
 
-    def _event(self, shares: int, number: int, *, outside: bool) -> DpEvent:
+    def _event(self, shares: int, number: int, *, outside: bool) -> dp.DpEvent:
         """Return what one charge costs: as any single client sees it, or those who are no clients."""
         release = self.shared.outside if outside else self.shared.without_one_of(shares)
         return release.event(number if self.in_order else 1)

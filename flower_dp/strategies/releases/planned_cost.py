@@ -1,10 +1,12 @@
 """What the rounds of a run will cost, and how many of them a target epsilon allows."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent
 
+from flower_dp.core import dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger import Ledger
@@ -24,7 +26,7 @@ class PlannedCost:
     """
 
     def __init__(
-        self, events: Callable[[int], DpEvent], *, target_epsilon: float | None, delta: float, relation: Relation
+        self, events: Callable[[int], dp.DpEvent], *, target_epsilon: float | None, delta: float, relation: Relation
     ) -> None:
         self._events = events
         self._target, self._delta, self._relation = target_epsilon, delta, relation
@@ -47,7 +49,7 @@ class PlannedCost:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
         return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
 
-    def allows(self, number: int, *, ledger: Callable[[], Ledger], event: DpEvent) -> bool:
+    def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent) -> bool:
         """Return whether the target allows one more round.
 
         Args:
@@ -65,7 +67,7 @@ class PlannedCost:
         charged = ledger()
         key = (*charged.lines(), event)
         if key != self._asked:  # a run that has to end is often asked again
-            ahead = ComposedDpEvent([charged.event, event])
+            ahead = dp.ComposedDpEvent([charged.event, event])
             cost = accounting.epsilon(ahead, delta=self._delta, relation=self._relation).epsilon
             self._asked, self._pays = key, cost <= self._target
         return self._pays

@@ -1,11 +1,12 @@
 """The privacy statement of a method with one client-level release a round."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dp_accounting import ComposedDpEvent, NoOpDpEvent
-
+from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.core.words import delta_in_words
 from flower_dp.privacy import accounting
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from flower_dp.strategies.client_level import ClientLevelRules
 
 
-def statement_of(rules: "ClientLevelRules", run: RunFacts) -> PrivacyStatement:
+def statement_of(rules: ClientLevelRules, run: RunFacts) -> PrivacyStatement:
     """Return the statement on all charges in the ledgers, those of private evaluations among them."""
     release, evaluation = rules.release, rules.evaluated
     inside, outside = rules.ledger.cost(rules.delta), rules.outside_ledger.cost(rules.delta)
@@ -73,7 +74,7 @@ def statement_of(rules: "ClientLevelRules", run: RunFacts) -> PrivacyStatement:
     )
 
 
-def _adversaries(rules: "ClientLevelRules", inside: Cost, outside: Cost) -> tuple[Adversary, ...]:
+def _adversaries(rules: ClientLevelRules, inside: Cost, outside: Cost) -> tuple[Adversary, ...]:
     """Outsiders, participants and the server, and what can be proved against each."""
     release, evaluation = rules.noise.outside, rules.evaluated
     unknown = "how many clients" if rules.training.secret_cohort else "who" if _hides_cohort(rules.training) else ""
@@ -91,7 +92,7 @@ def _adversaries(rules: "ClientLevelRules", inside: Cost, outside: Cost) -> tupl
         event = accounting.repeated(share.event(1), rules.num_rounds)
         if evaluation is not None:
             own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.shared.smallest_share))
-            event = ComposedDpEvent([event, accounting.repeated(own.event(1), evaluation.num_charged)])
+            event = dp.ComposedDpEvent([event, accounting.repeated(own.event(1), evaluation.num_charged)])
         server, std = accounting.epsilon(event, delta=rules.delta, relation=release.relation), share.noise_scale
     sees_as_client = f"what outsiders see{knows}; each by itself, as a client that is asked in every round"
     least = min(rules.least_noise_multiplier, release.mechanism.noise_multiplier) * release.clip_norm
@@ -102,7 +103,7 @@ def _adversaries(rules: "ClientLevelRules", inside: Cost, outside: Cost) -> tupl
     )
 
 
-def _paper(rules: "ClientLevelRules", run: RunFacts) -> PaperEpsilon | None:
+def _paper(rules: ClientLevelRules, run: RunFacts) -> PaperEpsilon | None:
     """The paper's RDP epsilon of the same rounds, with its own assumptions checked."""
     release = rules.release
     if not release.mechanism.noise_multiplier or not rules.num_rounds:
@@ -131,7 +132,7 @@ def _paper(rules: "ClientLevelRules", run: RunFacts) -> PaperEpsilon | None:
     return PaperEpsilon(epsilon=epsilon, formula=rules.paper_formula, valid=not faults, reason="; ".join(faults) or held)
 
 
-def _assumptions(rules: "ClientLevelRules", run: RunFacts, sampling_counts: bool) -> list[str]:
+def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) -> list[str]:
     release, evaluation = rules.release, rules.evaluated
     lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
     if not release.mechanism.noise_multiplier:
@@ -187,17 +188,17 @@ def _of_fixed_size(release: Release, asked: str) -> list[str]:
 def _hides_cohort(of: NoisedSum) -> bool:
     """Return whether the cost of a release counts on nobody knowing who takes part."""
     release = of.shared.outside
-    return release.event(1) not in (release.mechanism.event(), NoOpDpEvent())
+    return release.event(1) not in (release.mechanism.event(), dp.NoOpDpEvent())
 
 
-def _made(rules: "ClientLevelRules") -> str:
+def _made(rules: ClientLevelRules) -> str:
     """Return the function of its own noised update that a client sends, in words."""
     levels = rules.training.quantization_levels
     parts = ["top-k"] if rules.training.keep_ratio < 1 else []
     return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
 
 
-def _incidents(rules: "ClientLevelRules", run: RunFacts) -> list[str]:
+def _incidents(rules: ClientLevelRules, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
     # Their number would tell how large cohorts were, and the fact alone that a client that always fails has taken part.
     if run.missing.total and not rules.training.secret_cohort:

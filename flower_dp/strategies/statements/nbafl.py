@@ -1,11 +1,12 @@
 """The privacy statement of NbAFL: who sees messages, who sees broadcasts, and the paper's epsilon under its assumption."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dp_accounting import GaussianDpEvent
-
+from flower_dp.core import dp
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.words import epsilon_in_words
 from flower_dp.privacy import accounting
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from flower_dp.strategies.nbafl import NbAFLRules
 
 
-def statement_of(rules: "NbAFLRules", run: RunFacts) -> PrivacyStatement:
+def statement_of(rules: NbAFLRules, run: RunFacts) -> PrivacyStatement:
     """Return the statement of all three ledgers of every client."""
     books = rules.books
     replies = max(map(books.training.replies, books.terms), default=0)
@@ -77,7 +78,7 @@ def _worst(books: ClientBooks, ledgers: Mapping[str, Ledger]) -> Cost:
     return max(costs, key=lambda cost: cost.epsilon, default=none)
 
 
-def _paper(rules: "NbAFLRules", run: RunFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
+def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
     """The epsilon that the paper claims for its noise, and the reasons against it here; None if the noise is not the paper's."""
     if rules.paper_epsilon is None or math.isinf(rules.paper_epsilon):
         return None
@@ -97,7 +98,7 @@ def _paper(rules: "NbAFLRules", run: RunFacts, *, exposures: int, limit: int, wh
     )
     if what == "uplink" and exposures:
         multiplier = rules.min_records * rules.uplink_noise_std / rules.clip_norm
-        event = accounting.repeated(GaussianDpEvent(multiplier), exposures)
+        event = accounting.repeated(dp.GaussianDpEvent(multiplier), exposures)
         exact = accounting.epsilon(event, delta=rules.delta, relation=rules.books.relation).epsilon
         assumption += (
             f"; exact composition under it gives {epsilon_in_words(exact)} for the {exposures} exposures that there were"
