@@ -27,6 +27,8 @@ from flower_dp.privacy.events import (
 )
 
 _SEARCH_GRID = 1e-3
+# In parts of a run's epsilon: a progress on this grid is right in its first four digits.
+_PROGRESS_GRID = 3e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,12 +174,21 @@ def epsilon_by_round(
 ) -> np.ndarray:
     """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
 
-    At most `points` rounds are computed, on a coarser grid than `epsilon`. A round between them gets the value of the next
-    computed round.
+    At most `points` rounds are computed, on a coarser grid of losses than `epsilon`. A round between them gets the value of the
+    next computed round.
     """
-    grid = np.unique(np.linspace(0, num_rounds, min(points, num_rounds) + 1).round().astype(int))
-    values = [_epsilon(make_event(int(n)), delta=delta, relation=relation, grid=_SEARCH_GRID).epsilon for n in grid]
-    return np.asarray(values)[np.searchsorted(grid, np.arange(num_rounds + 1))]
+
+    def cost(number: int, grid: float) -> float:
+        return _epsilon(make_event(number), delta=delta, relation=relation, grid=grid).epsilon
+
+    # The time that a round takes grows with its epsilon over the grid.
+    last = cost(num_rounds, _SEARCH_GRID)
+    grid = max(_SEARCH_GRID, _PROGRESS_GRID * last) if math.isfinite(last) else _SEARCH_GRID
+    # The first rounds, of which each costs more than any later one, are closer together.
+    parts = np.linspace(0, 1, min(points, num_rounds) + 1) ** (1.5 if points < num_rounds else 1)
+    computed = np.unique((num_rounds * parts).round().astype(int))
+    values = [cost(int(number), grid) for number in computed]
+    return np.asarray(values)[np.searchsorted(computed, np.arange(num_rounds + 1))]
 
 
 def repeated(event: dp.DpEvent, count: int) -> dp.DpEvent:
