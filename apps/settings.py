@@ -16,7 +16,7 @@ from flower_dp.core import checks
 
 T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
-ENGINES = ("batched", "one-by-one")
+ENGINES = ("auto", "batched", "one-by-one")
 # Settings of local training: every method says which of them it reads.
 TRAINING = (
     "local_epochs",
@@ -79,7 +79,7 @@ class Settings:
     blur_bound: float = 0.0
     update_keep_ratio: float = 1.0
     optimizer: str = "sgd"
-    engine: str = "batched"
+    engine: str = "auto"
     report_client_metrics: bool = False
     evaluate_every: int = 1
     round_timeout: float = 600.0

@@ -19,7 +19,7 @@ from flower_dp.clients.reply.updates import TrainedUpdates
 from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
-from flower_dp.clients.training.engines import ENGINES
+from flower_dp.clients.training.engines import ENGINES, quicker_engine
 from flower_dp.clients.training.recipe import Training
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
@@ -41,7 +41,8 @@ class DPClient(NodeClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        engine: "one_by_one", or "batched" in a simulation: `flower_dp.clients.training.engines`.
+        engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `quicker_engine` says:
+            `flower_dp.clients.training.engines`.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
             where targets are classes.
         context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;
@@ -79,7 +80,8 @@ class DPClient(NodeClient):
             model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed, context=context
         )
         self.training = training
-        self.engine = checks.one_of("engine", engine, ENGINES)
+        checks.one_of("engine", engine, (*ENGINES, "auto"))
+        self.engine = quicker_engine(self.model.module, self.model.device) if engine == "auto" else engine
         self.metrics = metrics or loss_and_accuracy(training.loss)
 
     @property

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from apps.tasks.models import make
-from flower_dp.clients import FlatModel, ProximalTerm, TensorRecords, Training, local_updates
+from flower_dp.clients import DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
 from flower_dp.clients.training.draws import OwnDraws, batch_seed, draws_seed
-from flower_dp.clients.training.engines import ENGINES, batched
+from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
 from flower_dp.clients.training.engines.program import Program, _sliced_product
 from flower_dp.clients.training.losses import hinge
 
@@ -717,3 +717,27 @@ def test_rows_are_the_same_alone_and_together_and_in_any_order() -> None:
             (alone,) = rows_of(_net, [records], RECIPE, engine=engine, seeds=[seed])
             assert torch.equal(row, alone)
             assert torch.equal(row, other)
+
+
+@pytest.mark.parametrize(
+    ("module", "device", "engine"),
+    [
+        (nn.Linear(2, 2), "cpu", "batched"),
+        (nn.Sequential(nn.Identity(), nn.Sequential(nn.Conv1d(1, 1, 1))), "cpu", "one_by_one"),
+        (nn.ConvTranspose2d(1, 1, 1), "cpu", "one_by_one"),
+        (nn.Conv2d(1, 1, 1), "cuda", "batched"),
+    ],
+)
+def test_convolutions_on_a_processor_are_quicker_one_by_one(module: nn.Module, device: str, engine: str) -> None:
+    assert quicker_engine(module, torch.device(device)) == engine
+
+
+def test_a_client_takes_the_quicker_engine_where_it_is_told_to_choose() -> None:
+    hosted = {"a": _classes(1, 0)}
+    made = {
+        engine: DPClient(model=nn.Conv2d(1, 1, 1), clients=hosted, training=PLAIN, device="cpu", engine=engine).engine
+        for engine in ("auto", "batched")
+    }
+    assert made == {"auto": "one_by_one", "batched": "batched"}
+    with pytest.raises(ValueError, match="engine='fast': must be one of one_by_one, batched, auto"):
+        DPClient(model=nn.Linear(1, 1), clients=hosted, training=PLAIN, engine="fast")

@@ -8,7 +8,9 @@ of others.
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from flower_dp.clients.training.engines.batched import train_batched
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
@@ -18,6 +20,15 @@ from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 
 ENGINES = ("one_by_one", "batched")
+
+
+def quicker_engine(module: nn.Module, device: torch.device) -> str:
+    """Return the engine that trains many clients of a simulation in less time: by layers and device, never by data.
+
+    Convolutions on a processor gain nothing from groups, and clients of a group wait for the one with the most records.
+    """
+    convolves = any(isinstance(layer, _ConvNd) for layer in module.modules())
+    return "one_by_one" if convolves and device.type == "cpu" else "batched"
 
 
 def local_updates(
