@@ -15,6 +15,8 @@ ORDERS = np.asarray(DEFAULT_RDP_ORDERS, dtype=float)
 # More than the error of the library's logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
 # logarithms below 1 as such, for others in parts of it.
 _ROUNDING = 1e-12
+# Divergences of a sample of fixed size with this noise multiplier are far below `_ROUNDING`.
+_MOST_NOISE = 1e8
 _LIBRARY = {
     "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace-one": dp.NeighboringRelation.REPLACE_ONE,
@@ -53,7 +55,9 @@ def library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
         # The sensitivity of a replacement is 2 C.
         if relation != "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
             return None
-        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(inner, relation))
+        # With more noise the library's logarithms end in an error; less noise than there is stays a valid bound.
+        less = dp.GaussianDpEvent(min(inner.noise_multiplier, _MOST_NOISE))
+        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(less, relation))
     return scaled(inner, relation)
 
 

@@ -416,6 +416,15 @@ def test_calibration_of_huge_targets_is_not_too_little() -> None:
     assert epsilon(Gaussian(found), delta=1e-5, relation=ADD).epsilon <= 2e6
 
 
+@pytest.mark.parametrize("cohort_size", [1, 50, 99])
+@pytest.mark.parametrize("multiplier", [1e8, 1e9, 1e20, 1e60])
+def test_samples_of_a_fixed_size_with_huge_noise_cost_little(multiplier: float, cohort_size: int) -> None:
+    event = Repeat(fixed_size(100, cohort_size, Gaussian(multiplier)), 50)
+    for delta, most in ((1e-5, 1e-9), (1e-12, 1.0)):
+        assert epsilon(event, delta=delta, relation=REPLACE).epsilon <= most
+        assert rdp_epsilon(event, delta=delta, relation=REPLACE) <= most
+
+
 def test_targets_that_no_noise_meets_are_refused() -> None:
     with pytest.raises(ValueError, match="epsilon=1: no noise multiplier"):
         calibrate(lambda z: NonPrivate(), epsilon=1.0, delta=1e-5, relation=ADD)
