@@ -1,7 +1,7 @@
 """Running an app: flower-dp run | presets."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
@@ -99,16 +99,19 @@ def run(
         else:
             num_workers = preflight.workers_of(workers, gpus_per_worker)
         num_supernodes = preflight.nodes_of(what, supernodes, num_workers)
-        preflight.check_settings(what)
-        # Of the data, the other engine checks them while it starts. The defaults are valid.
-        if what.app.check and overrides and engine is Engine.FLOWER:
-            with plugins.loaded(what.app, what.app.check) as check:
-                check({**what.app.defaults, **overrides})
         wanted = output_dir or str(from_settings)
         is_new = not (wanted and Path(wanted).expanduser().exists())
         folder = run_folder.new_folder(wanted or None, what.name)
     except (ValueError, OSError, ImportError) as error:
         refuse(str(error))
+
+    def check() -> None:
+        preflight.check_settings(what)
+        # Of the data, the other engine checks them while it starts. The defaults are valid.
+        if what.app.check and overrides and engine is Engine.FLOWER:
+            with plugins.loaded(what.app, what.app.check) as own_check:
+                own_check({**what.app.defaults, **overrides})
+
     begun = launched.Launched(
         app="" if what.app.own else str(what.app.folder),
         name=what.name,
@@ -126,7 +129,7 @@ def run(
         begun.write(folder)
         if supernodes is None and num_supernodes > num_workers:
             typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
-        _launch(begun, folder)
+        _launch(begun, folder, check=check)
 
 
 def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str) -> int:
@@ -178,8 +181,8 @@ def statement(
     _launch(begun, folder, resume=STATED)
 
 
-def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
-    """Run an app in a folder, and tell how that ended."""
+def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callable[[], None] | None = None) -> None:
+    """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
     from flower_dp.core.environment import STATED
     from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
     from flower_dp.running.signals import Interrupted
@@ -208,6 +211,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "") -> None:
                 engine="flower" if begun.engine == Engine.FLOWER else "ray",
                 ray_address=address,
                 resume=resume,
+                check=check or (lambda: None),
             )
     except ValueError as error:
         refuse(str(error))

@@ -33,6 +33,10 @@ from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plai
 _STATE_SECONDS = 120.0
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a run ended.
@@ -72,6 +76,7 @@ def launch(
     engine: Literal["flower", "ray"] = "flower",
     ray_address: str = "",
     resume: str = "",
+    check: Callable[[], None] = _nothing,
 ) -> Outcome:
     """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
 
@@ -93,9 +98,12 @@ def launch(
         ray_address: HOST:PORT of a Ray cluster to which this machine belongs, for the workers; "" for Ray on this machine alone.
             Flower's engine loads the app from `output_dir`, which all machines must then share.
         resume: Whether the run in `output_dir` goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
+        check: Called before the ServerApp begins, with `ray` while its process starts; ValueError, OSError and ImportError refuse
+            the settings.
 
     Raises:
-        ValueError: a bad number, or `app_dir` has no pyproject.toml; with `ray`, the app's own check refuses the settings.
+        ValueError: a bad number, or `app_dir` has no pyproject.toml; `check`, or with `ray` the app's own check, refuses the
+            settings.
         LaunchError: Flower is not installed here or its SuperLink does not start.
         Interrupted: a signal came.
     """
@@ -140,11 +148,12 @@ def launch(
             gpus_per_worker=float(gpus_per_worker),
             ray_address=ray_address,
             resume=resume,
+            check=check,
         )
         status, details = run.result(engine, signals, read)
     if status == "refused":
         if not resume:
-            log.unlink()
+            log.unlink(missing_ok=True)
         raise ValueError(details)
     why = "" if status == "completed" else why_of(details, log.read_text(encoding="utf-8", errors="replace"))
     return Outcome(status=status, details=why, seconds=time.monotonic() - start)
@@ -164,6 +173,7 @@ class _Run:
     gpus_per_worker: float
     ray_address: str = ""
     resume: str = ""
+    check: Callable[[], None] = _nothing
 
     def result(self, engine: str, signals: Signals, read: Callable[[], None]) -> tuple[str, str]:
         """Run it, and leave a statement of all that was charged, whatever has ended the run."""
@@ -186,7 +196,7 @@ class _Run:
         private = self.private_folder / "statement"
         private.mkdir()
         with suppress(LaunchError, Interrupted):
-            replace(self, resume=STATED, private_folder=private).on_ray(_Deadline(signals), read)
+            replace(self, resume=STATED, private_folder=private, check=_nothing).on_ray(_Deadline(signals), read)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -197,6 +207,8 @@ class _Run:
     def on_flower(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
         """Run it with `flwr run`."""
         log = self.output_dir / LOG
+        if reason := self._why_refused():
+            return "refused", reason
         with SuperLink(self.private_folder, check, programs=self._programs(check)) as superlink:
             config = self.private_folder / "overrides.toml"
             config.write_text(tomli_w.dumps(dict(self.overrides)), encoding="utf-8")
@@ -234,6 +246,10 @@ class _Run:
                     only_state=self.resume == STATED,
                     output=output,
                 )
+                if reason := self._why_refused():
+                    process.kill()
+                    return "refused", reason
+                process.go()
                 try:
                     status, details = process.result(read)
                 except Interrupted:
@@ -243,6 +259,14 @@ class _Run:
         finally:
             programs.stop()
         return status, details
+
+    def _why_refused(self) -> str:
+        """Return why the settings are refused; "" if they are not."""
+        try:
+            self.check()
+        except (ValueError, OSError, ImportError) as error:
+            return str(error)
+        return ""
 
     def _programs(self, check: Callable[[], None]) -> Programs:
         return programs(

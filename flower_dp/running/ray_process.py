@@ -17,7 +17,7 @@ _LEAVE_SECONDS = 60.0
 
 
 class RayProcess:
-    """An app in a process of its own, which starts at once.
+    """An app in a process of its own, which starts at once; its ServerApp begins after `go`.
 
     Args:
         programs: what starts the process.
@@ -47,6 +47,7 @@ class RayProcess:
         output: Any,
     ) -> None:
         request, self._outcome = private_folder / "request.json", private_folder / "outcome.json"
+        self._go = private_folder / "go"
         asked = {
             "folder": str(app),
             "overrides": dict(overrides),
@@ -58,12 +59,23 @@ class RayProcess:
             "only_state": only_state,
             "launcher": os.getpid(),
             "outcome": str(self._outcome),
+            "go": str(self._go),
         }
         request.write_text(json.dumps(asked), encoding="utf-8")
         # -P: the working directory holds the app's files, and no module is to be found there.
         command = [sys.executable, "-P", "-m", "flower_dp.simulation.process", str(request)]
         self._programs = programs
         self._process = programs.start(command, output, {"PYTHONPATH": _python_path(app)})
+
+    def go(self) -> None:
+        """Let its ServerApp begin."""
+        self._go.touch()
+
+    def kill(self) -> None:
+        """End it before its ServerApp has begun; `Programs.stop` ends what it has started."""
+        self._programs.remember()
+        self._process.kill()
+        self._process.wait()
 
     def result(self, meanwhile: Callable[[], None]) -> tuple[str, str]:
         """Wait for its end; return the status and details.

@@ -24,15 +24,16 @@ from flower_dp.running.apps import App, read_app
 log = logging.getLogger("flwr")
 
 _LOOK_SECONDS = 0.5
+_GO_SECONDS = 0.01
 
 
 def main(request_file: str) -> None:
     """Run what a request says, and write to its `outcome` how that ended: a status and details, as Flower has them.
 
     The request has `folder`, `overrides`, `num_workers`, `num_nodes`, `gpus_per_worker`, `ray_folder`, `ray_address`,
-    `only_state`, `launcher` and `outcome`. The status is `completed`, `failed`, `refused` where the app's check has refused the
-    settings, or `interrupted` after a SIGTERM, which comes too when the launcher has died: the run has then written its statement
-    and a checkpoint.
+    `only_state`, `launcher`, `outcome` and `go`, the file without which no ServerApp begins. The status is `completed`, `failed`,
+    `refused` where the app's check has refused the settings, or `interrupted` after a SIGTERM, which comes too when the launcher
+    has died: the run has then written its statement and a checkpoint.
     """
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     threading.Thread(target=_end_with, args=(request["launcher"],), daemon=True).start()
@@ -89,6 +90,8 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     except ValueError as error:
         return "refused", str(error)
     signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own
+    while not Path(request["go"]).exists():
+        time.sleep(_GO_SECONDS)
     try:
         server()(grid, grid.server_context())
     except SettingsError as error:  # before anything was spent

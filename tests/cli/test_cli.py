@@ -449,6 +449,7 @@ def launched(monkeypatch):
 
     def replace(act):
         def fake(app_dir, **keywords):
+            keywords.pop("check")()
             before = Path.cwd()
             os.chdir(keywords["working_dir"] or before)
             try:

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 
 import psutil
@@ -223,6 +224,45 @@ def test_launch_refuses_nonsense(tmp_path, changes, named):
     arguments = {"overrides": {}, "output_dir": tmp_path, "num_workers": 1, "gpus_per_worker": 0.0} | changes
     with pytest.raises(ValueError, match=named):
         launch.launch(tmp_path, on_progress=print, **arguments)
+
+
+@pytest.mark.flwr_run
+def test_a_check_that_refuses_ends_the_process_before_its_server_app_begins(tmp_path):
+    app, began, folder = tmp_path / "app", tmp_path / "began", tmp_path / "run"
+    app.mkdir()
+    folder.mkdir()
+    (app / "pyproject.toml").write_text(
+        "[project]\nname='a'\nversion='1'\n[tool.flwr.app]\npublisher='p'\n"
+        "[tool.flwr.app.components]\nserverapp='theirs:server'\nclientapp='theirs:client'\n"
+    )
+    (app / "theirs.py").write_text(
+        "from pathlib import Path\nfrom flwr.serverapp import ServerApp\nfrom flwr.clientapp import ClientApp\n"
+        f"server, client = ServerApp(), ClientApp()\n@server.main()\ndef main(grid, context):\n    Path({str(began)!r}).touch()\n"
+    )
+    started: list[psutil.Process] = []
+
+    def is_worker(process):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            return "ray::Worker" in "".join(process.cmdline())
+        return False
+
+    def check():
+        deadline = time.monotonic() + 60
+        while not any(map(is_worker, started)):  # the ServerApp would begin now
+            assert time.monotonic() < deadline
+            started[:] = psutil.Process().children(recursive=True)
+            time.sleep(0.1)
+        time.sleep(3)
+        raise OSError("no records there")
+
+    arguments = {"overrides": {}, "num_workers": 1, "gpus_per_worker": 0.0, "engine": "ray"}
+    with pytest.raises(ValueError, match="no records there"):
+        launch.launch(app, output_dir=folder, on_progress=print, check=check, **arguments)
+    assert len(started) > 3
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert (began.exists(), list(folder.iterdir())) == (False, [])
+    assert launch.launch(app, output_dir=folder, on_progress=print, **arguments).completed
+    assert began.exists()
 
 
 def test_default_workers_is_what_this_process_may_use():

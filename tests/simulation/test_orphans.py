@@ -70,7 +70,13 @@ def test_the_process_of_a_run_ends_with_its_launcher(stuck, tmp_path):
         "from flwr.serverapp import ServerApp\nfrom flwr.clientapp import ClientApp\nserver = ServerApp()\nclient = ClientApp()\n"
     )
     request = {"folder": str(tmp_path), "overrides": {}, "num_workers": 1, "num_nodes": 1, "gpus_per_worker": 0.0}
-    request |= {"ray_folder": str(tmp_path), "ray_address": "", "only_state": False, "outcome": str(tmp_path / "outcome")}
+    request |= {
+        "ray_folder": str(tmp_path),
+        "ray_address": "",
+        "only_state": False,
+        "outcome": str(tmp_path / "outcome"),
+        "go": "",
+    }
     launcher = (
         "import json, os, subprocess, sys\n"
         f"request = json.loads({json.dumps(json.dumps(request))}) | dict(launcher=os.getpid())\n"
