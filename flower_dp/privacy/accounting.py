@@ -187,7 +187,8 @@ def epsilon_by_round(
     # The first rounds, of which each costs more than any later one, are closer together.
     parts = np.linspace(0, 1, min(points, num_rounds) + 1) ** (1.5 if points < num_rounds else 1)
     computed = np.unique((num_rounds * parts).round().astype(int))
-    values = [cost(int(number), grid) for number in computed]
+    # What bounds the whole run bounds every part of it.
+    values = [min(cost(int(number), grid), last) for number in computed]
     return np.asarray(values)[np.searchsorted(computed, np.arange(num_rounds + 1))]
 
 

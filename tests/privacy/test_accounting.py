@@ -454,6 +454,15 @@ def test_affordable_is_exact_at_the_boundary() -> None:
 
 
 @pytest.mark.slow
+def test_a_curve_is_right_in_the_first_round_and_in_the_last() -> None:
+    make = partial(Repeat, Poisson(0.1, Gaussian(0.9)))
+    values = epsilon_by_round(make, num_rounds=150, delta=1e-4, relation=ADD)
+    for number in (1, 2, 150):
+        assert values[number] == pytest.approx(epsilon(make(number), delta=1e-4, relation=ADD).epsilon, rel=1e-4)
+    assert len(np.unique(values)) > 80
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "relation"),
     [
