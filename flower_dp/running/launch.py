@@ -207,8 +207,8 @@ class _Run:
     def on_flower(self, check: Callable[[], None], read: Callable[[], None]) -> tuple[str, str]:
         """Run it with `flwr run`."""
         log = self.output_dir / LOG
-        if reason := self._why_refused():
-            return "refused", reason
+        if (reason := self._why_refused()) is not None:
+            return "refused", str(reason)
         with SuperLink(self.private_folder, check, programs=self._programs(check)) as superlink:
             config = self.private_folder / "overrides.toml"
             config.write_text(tomli_w.dumps(dict(self.overrides)), encoding="utf-8")
@@ -246,9 +246,9 @@ class _Run:
                     only_state=self.resume == STATED,
                     output=output,
                 )
-                if reason := self._why_refused():
+                if (reason := self._why_refused()) is not None:
                     process.kill()
-                    return "refused", reason
+                    return "refused", str(reason)
                 process.go()
                 try:
                     status, details = process.result(read)
@@ -260,13 +260,13 @@ class _Run:
             programs.stop()
         return status, details
 
-    def _why_refused(self) -> str:
-        """Return why the settings are refused; "" if they are not."""
+    def _why_refused(self) -> Exception | None:
+        """Return why the settings are refused; None if they are not."""
         try:
             self.check()
         except (ValueError, OSError, ImportError) as error:
-            return str(error)
-        return ""
+            return error
+        return None
 
     def _programs(self, check: Callable[[], None]) -> Programs:
         return programs(

@@ -150,6 +150,7 @@ class Programs:
 
     def stop(self) -> None:
         """End all programs and what they have started; what outlives all programs has nothing left to do, and ends at once."""
+        self.remember()
         if any(process.poll() is None for process in self._started):
             self._tree.end()
         else:

@@ -226,6 +226,19 @@ def test_launch_refuses_nonsense(tmp_path, changes, named):
         launch.launch(tmp_path, on_progress=print, **arguments)
 
 
+def test_a_check_that_refuses_without_a_word_refuses(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[project]\nname='a'\nversion='1'\n")
+
+    def check():
+        raise ValueError
+
+    arguments = {"overrides": {}, "num_workers": 1, "gpus_per_worker": 0.0, "engine": "flower"}
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match=r"^$"):
+        launch.launch(tmp_path, output_dir=tmp_path / "run", on_progress=print, check=check, **arguments)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 @pytest.mark.flwr_run
 def test_a_check_that_refuses_ends_the_process_before_its_server_app_begins(tmp_path):
     app, began, folder = tmp_path / "app", tmp_path / "began", tmp_path / "run"
