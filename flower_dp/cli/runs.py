@@ -211,7 +211,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
                 engine="flower" if begun.engine == Engine.FLOWER else "ray",
                 ray_address=address,
                 resume=resume,
-                check=check or (lambda: None),
+                check=check,
             )
     except ValueError as error:
         refuse(str(error))

@@ -188,7 +188,7 @@ def epsilon_by_round(
     parts = np.linspace(0, 1, min(points, num_rounds) + 1) ** (1.5 if points < num_rounds else 1)
     computed = np.unique((num_rounds * parts).round().astype(int))
     # What bounds the whole run bounds every part of it.
-    values = [min(cost(int(number), grid), last) for number in computed]
+    values = [*(min(cost(int(number), grid), last) for number in computed[:-1]), last]
     return np.asarray(values)[np.searchsorted(computed, np.arange(num_rounds + 1))]
 
 

@@ -65,7 +65,9 @@ class Release:
         checks.number("clip_norm", self.clip_norm, above=0)
         checks.integer("num_clients", self.num_clients, at_least=1)
         checks.one_of("relation", self.relation, RELATIONS)
-        if not self._can_be_bounded:
+        if self._can_be_bounded:
+            self.sampler.expected_cohort(self.num_clients)  # refuses a cohort larger than the population
+        else:
             accounting.check(self.event(1), relation=self.relation)
 
     @property
@@ -75,7 +77,7 @@ class Release:
             return False
         if type(self.sampler) is FixedSizeSampling and self.relation != "replace-one":
             return False
-        return type(self.sampler) in _BOUNDED and self.sampler.expected_cohort(self.num_clients) > 0
+        return type(self.sampler) in _BOUNDED
 
     @property
     def noise_scale(self) -> float:

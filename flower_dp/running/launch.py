@@ -33,10 +33,6 @@ from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plai
 _STATE_SECONDS = 120.0
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a run ended.
@@ -76,7 +72,7 @@ def launch(
     engine: Literal["flower", "ray"] = "flower",
     ray_address: str = "",
     resume: str = "",
-    check: Callable[[], None] = _nothing,
+    check: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run a Flower app to its end, or to the first SIGINT, SIGTERM or SIGHUP.
 
@@ -173,7 +169,7 @@ class _Run:
     gpus_per_worker: float
     ray_address: str = ""
     resume: str = ""
-    check: Callable[[], None] = _nothing
+    check: Callable[[], None] | None = None
 
     def result(self, engine: str, signals: Signals, read: Callable[[], None]) -> tuple[str, str]:
         """Run it, and leave a statement of all that was charged, whatever has ended the run."""
@@ -196,7 +192,7 @@ class _Run:
         private = self.private_folder / "statement"
         private.mkdir()
         with suppress(LaunchError, Interrupted):
-            replace(self, resume=STATED, private_folder=private, check=_nothing).on_ray(_Deadline(signals), read)
+            replace(self, resume=STATED, private_folder=private, check=None).on_ray(_Deadline(signals), read)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -263,7 +259,8 @@ class _Run:
     def _why_refused(self) -> Exception | None:
         """Return why the settings are refused; None if they are not."""
         try:
-            self.check()
+            if self.check is not None:
+                self.check()
         except (ValueError, OSError, ImportError) as error:
             return error
         return None
