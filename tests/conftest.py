@@ -12,7 +12,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from flower_dp.clients.training import joins, record_clipping  # noqa: E402
+from flower_dp.clients import FlatModel  # noqa: E402
 from flower_dp.strategies.population import client_manager, client_query  # noqa: E402
 from tests.chance import chance_of  # noqa: E402
 from tests.clock import Clock  # noqa: E402
@@ -61,9 +61,11 @@ def clock(request, monkeypatch):
     return made
 
 
-_apart: dict[object, bool] = {}
 # What a model of these makes of a record is told by how they are written.
 _STOCK = (torch.nn.Sequential, torch.nn.Flatten, torch.nn.Linear, torch.nn.ReLU, torch.nn.Tanh)
+# What made-up records say of a model: keys of `FlatModel.programs`.
+_SAID = ("fits", "trained", "joins")
+_said: dict[object, object] = {}
 
 
 def _is_stock(layer):
@@ -71,20 +73,43 @@ def _is_stock(layer):
     return type(layer) in _STOCK and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
-def _one_alone(model, inputs, targets, compute, key):
-    """Find out once in a process what made-up records say of a stock model: many clients of these tests have one each."""
-    module = model.module
-    if not all(map(_is_stock, module.modules())):
-        return joins.one_alone(model, inputs, targets, compute, key)
-    known = (repr(module), str(model.device), key, joins.kinds(inputs, targets))
-    if known not in _apart:
-        _apart[known] = joins.one_alone(model, inputs, targets, compute, key)
-    return _apart[known]
+class _Programs(dict):
+    """What is kept of a model; what made-up records say of a stock one is found out once a process for all that are alike."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._model = model
+
+    def _shared(self, key):
+        module = self._model.module
+        if key[0] not in _SAID or key[1] == "test" or not all(map(_is_stock, module.modules())):
+            return None
+        return (repr(module), str(self._model.device), key)
+
+    def __contains__(self, key):
+        return super().__contains__(key) or self._shared(key) in _said
+
+    def __getitem__(self, key):
+        return super().__getitem__(key) if super().__contains__(key) else _said[self._shared(key)]
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        if (shared := self._shared(key)) is not None:
+            _said[shared] = value
+
+
+_flat = FlatModel.__init__
 
 
 @pytest.fixture(autouse=True)
 def stock_models_are_examined_once(monkeypatch):
-    monkeypatch.setattr(record_clipping, "one_alone", _one_alone)
+    """Many clients of these tests have a stock model each."""
+
+    def init(self, *arguments, **keywords):
+        _flat(self, *arguments, **keywords)
+        self.programs = _Programs(self)
+
+    monkeypatch.setattr(FlatModel, "__init__", init)
 
 
 def pytest_collection_modifyitems(config, items):
