@@ -80,6 +80,9 @@ class _Programs(dict):
         super().__init__()
         self._model = model
 
+    def __reduce__(self):
+        return dict, (dict(self),)  # of a copy of the model
+
     def _shared(self, key):
         module = self._model.module
         if key[0] not in _SAID or key[1] == "test" or not all(map(_is_stock, module.modules())):
