@@ -1,9 +1,9 @@
 """Epsilon from Renyi divergences, as dp-accounting computes and converts them."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import dp_accounting as dp
 import numpy as np
@@ -12,6 +12,10 @@ from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAcco
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
 ORDERS = np.asarray(DEFAULT_RDP_ORDERS, dtype=float)
+# Places in `ORDERS`.
+_WHOLE = [place for place, order in enumerate(ORDERS) if order == int(order)]
+# A search looks at one place in so many first, then between the neighbours of the best one.
+_STEP = 4
 # More than the error of the library's logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
 # logarithms below 1 as such, for others in parts of it.
 _ROUNDING = 1e-12
@@ -24,21 +28,34 @@ _LIBRARY = {
 
 
 def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None:
-    """Return an upper bound of epsilon (conversion of Canonne et al. 2020), None where the library has none."""
-    curve = curve_of(leaves, relation)
-    if curve is None:
+    """Return an upper bound of epsilon (conversion of Canonne et al. 2020), None where the library has none.
+
+    Every order gives a bound. Not all of `ORDERS` are computed, which is slow for sampled releases: the best whole number is
+    looked for, and then the best order between the whole numbers beside it. (The library's bounds at other orders may be far
+    above those at the whole numbers around them.)
+    """
+    if not _is_bounded(leaves, relation):
         return None
+
+    @cache
+    def bound(place: int) -> float:
+        total = sum(count * _divergence(leaf, relation, place) for leaf, count in leaves)
+        return float(compute_epsilon([ORDERS[place]], [total], delta)[0])
+
     with without_warnings():
-        return float(compute_epsilon(ORDERS, curve, delta)[0])
+        near = _WHOLE.index(_lowest(bound, _WHOLE))
+        first, last = _WHOLE[near - 1] if near else 0, _WHOLE[min(near + 1, len(_WHOLE) - 1)]
+        return min(bound(0), bound(_WHOLE[near]), bound(_lowest(bound, range(first, last + 1))))
 
 
 def curve_of(leaves: Leaves, relation: Relation) -> np.ndarray | None:
     """Return the Renyi divergences of a composition at `ORDERS`, or None where the library has none."""
-    curves = [_leaf_curve(leaf, relation) for leaf, _ in leaves]
-    if any(one is None for one in curves):
+    if not _is_bounded(leaves, relation):
         return None
-    parts = (count * one for (_, count), one in zip(leaves, curves, strict=True) if one is not None)
-    return sum(parts, start=np.zeros_like(ORDERS))
+    with without_warnings():
+        return np.asarray(
+            [sum(count * _divergence(leaf, relation, place) for leaf, count in leaves) for place in range(len(ORDERS))]
+        )
 
 
 def accountant(relation: Relation) -> RdpAccountant:
@@ -61,16 +78,25 @@ def library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
     return scaled(inner, relation)
 
 
-@lru_cache(maxsize=1024)
-def _leaf_curve(leaf: dp.DpEvent, relation: Relation) -> np.ndarray | None:
-    """Return the Renyi divergences of one release, or None."""
-    event = library_event(leaf, relation)
-    if event is None:
-        return None
-    with without_warnings():
-        curve: np.ndarray = accountant(relation).compose(event).rdp
+def _lowest(bound: Callable[[int], float], places: Sequence[int]) -> int:
+    """Return the place with the lowest bound, which falls to it and rises behind it."""
+    some = range(0, len(places), _STEP)
+    best = min(some, key=lambda one: bound(places[one]))
+    return min(places[max(0, best - _STEP) : best + _STEP + 1], key=bound)
+
+
+def _is_bounded(leaves: Leaves, relation: Relation) -> bool:
+    return all(library_event(leaf, relation) is not None for leaf, _ in leaves)
+
+
+@lru_cache(maxsize=2**17)
+def _divergence(leaf: dp.DpEvent, relation: Relation, place: int) -> float:
+    """Return the Renyi divergence of one release that the library bounds, at one of `ORDERS`."""
+    order = ORDERS[place]
+    accounted = RdpAccountant([order], neighboring_relation=_LIBRARY[relation]).compose(library_event(leaf, relation))
+    divergence = float(accounted.rdp[0])
     # What is left of a small divergence may be 0, which the conversion takes for no cost at all.
-    return curve if inner_of(leaf)[1] == 1 else curve * (1 + _ROUNDING) + _ROUNDING / (ORDERS - 1)
+    return divergence if inner_of(leaf)[1] == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)
 
 
 @contextmanager

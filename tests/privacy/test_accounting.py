@@ -11,7 +11,7 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 import pytest
-from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant
+from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
@@ -573,6 +573,28 @@ def test_rdp_says_where_it_has_no_bound() -> None:
     assert rdp_epsilon(Gaussian(1.0), delta=0, relation=ADD) is None
 
 
+@pytest.mark.parametrize(
+    ("event", "relation", "count", "delta"),
+    [
+        (Poisson(0.5, Gaussian(30.0)), ADD, 10_000, 1e-2),  # dp-accounting's bounds at 2.1 to 2.9 are far above those at 2 and 3
+        (Poisson(0.0001, Gaussian(1.0)), ADD, 10_000, 1e-2),  # no more than delta: 0 at order 1.1 alone
+        (Poisson(0.01, Gaussian(0.3)), ADD, 1, 1e-5),
+        (Poisson(0.1, Gaussian(1.1)), ADD, 150, 1e-5),
+        (fixed_size(100, 10, Gaussian(0.7)), REPLACE, 100, 1e-5),
+        (Gaussian(0.1), ADD, 100, 1e-5),  # order 1.1
+        (Gaussian(1000.0), REPLACE, 1, 1e-12),  # order 512, the last
+        (Laplace(0.3), ADD, 3, 1e-5),
+    ],
+)
+def test_rdp_finds_the_best_order_of_all(event: dp.DpEvent, relation: Relation, count: int, delta: float) -> None:
+    leaves = [(event, count)]
+    curve = renyi.curve_of(leaves, relation)
+    assert curve is not None
+    with renyi.without_warnings():
+        least, _ = compute_epsilon(renyi.ORDERS, curve, delta)
+    assert renyi.epsilon_of(leaves, delta, relation) == pytest.approx(least, rel=1e-12)
+
+
 # Extremes
 
 
@@ -745,6 +767,6 @@ def test_the_library_never_configures_the_root_logger(monkeypatch):
     # dp-accounting warns of orders at this rate and noise; absl calls basicConfig for that, whatever its own level.
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
-    renyi._leaf_curve.cache_clear()
+    renyi._divergence.cache_clear()
     assert rdp_epsilon(Poisson(0.5, Gaussian(0.31)), delta=1e-5, relation=ADD) is not None
     assert root.handlers == []
