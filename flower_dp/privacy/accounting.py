@@ -177,7 +177,7 @@ class EpsilonByRound:
     """
 
     def __init__(
-        self, make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 100
+        self, make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 60
     ) -> None:
         self.num_rounds = num_rounds
         self._make_event, self._delta, self._relation = make_event, delta, relation

@@ -71,10 +71,12 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     lines: dict[str, list[Curve]] = {}
     for curve in curves:
         lines.setdefault(curve.line, []).append(curve)
-    result = canvas.empty(6.5, 4.6 + 0.2 * len(lines))
+    labels = [wrapped(f"{name}, n = {_counts(points)}") for name, points in lines.items()]
+    columns = 2 if max(len(line) for label in labels for line in label) <= _HALF else 1
+    result = canvas.empty(6.5, 4.6 + sum(map(_inches, labels)) / columns)
     axes = result.subplots()
-    for place, (name, points) in enumerate(lines.items()):
-        look, label = canvas.look(place), "\n".join(wrapped(f"{name}, n = {_counts(points)}"))
+    for place, points in enumerate(lines.values()):
+        look, label = canvas.look(place), "\n".join(labels[place])
         private = sorted((curve for curve in points if curve.private), key=lambda curve: curve.epsilon)
         if private:
             axes.errorbar(
@@ -95,10 +97,13 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     _epsilon_axis(axes, [curve for curve in curves if curve.private], "epsilon of the whole run")
     axes.grid(alpha=0.3)
     result.suptitle(_title(curves, metric, "point"), fontsize="medium")
-    written = [str(label) for label in axes.get_legend_handles_labels()[1]]
-    longest = max(len(line) for label in written for line in label.splitlines())
-    result.legend(loc="outside lower center", ncols=2 if longest <= _HALF else 1, frameon=False)
+    result.legend(loc="outside lower center", ncols=columns, frameon=False)
     return result
+
+
+def _inches(label: Sequence[str]) -> float:
+    """Return the height of an entry of the legend."""
+    return 0.18 * len(label) + 0.06
 
 
 def _level(axes: Axes, curve: Curve, label: str, colour: str) -> None:

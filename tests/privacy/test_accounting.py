@@ -459,7 +459,7 @@ def test_a_curve_is_right_in_the_first_round_and_in_the_last() -> None:
     curve = EpsilonByRound(make, num_rounds=150, delta=1e-4, relation=ADD)
     for number in (1, 2, 150):
         assert curve(number) == pytest.approx(epsilon(make(number), delta=1e-4, relation=ADD).epsilon, rel=1e-4)
-    assert len({curve(number) for number in range(151)}) > 80
+    assert len({curve(number) for number in range(151)}) > 50
 
 
 @pytest.mark.slow
