@@ -359,6 +359,17 @@ def test_the_legend_is_within_the_figure(write, letters):
     assert box.x1 <= drawn.bbox.x1
 
 
+def test_a_long_legend_leaves_the_axes_their_height(write):
+    heights = []
+    for count in (2, 14):
+        settings = [{"dp_fedavg.name": "w " * 40 + str(place), "blur_strength": float(place)} for place in range(count)]
+        found = [write(f"run{place}-of-{count}", [0.1, 0.5], **one) for place, one in enumerate(settings)]
+        drawn = against_epsilon(curves(*found), "accuracy")
+        drawn.draw_without_rendering()
+        heights.append(drawn.axes[0].get_window_extent().height)
+    assert heights[1] > 0.9 * heights[0]
+
+
 def test_table_and_picture(write, call, tmp_path):
     folders = [
         write("a", [0.1, 0.5, 0.7]),
