@@ -169,40 +169,27 @@ def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta
     return low
 
 
-class EpsilonByRound:
-    """An upper bound of epsilon after 0, 1, ..., num_rounds rounds, for showing a run's progress.
+def epsilon_by_round(
+    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 40
+) -> np.ndarray:
+    """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
 
-    At most `points` rounds are composed, on a coarser grid of losses than `epsilon`: the last one at once, any other when it is
-    first asked for. A round between them gets the value of the next composed round.
+    At most `points` rounds are computed, on a coarser grid of losses than `epsilon`. A round between them gets the value of the
+    next computed round.
     """
 
-    def __init__(
-        self, make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 60
-    ) -> None:
-        self.num_rounds = num_rounds
-        self._make_event, self._delta, self._relation = make_event, delta, relation
-        # The first rounds, of which each costs more than any later one, are closer together.
-        parts = np.linspace(0, 1, min(points, num_rounds) + 1) ** (1.5 if points < num_rounds else 1)
-        self._composed = np.unique((num_rounds * parts).round().astype(int))
-        self._whole = self._cost(num_rounds, _SEARCH_GRID)
-        # The time that a composition takes grows with its epsilon over the grid.
-        self._grid = max(_SEARCH_GRID, _PROGRESS_GRID * self._whole) if math.isfinite(self._whole) else _SEARCH_GRID
-        self._costs = {num_rounds: self._whole}
+    def cost(number: int, grid: float) -> float:
+        return _epsilon(make_event(number), delta=delta, relation=relation, grid=grid).epsilon
 
-    def __call__(self, num_rounds: int) -> float:
-        """Return the bound after so many rounds.
-
-        Raises:
-            IndexError: for more rounds than there are.
-        """
-        number = int(self._composed[np.searchsorted(self._composed, num_rounds)])
-        if number not in self._costs:
-            # What bounds the whole run bounds every part of it.
-            self._costs[number] = min(self._cost(number, self._grid), self._whole)
-        return self._costs[number]
-
-    def _cost(self, num_rounds: int, grid: float) -> float:
-        return epsilon(self._make_event(num_rounds), delta=self._delta, relation=self._relation, grid=grid).epsilon
+    # The time that a round takes grows with its epsilon over the grid.
+    last = cost(num_rounds, _SEARCH_GRID)
+    grid = max(_SEARCH_GRID, _PROGRESS_GRID * last) if math.isfinite(last) else _SEARCH_GRID
+    # The first rounds, of which each costs more than any later one, are closer together.
+    parts = np.linspace(0, 1, min(points, num_rounds) + 1) ** (1.5 if points < num_rounds else 1)
+    computed = np.unique((num_rounds * parts).round().astype(int))
+    # What bounds the whole run bounds every part of it.
+    values = [*(min(cost(int(number), grid), last) for number in computed[:-1]), last]
+    return np.asarray(values)[np.searchsorted(computed, np.arange(num_rounds + 1))]
 
 
 def repeated(event: dp.DpEvent, count: int) -> dp.DpEvent:

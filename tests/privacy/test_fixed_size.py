@@ -319,10 +319,10 @@ def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
     assert planned.cost(multiplier)["epsilon"] == ledger.cost(delta).epsilon == pytest.approx(golden, abs=1e-3)
     assert planned.cost(multiplier)["accountant"] == ledger.cost(delta).accountant == "pld"
     assert planned.longest(golden + 1e-3, multiplier).num_rounds == count
-    curve = accounting.EpsilonByRound(
+    curve = accounting.epsilon_by_round(
         lambda rounds: run(multiplier, population, sample, rounds), num_rounds=count, delta=delta, relation=REPLACE
     )
-    assert golden - 1e-3 <= curve(count) <= 1.005 * golden
+    assert golden - 1e-3 <= curve[-1] <= 1.005 * golden
 
 
 def test_a_release_with_laplace_noise_on_a_fixed_sample_is_one_that_can_be_accounted() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from flower_dp.core import dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
@@ -14,7 +16,7 @@ _FIRST_HORIZON = 64
 
 
 class PlannedCost:
-    """The cost of a run's rounds.
+    """The cost of a run's rounds, composed before the first of them.
 
     Args:
         events: returns what rounds 1 to n cost at most.
@@ -28,25 +30,24 @@ class PlannedCost:
     ) -> None:
         self._events = events
         self._target, self._delta, self._relation = target_epsilon, delta, relation
-        self._epsilons: accounting.EpsilonByRound | None = None
+        self._epsilons = np.zeros(1)
         self._affordable = 0
         self._all_affordable = True
         self._asked: tuple[object, ...] = ()
         self._pays = False
 
     def plan(self, num_rounds: int) -> None:
-        """Compute how many rounds the target allows, and what they cost together; the others are composed when asked for."""
+        """Compute how many rounds the target allows, and the cost of each of them."""
         if self._target is not None:
             self._count_affordable(num_rounds, self._target)
             num_rounds = self._affordable
-        self._epsilons = accounting.EpsilonByRound(
+        self._epsilons = accounting.epsilon_by_round(
             self._events, num_rounds=num_rounds, delta=self._delta, relation=self._relation
         )
 
     def epsilon(self, num_rounds: int) -> float | None:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
-        planned = self._epsilons
-        return None if planned is None or num_rounds > planned.num_rounds else planned(num_rounds)
+        return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
 
     def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent) -> bool:
         """Return whether the target allows one more round.
