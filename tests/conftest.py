@@ -85,6 +85,7 @@ class _Programs(dict):
 
     def _shared(self, key):
         module = self._model.module
+        # "test": of a computation of the test's own
         if key[0] not in _SAID or key[1] == "test" or not all(map(_is_stock, module.modules())):
             return None
         return (repr(module), str(self._model.device), key)

@@ -1,6 +1,7 @@
 """Epsilon from Renyi divergences, as dp-accounting computes and converts them."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -11,7 +12,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAcco
 
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
-ORDERS = np.asarray(DEFAULT_RDP_ORDERS, dtype=float)
+ORDERS = tuple(map(float, DEFAULT_RDP_ORDERS))
 # Places in `ORDERS`.
 _WHOLE = [place for place, order in enumerate(ORDERS) if order == int(order)]
 # A search looks at one place in so many first, then between the neighbours of the best one.
@@ -40,7 +41,8 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None
     @cache
     def bound(place: int) -> float:
         total = sum(count * _divergence(leaf, relation, place) for leaf, count in leaves)
-        return float(compute_epsilon([ORDERS[place]], [total], delta)[0])
+        # The library takes NaN for no cost.
+        return math.inf if math.isnan(total) else float(compute_epsilon([ORDERS[place]], [total], delta)[0])
 
     with without_warnings():
         near = _WHOLE.index(_lowest(bound, _WHOLE))
@@ -58,9 +60,9 @@ def curve_of(leaves: Leaves, relation: Relation) -> np.ndarray | None:
         )
 
 
-def accountant(relation: Relation) -> RdpAccountant:
+def accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAccountant:
     """Return the library's accountant, for events of `library_event`."""
-    return RdpAccountant(ORDERS, neighboring_relation=_LIBRARY[relation])
+    return RdpAccountant(orders, neighboring_relation=_LIBRARY[relation])
 
 
 def library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
@@ -89,12 +91,11 @@ def _is_bounded(leaves: Leaves, relation: Relation) -> bool:
     return all(library_event(leaf, relation) is not None for leaf, _ in leaves)
 
 
-@lru_cache(maxsize=2**17)
+@lru_cache(maxsize=2**15)
 def _divergence(leaf: dp.DpEvent, relation: Relation, place: int) -> float:
     """Return the Renyi divergence of one release that the library bounds, at one of `ORDERS`."""
     order = ORDERS[place]
-    accounted = RdpAccountant([order], neighboring_relation=_LIBRARY[relation]).compose(library_event(leaf, relation))
-    divergence = float(accounted.rdp[0])
+    divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
     # What is left of a small divergence may be 0, which the conversion takes for no cost at all.
     return divergence if inner_of(leaf)[1] == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)
 

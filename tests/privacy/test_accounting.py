@@ -578,6 +578,11 @@ def test_rdp_finds_the_best_order_of_all(event: dp.DpEvent, relation: Relation, 
     assert renyi.epsilon_of(leaves, delta, relation) == pytest.approx(least, rel=1e-12)
 
 
+def test_a_renyi_divergence_that_is_no_number_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renyi, "_divergence", lambda leaf, relation, place: math.nan)
+    assert renyi.epsilon_of([(Gaussian(1.0), 1)], 1e-5, ADD) == math.inf
+
+
 # Extremes
 
 
