@@ -209,7 +209,7 @@ def test_a_caption_that_names_what_does_not_exist_is_found(command, named):
     assert fault(command) == named
 
 
-@pytest.mark.parametrize("name", ["dp_fedavg", "adaptive_clipping", "blur", "fedsgd_dpc", "nbafl"])
-def test_the_sweeps_of_the_pictures_can_be_made(name):
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "benchmarks").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_sweeps_of_tables_and_pictures_can_be_made(path):
     """All settings of all points are known and fit together."""
-    assert Sweep.read(REPOSITORY / "benchmarks" / f"{name}.toml").runs
+    assert Sweep.read(path).runs
