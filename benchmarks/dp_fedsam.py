@@ -8,7 +8,8 @@ partitions and three seeds; `radii`, DP-FedSAM with several radii at DP-FedAvg's
 for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has the tables, `accuracy-epsilon.png` the picture.
 The same command goes on where it was. With --minutes it stops after so long by itself, with status 3, so that a queue that
 lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a setting of all runs: another task, model, number
-of rounds. --clips and --partitions leave a part out.
+of rounds. --clips and --partitions leave a part out; --clip-norms and --learning-rates are what fixed clip norms and all
+learning rates are chosen from, --sam-radius is that of DP-FedSAM in all sweeps but `radii`.
 
 Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
 """
@@ -88,18 +89,50 @@ def partition_of(settings: Mapping[str, Any]) -> str:
 
 
 def tuning(
-    settings: Mapping[str, Value], gpus: float, clips: Sequence[str] = CLIPS, rates: Sequence[float] = ()
+    settings: Mapping[str, Value],
+    gpus: float,
+    clips: Sequence[str] = CLIPS,
+    rates: Sequence[float] = (),
+    norms: Sequence[float] = (),
+    radius: float | None = None,
 ) -> dict[str, Any]:
-    """Return the sweep that tunes: the grid's file with other settings of all runs, these kinds of clip norm, and these rates."""
+    """Return the sweep that tunes: the grid's file with other settings of all runs, and what is given in place of the file's.
+
+    Args:
+        settings: of all runs.
+        gpus: a worker; 0: those of the file.
+        clips: kinds of clip norm.
+        rates: learning rates to choose from.
+        norms: fixed clip norms to choose from.
+        radius: SAM's.
+    """
     content = tomllib.loads(GRID.read_text(encoding="utf-8"))
     content["settings"] |= settings
-    kinds = {True: "adaptive", False: "fixed"}
-    content["points"] = [one for one in content["points"] if kinds["clip-quantile" in one[one["method"]]] in clips]
-    for point in content["points"] if rates else ():
-        point["learning-rate"] = list(rates)
+    points: list[dict[str, Any]] = []
+    for point in content["points"]:
+        own = point[point["method"]]
+        kind = "adaptive" if "clip-quantile" in own else "fixed"
+        if kind not in clips:
+            continue
+        if rates:
+            point["learning-rate"] = list(rates)
+        if radius is not None and "sam-radius" in own:
+            own["sam-radius"] = radius
+        made = [point]
+        if norms and kind == "fixed":
+            made = [_at_clip_norm(point, norm) for norm in norms]
+        points += [one for one in made if one not in points]  # the file has a point for each clip norm of BLURS
+    content["points"] = points
     if gpus:
         content["gpus-per-worker"] = gpus
     return content
+
+
+def _at_clip_norm(point: Mapping[str, Any], norm: float) -> dict[str, Any]:
+    """Return a point at a clip norm, which is also the bound of BLUR's regularisation where the point has one."""
+    method = point["method"]
+    bound = {"blur-bound": norm} if "blur-bound" in point else {}
+    return {**point, **bound, method: {**point[method], "clip-norm": norm}}
 
 
 def best(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[Variant, dict[str, Any]]:
@@ -372,6 +405,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of tables and epsilons")
     parser.add_argument("--clips", nargs="+", choices=CLIPS, default=CLIPS, help="kinds of clip norm")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=(), help="to choose from; default: the grid's")
+    parser.add_argument("--clip-norms", nargs="+", type=float, default=(), help="fixed ones to choose from; default: the grid's")
+    parser.add_argument("--sam-radius", type=float, help="of DP-FedSAM; default: the grid's")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=tuple(PARTITIONS), help="of tables")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
     parser.add_argument("--gpus-per-worker", type=float, default=0.0)
@@ -381,7 +416,14 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     place.mkdir(parents=True, exist_ok=True)
     settings, done = dict(resolve(None, options.set).overrides), True
-    tune = tuning(settings, options.gpus_per_worker, options.clips, options.learning_rates)
+    tune = tuning(
+        settings,
+        options.gpus_per_worker,
+        options.clips,
+        options.learning_rates,
+        options.clip_norms,
+        options.sam_radius,
+    )
     for stage in STAGES:
         file, content = place / f"{stage}.toml", tune
         if stage != TUNE:

@@ -89,6 +89,20 @@ def test_settings_of_all_runs_are_taken_from_the_command(program):
     assert all("clip-quantile" in one[one["method"]] and one["learning-rate"] == [0.3, 1.0] for one in fewer)
 
 
+def test_clip_norms_and_radius_are_taken_from_the_command(program, tmp_path):
+    content = program.tuning({"data-dir": str(tmp_path)}, 0.0, rates=[0.1], norms=[0.4, 0.8, 1.6], radius=0.05)
+    runs = sweep_of(content, tmp_path).runs
+    norms = Counter((*program.variant(run.config), run.config[f"{run.config['method']}.clip-norm"]) for run in runs)
+    fixed = {(method, "fixed", norm): 1 for method in program.METHODS for norm in (0.4, 0.8, 1.6)}
+    assert norms == fixed | {(method, "adaptive", 0.3): 2 for method in program.METHODS}
+    for run in runs:
+        method, _ = program.variant(run.config)
+        if method == "BLURS":
+            assert run.config["blur-bound"] == run.config["dp-fedavg.clip-norm"]
+        if method.startswith("DP-FedSAM"):
+            assert run.config["dp-fedsam.sam-radius"] == 0.05
+
+
 def test_the_best_of_each_method_is_chosen(program):
     def settings(rate, **more):
         return {"method": "dp-fedavg", "learning-rate": rate, **more}
