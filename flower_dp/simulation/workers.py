@@ -116,7 +116,7 @@ def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
 def _join(ray: Any, cluster: Cluster) -> None:
     environment: dict[str, Any] = {"env_vars": _MESSAGES}
     try:
-        with warnings.catch_warnings(), _set(_MESSAGES), tempfile.TemporaryDirectory(prefix="flower-dp-") as folder:
+        with warnings.catch_warnings(), _sigterm_stays(), _set(_MESSAGES), tempfile.TemporaryDirectory(prefix="flower-dp-") as folder:
             warnings.simplefilter("ignore")
             if cluster.bundle:
                 environment["working_dir"] = str(Path(folder, "app.zip"))
@@ -151,7 +151,8 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
     constants = ray._private.ray_constants  # read from the environment when Ray was imported
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
-        with warnings.catch_warnings(), _set(ENVIRONMENT | ALONE | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}):
+        path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        with warnings.catch_warnings(), _sigterm_stays(), _set(ENVIRONMENT | ALONE | path):
             warnings.simplefilter("ignore")  # hints on future releases of Ray
             ray.init(
                 address="local",
@@ -163,6 +164,22 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
             )
     finally:
         constants.ENABLE_RAY_CLUSTER = among_others
+
+
+@contextmanager
+def _sigterm_stays() -> Iterator[None]:
+    """Let Ray start within this context, and have SIGTERM do afterwards what it did before; by default it ends this process.
+
+    Ray has a handler of its own below Python's, which aborts this process after three seconds: before what it has begun is ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    # By default Ray's other handler serves, which ends the process by SystemExit, so that a run's statement is written.
+    own = before not in (None, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, before if own else signal.getsignal(signal.SIGTERM))
 
 
 @contextmanager
