@@ -116,7 +116,12 @@ def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
 def _join(ray: Any, cluster: Cluster) -> None:
     environment: dict[str, Any] = {"env_vars": _MESSAGES}
     try:
-        with warnings.catch_warnings(), _sigterm_stays(), _set(_MESSAGES), tempfile.TemporaryDirectory(prefix="flower-dp-") as folder:
+        with (
+            warnings.catch_warnings(),
+            _sigterm_stays(),
+            _set(_MESSAGES),
+            tempfile.TemporaryDirectory(prefix="flower-dp-") as folder,
+        ):
             warnings.simplefilter("ignore")
             if cluster.bundle:
                 environment["working_dir"] = str(Path(folder, "app.zip"))
