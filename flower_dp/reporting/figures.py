@@ -32,17 +32,18 @@ def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Fi
     looks = _looks(curves, grouped=grouped)
     panels = 2 if any(curve.private for curve in curves) else 1
     moving = [place for place, curve in enumerate(curves) if np.isfinite(curve.clip_norms).any()]
-    lines = sum(len(_entry(curve)) for curve in curves)
-    result = canvas.empty(5.5 * (panels + bool(moving)) + 0.5, 4.6 + 0.2 * lines / panels)
+    entries = [_entry(curve, curves) for curve in curves]
+    result = canvas.empty(5.5 * (panels + bool(moving)) + 0.5, 4.6 + 0.2 * sum(map(len, entries)) / panels)
     axes = result.subplots(1, panels + bool(moving), squeeze=False)[0]
     every = axes[:panels]
     for one in every[1:]:
         one.sharey(every[0])
         one.tick_params(labelleft=False)
     for place, curve in enumerate(curves):
-        _plot(every[0], curve.rounds.astype(float), curve, place, looks)
+        label = "\n".join(entries[place])
+        _plot(every[0], curve.rounds.astype(float), curve, label, place, looks)
         if curve.private:
-            _plot(every[-1], curve.spent, curve, place, looks)
+            _plot(every[-1], curve.spent, curve, label, place, looks)
     every[0].set_xlabel("round")
     every[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     _metric_axis(every[0], metric)
@@ -71,7 +72,7 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     lines: dict[str, list[Curve]] = {}
     for curve in curves:
         lines.setdefault(curve.line, []).append(curve)
-    labels = [wrapped(f"{name}, n = {_counts(points)}") for name, points in lines.items()]
+    labels = [wrapped(name + _counted(points, curves)) for name, points in lines.items()]
     columns = 2 if max(len(line) for label in labels for line in label) <= _HALF else 1
     result = canvas.empty(6.5, 4.6 + sum(map(_inches, labels)) / columns)
     axes = result.subplots()
@@ -114,10 +115,12 @@ def _level(axes: Axes, curve: Curve, label: str, colour: str) -> None:
         axes.axhspan(last - spread, last + spread, color=colour, alpha=0.15, linewidth=0)
 
 
-def _counts(curves: Sequence[Curve]) -> str:
-    """Return how many runs the curves have."""
-    counts = sorted({len(curve.runs) for curve in curves})
-    return " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+def _counted(some: Sequence[Curve], curves: Sequence[Curve]) -> str:
+    """Return how many runs some curves have, for the legend; nothing where all curves have as many, which the title says."""
+    if len({len(curve.runs) for curve in curves}) == 1:
+        return ""
+    counts = sorted({len(curve.runs) for curve in some})
+    return ", n = " + " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
 
 
 def _looks(curves: Sequence[Curve], *, grouped: bool) -> list[Mapping[str, Any]]:
@@ -133,8 +136,10 @@ def _title(curves: Sequence[Curve], metric: str, what: str) -> str:
     shown = _shown(metric)
     if all(len(curve.runs) == 1 for curve in curves):
         return f"{shown[0].upper()}{shown[1:]}: one run a {what}, so its spread over seeds is not known"
-    title = f"{shown[0].upper()}{shown[1:]}: mean of n runs with different seeds; bars: their standard deviation"
-    return title + ("\nepsilon: the largest of the n runs" if any(curve.private for curve in curves) else "")
+    counts = {len(curve.runs) for curve in curves}
+    number = counts.pop() if len(counts) == 1 else "n"
+    title = f"{shown[0].upper()}{shown[1:]}: mean of {number} runs with different seeds; bars: their standard deviation"
+    return title + (f"\nepsilon: the largest of the {number} runs" if any(curve.private for curve in curves) else "")
 
 
 def _shown(metric: str) -> str:
@@ -147,7 +152,7 @@ def _metric_axis(axes: Axes, metric: str) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
 
 
-def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, looks: Sequence[Mapping[str, Any]]) -> None:
+def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, label: str, place: int, looks: Sequence[Mapping[str, Any]]) -> None:
     step = max(1, round(len(x) / _BARS))
     # The bars of different curves are at different rounds, so that they don't overlap; those of the first end at the last round.
     first = (len(x) - 1 - place * step // len(looks)) % step
@@ -161,7 +166,7 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, place: int, looks: S
         markersize=4,
         capsize=3,
         elinewidth=1,
-        label="\n".join(_entry(curve)),
+        label=label,
         **looks[place],
     )
 
@@ -188,7 +193,7 @@ def _epsilon_axis(axes: Axes, curves: Sequence[Curve], what: str = "epsilon spen
         axes.set_title("without the curves that are not private", fontsize="medium")
 
 
-def _entry(curve: Curve) -> list[str]:
+def _entry(curve: Curve, curves: Sequence[Curve]) -> list[str]:
     """Return a curve's lines of the legend."""
     private = f"tight epsilon {curve.epsilon_in_words()}" if curve.private else "not private"
-    return [*wrapped(curve.label), f"{private}, n = {len(curve.runs)}"]
+    return [*wrapped(curve.label), private + _counted([curve], curves)]

@@ -345,6 +345,19 @@ def test_the_last_metric_against_epsilon(three, call):
     assert (status, err) == (2, "error: --against=epsilon: no run is private\n")
 
 
+def test_as_many_runs_of_every_curve_are_told_once(write):
+    written = [
+        [write(f"a{seed}", [0.1, 0.5], seed=seed), write(f"b{seed}", [0.1, 0.6], clip_norm=1.0, seed=seed)] for seed in range(3)
+    ]
+    found = curves(*(folder for pair in written for folder in pair))
+    for drawn in (against_epsilon(found, "accuracy"), figure(found, "accuracy")):
+        assert "mean of 3 runs with different seeds" in drawn.get_suptitle()
+        assert all("n = " not in text.get_text() for text in drawn.legends[0].get_texts())
+    drawn = against_epsilon(curves(*written[0]), "accuracy")
+    assert "one run a point" in drawn.get_suptitle()
+    assert all("n = " not in text.get_text() for text in drawn.legends[0].get_texts())
+
+
 @pytest.mark.parametrize("letters", [5, 19, 35])
 def test_the_legend_is_within_the_figure(write, letters):
     found = []
