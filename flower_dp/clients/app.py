@@ -2,6 +2,7 @@
 
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,20 +18,24 @@ log = logging.getLogger("flwr")
 
 # No payload or model that a device can hold is larger.
 _LARGEST_ARRAY = 2**40
+# Seconds of a dry run that each message repeats.
+_LONG = 1.0
 
 
 def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     """Return a ClientApp that answers three kinds of messages: which clients the node hosts, train, and evaluate.
 
     Args:
-        client_fn: makes the node's client from its context; called for every message, so cache what is costly. The
-            node's context is attached to the client before it trains: its state, so that an account outlives client and process,
-            and the file that the device's owner names as `ledger-path` in the node's config, so that it outlives the run. Of an
-            error in `client_fn` the server learns only that there was one.
+        client_fn: makes the node's client from its context; called for every message. A client that it keeps between messages
+            (`functools.cache`) makes its dry run once; a new one makes it again, which may take longer than to train.
+            The node's context is attached to the client before it trains: its state, so that an account outlives client and
+            process, and the file that the device's owner names as `ledger-path` in the node's config, so that it outlives the
+            run. Of an error in `client_fn` the server learns only that there was one.
     """
     app = ClientApp()
     # Runs in which a client of this process was found able to train: one dry run a simulation's worker is enough.
     able: set[int] = set()
+    anew = _MadeAnew()
 
     def client_of(context: Context) -> NodeClient:
         with in_own_words("client_fn"):
@@ -55,6 +60,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         client = client_of(context)
         arrays, answer = client.answer(*_read(message))
+        anew.note(context.node_id, client)
         content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
         return Message(content, reply_to=message)
 
@@ -65,6 +71,27 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
         return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
 
     return app
+
+
+class _MadeAnew:
+    """Warns once where every message to a node makes a new client, and so a long dry run."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, weakref.ref[NodeClient]] = {}
+        self._told = False
+
+    def note(self, node: int, client: NodeClient) -> None:
+        """Note the client that has trained for a node."""
+        before = self._last.get(node)
+        self._last[node] = weakref.ref(client)
+        if before is None or before() is client or client.dry_run_seconds < _LONG or self._told:
+            return
+        self._told = True
+        log.warning(
+            "client_fn has made a new client for this message, whose dry run took %.1f s. Return the same client for all "
+            "messages to a node (functools.cache), and the dry run is made once",
+            client.dry_run_seconds,
+        )
 
 
 def _read(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from itertools import islice
@@ -46,6 +47,9 @@ class NodeClient(NumPyClient):
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
         context: of the node, as `client_fn` receives it; `client_app` attaches it itself.
+
+    Attributes:
+        dry_run_seconds: how long the dry runs of this client have taken so far.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class NodeClient(NumPyClient):
         self.seed = seed
         self.context: Context | None = None
         self.noise_seed = noise_seed
+        self.dry_run_seconds = 0.0
         if context is not None:
             self.attach(context)
 
@@ -126,11 +131,14 @@ class NodeClient(NumPyClient):
 
     def _dry_run(self, name: str, records: Records) -> str | None:
         """Return why a client can't train, in fixed words; None if it can, or in doubt."""
+        started = time.monotonic()
         try:
             return self._why_unfit(records)
         except Exception as error:
             log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)
             return None
+        finally:
+            self.dry_run_seconds += time.monotonic() - started
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.

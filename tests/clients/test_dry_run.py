@@ -22,6 +22,7 @@ from flower_dp.clients import (
     ProximalTerm,
     TensorRecords,
     Training,
+    app,
     client_app,
     model_arrays,
     reasons,
@@ -459,6 +460,24 @@ def test_batch_statistics_in_client_fn_are_named_and_nothing_else_is():
             made.start(node(layer), model_arrays(nn.Linear(4, CLASSES)), num_rounds=1)
         assert reason in str(raised.value)
         assert NAME not in str(raised.value)
+
+
+@pytest.mark.parametrize(("kept", "seconds", "words"), [(False, 0.0, 1), (True, 0.0, 0), (False, 1e9, 0)])
+def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seconds, words, monkeypatch, caplog):
+    monkeypatch.setattr(app, "_LONG", seconds)
+    made = []
+
+    def client_fn(context: Context) -> Any:
+        if not kept or not made:
+            recipe = FedSGDDPCRecipe(**LOCAL, num_replies=3)
+            made.append(local_client(lambda: nn.Linear(4, CLASSES), tensors(floats(4)), recipe))
+        return made[-1]
+
+    strategy = FedSGDDPC(num_clients=1, cohort_size=1, num_records=8, learning_rate=0.1, **LOCAL)
+    strategy.start(LocalGrid(client_app(client_fn), 1), model_arrays(nn.Linear(4, CLASSES)), num_rounds=3)
+    assert made[-1].dry_run_seconds > 0
+    assert len(made) == 1 if kept else len(made) > 3
+    assert caplog.text.count("client_fn has made a new client") == words
 
 
 def test_an_answer_is_read_in_one_line_and_not_without_end():
