@@ -18,6 +18,7 @@ from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.simulation.cluster import Cluster, fitting
+from flower_dp.simulation.one_machine import lean
 
 # What Ray reads in every process: messages of up to 4 MiB go directly to the worker, not through its object store.
 _MESSAGES = {"RAY_max_direct_call_object_size": str(2**22)}
@@ -157,7 +158,7 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        with warnings.catch_warnings(), _sigterm_stays(), _set(ENVIRONMENT | ALONE | path):
+        with warnings.catch_warnings(), _sigterm_stays(), lean(ray), _set(ENVIRONMENT | ALONE | path):
             warnings.simplefilter("ignore")  # hints on future releases of Ray
             ray.init(
                 address="local",
