@@ -294,11 +294,12 @@ def report(place: Path) -> str:
         f"flwr {version('flwr')}",
         "## Settings chosen by validation accuracy\n\n" + _settings(place, runs[TUNE]),
     ]
-    for clip in CLIPS:
+    clips = [clip for clip in CLIPS if any(kind == clip for _, kind in accuracy)]
+    for clip in clips:
         rows = [[method, *_cells(accuracy.get((method, clip), {}), tuple(PARTITIONS))] for method in METHODS]
         parts.append(f"## Test accuracy (%), {clip} clip norm\n\n" + _table(["", *PARTITIONS], rows))
     rows = []
-    for clip in CLIPS:
+    for clip in clips:
         base = _by_run(accuracy.get(("DP-FedAvg", clip), {}))
         rows += [[f"{one}, {clip}", differences(_by_run(accuracy.get((one, clip), {})), base)] for one in METHODS[1:]]
     parts.append("## Points above DP-FedAvg, by partition and seed\n\n" + _table(["", "difference"], rows))
