@@ -35,7 +35,7 @@ def _replace(stack: ExitStack, owner: Any, name: str, own: Any) -> None:
         setattr(owner, name, own)
 
 
-def _no_dashboard(node: Any, **_: Any) -> None:
+def _no_dashboard(node: Any, *_: Any, **__: Any) -> None:
     node._webui_url = ""
 
 

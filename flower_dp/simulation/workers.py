@@ -182,10 +182,14 @@ def _sigterm_stays() -> Iterator[None]:
         yield  # only the main thread may set a handler
         return
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    # By default Ray's other handler serves, which ends the process by SystemExit, so that a run's statement is written.
-    own = before not in (None, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, before if own else signal.getsignal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        # By default Ray's other handler serves, which ends the process by SystemExit, so that a run's statement is written.
+        own = before not in (None, signal.SIG_DFL)
+        after = before if own else signal.getsignal(signal.SIGTERM)
+        if after is not None:  # else it is not Python's, and can't be set from here
+            signal.signal(signal.SIGTERM, after)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -196,15 +197,22 @@ def gone(processes, seconds=100):
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("own", [lambda *_: None, signal.SIG_IGN, signal.SIG_DFL])
-def test_sigterm_does_what_it_did_before_ray(own):
+def test_sigterm_does_what_it_did_before_ray(own, fails):
     def of_ray(*_):
         raise SystemExit(15)
 
-    before = signal.signal(signal.SIGTERM, own)
-    try:
+    def start():
         with workers._sigterm_stays():
             signal.signal(signal.SIGTERM, of_ray)
+            if fails:
+                raise OSError("no port")
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(OSError, match="no port") if fails else nullcontext():
+            start()
         # Without a handler a process would end before its run has written what was released.
         assert signal.getsignal(signal.SIGTERM) is (of_ray if own is signal.SIG_DFL else own)
     finally:
