@@ -80,6 +80,9 @@ class _MadeAnew:
         self._last: dict[int, weakref.ref[NodeClient]] = {}
         self._told = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # an app goes to a simulation's workers by value: what its process has seen does not
+
     def note(self, node: int, client: NodeClient) -> None:
         """Note the client that has trained for a node."""
         before = self._last.get(node)

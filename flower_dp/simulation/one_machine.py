@@ -17,7 +17,7 @@ def lean(ray: Any) -> Iterator[None]:
     `ray.init` has no setting for it: with `include_dashboard=False` too it starts the dashboard's process and waits for it. What
     is replaced here is private to Ray. Where a version of Ray does not have it, Ray starts as usual.
     """
-    node, utils = ray._private.node.Node, ray._private.utils
+    node, utils = getattr(getattr(ray._private, "node", None), "Node", None), getattr(ray._private, "utils", None)
     with ExitStack() as stack:
         replace = partial(_replace, stack)
         replace(node, "start_api_server", _no_dashboard)

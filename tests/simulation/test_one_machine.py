@@ -48,6 +48,11 @@ def test_the_dashboard_and_the_autoscaler_are_not_started_within_it_and_are_afte
     assert dict(vars(ray._private.node.Node)) == before
 
 
+def test_a_ray_without_these_modules_starts_as_usual():
+    with lean(SimpleNamespace(_private=SimpleNamespace())):
+        pass
+
+
 def test_what_a_ray_does_not_have_is_not_replaced():
     ray = made()
     with lean(ray):
