@@ -431,6 +431,8 @@ def main() -> None:
             tuned = finished(place / f"{TUNE}.toml", place / TUNE)
             chosen = best([(run.point.settings, last(run, place / TUNE, CHOSEN_BY)) for run in tuned])
             content = chosen_runs(stage, chosen, options.seeds, tune, options.partitions)
+        if not content["points"]:
+            continue  # a stage of fixed clip norms alone
         write_whole(file, tomli_w.dumps(content).encode())
         done = make(file, place / stage, deadline, in_process=options.in_process)
         write_whole(place / REPORT, report(place).encode())
