@@ -228,3 +228,18 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     before = (place / "tables" / "results.csv").read_text()
     program.main()  # all is there
     assert (place / "tables" / "results.csv").read_text() == before
+
+
+@pytest.mark.slow
+def test_an_adaptive_clip_norm_alone_has_no_stages_of_fixed_ones(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "GRID", tmp_path / "grid.toml")
+    points = '[[points]]\nmethod = "dp-fedavg"\ndp-fedavg.clip-norm = 1.0\ndp-fedavg.clip-quantile = 0.5\n'
+    (tmp_path / "grid.toml").write_text(SMALL[: SMALL.index("[[points]]")] + points)
+    place = tmp_path / "out"
+    words = ["--seeds", "1", "--in-process", "--set", "learning-rate=0.1", "--clips", "adaptive", "--partitions", "i.i.d."]
+    monkeypatch.setattr(sys, "argv", ["dp_fedsam.py", "--output-dir", str(place), *words])
+    program.main()
+    assert sorted(path.name for path in place.glob("*.toml")) == ["tables.toml", "tune.toml"]
+    report = (place / "report.md").read_text()
+    assert "adaptive clip norm" in report
+    assert "DP-FedAvg, fixed" not in report
