@@ -1,6 +1,6 @@
 """Plant known bugs one by one, and report those that no test notices.
 
-    python tests/mutants/plant.py [--only TEXT] [--list]
+    python tests/mutants/plant.py [--only TEXT] [--tests TEXT] [--list]
 
 First all named tests run without any bug, and must pass. Then each bug of `mutants.toml` is planted in a temporary copy of the tree,
 never in the tree itself, and its tests run. `caught` is a failed test; `SURVIVED` is none; `BROKEN` is a bug that can't be planted,
@@ -177,9 +177,15 @@ def main() -> int:
     """Plant what was chosen; return 1 if any of it survived or broke."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="TEXT", help="only bugs with this text in their name or file")
+    parser.add_argument("--tests", metavar="TEXT", help="only bugs with this text in one of the tests that they name")
     parser.add_argument("--list", action="store_true", help="show the bugs and plant none")
     arguments = parser.parse_args()
-    chosen = [mutant for mutant in mutants() if arguments.only is None or arguments.only in f"{mutant.file}: {mutant.name}"]
+    chosen = [
+        mutant
+        for mutant in mutants()
+        if (arguments.only is None or arguments.only in f"{mutant.file}: {mutant.name}")
+        and (arguments.tests is None or any(arguments.tests in test for test in mutant.tests))
+    ]
     if arguments.list or not chosen:
         sys.stdout.writelines(f"{mutant.file}: {mutant.name}\n" for mutant in chosen)
         return 0 if chosen else 1
