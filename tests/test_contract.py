@@ -2,7 +2,7 @@
 
 Statistical tests have fixed sizes and a false-alarm rate of 1e-6 for each comparison, and must reject a scale that is 5 % wrong.
 Their models are wide and their clients' updates zero, so that what is released is noise alone, on the real way from client to
-server.
+server. Where a scale is 5 % wrong, 18,000 draws of Gaussian noise pass for right less often than once in 50,000.
 """
 
 import copy
@@ -14,7 +14,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cloudpickle
@@ -31,10 +31,12 @@ import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.core.stored import from_stored, to_stored
+from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 from tests.adversaries.fuzzing import THOROUGH
+from tests.chance import chance_of
 from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta
 from tests.grids import LocalGrid, asks_to_train
@@ -42,7 +44,7 @@ from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
 
 FALSE_ALARM = 1e-6
-FEATURES, CLASSES = 10_000, 2
+FEATURES, CLASSES = 3_000, 2
 SIZE = FEATURES * CLASSES
 SEED = 7
 
@@ -53,7 +55,7 @@ def some_methods(condition: Callable[[Method], bool]) -> Any:
     return pytest.mark.parametrize("method", [one for one in METHODS if condition(one)], ids=lambda method: method.label)
 
 
-def each_with(values: Iterable[str], name: str, every: int = 2, condition: Callable[[Method], bool] = lambda _: True) -> Any:
+def each_with(values: Iterable[Any], name: str, every: int = 2, condition: Callable[[Method], bool] = lambda _: True) -> Any:
     """Every method with some of these values in turn, each value with some methods; with all of them if tests are thorough."""
     methods = [one for one in METHODS if condition(one)]
     pairs = [
@@ -183,6 +185,13 @@ def increments(method: Method, run: Run) -> np.ndarray:
     return models[1:] if method.replaces_model else np.diff(models, axis=0)
 
 
+@cache
+def still_run(method: Method) -> Run:
+    """A run of four rounds that several tests look at."""
+    with chance_of(f"a still run of {method.label}"):
+        return run_of(method, Words(num_rounds=4), STILL)
+
+
 def messages_of(grid: WatchedGrid, method: Method) -> np.ndarray:
     """What each node has sent of its clients' updates in each round [replies x d]."""
     payloads = [list(next(iter(reply.content.array_records.values())).values()) for reply in grid.received]
@@ -292,42 +301,43 @@ FOREIGN = {
 }
 
 
-def seeded(method: Method, tamper: Any = None) -> Run:
+STOCK = "a plain model, of a stock client"
+ROUNDS = 3
+
+
+def faults_of(method: Method) -> list[Callable[[Message], Iterable[Message]]]:
+    """As many faults as a run has rounds, each fault with some methods; all of them if tests are thorough."""
+    names = [*FAULTS, *(FOREIGN if method.client else [])]
+    own = [] if method.stock else [STOCK]
+    if not THOROUGH:
+        first = ROUNDS * METHODS.index(method)
+        names = [names[(first + number) % len(names)] for number in range(ROUNDS - len(own))]
+    return [(FAULTS | FOREIGN | {STOCK: plain_model})[name] for name in names + own]
+
+
+def seeded(method: Method, tamper: Any = None, num_rounds: int = ROUNDS, num_nodes: int | None = None) -> Run:
     """A run with fixed noise: what two of them do differently is not noise."""
-    return run_of(method, Words(noise_seed=SEED), tamper=tamper, noise_seed=SEED)
+    return run_of(method, Words(noise_seed=SEED, num_rounds=num_rounds), tamper=tamper, noise_seed=SEED, num_nodes=num_nodes)
 
 
 @cache
-def bits_of(method: Method, *silent_nodes: int) -> list[bytes]:
-    """The models of a method's run with fixed noise, in which these nodes never reply."""
-    return seeded(method, silent(*silent_nodes)).bits
-
-
-def assert_counts_as_missing(method: Method, forge: Callable[[Message], Iterable[Message]]) -> None:
-    """The run is the same, to the last bit, as if a node's forged replies had never come."""
-    forged = seeded(method, lambda node, reply: forge(reply) if node == 1 else [reply])
-    assert [report.replies for report in forged.strategy.rounds] == [3, 3, 3]
-    assert forged.bits == bits_of(method, 1)
-    assert forged.bits[1:] != bits_of(method)[1:]  # the honest reply would have been seen
-    assert forged.strategy.statement.num_rounds == 3
-    assert any(line.startswith("3 ") and "did not count" in line for line in forged.strategy.statement.incidents)
+def untampered(method: Method, *silent_nodes: int, num_rounds: int = ROUNDS) -> Run:
+    """A method's run with fixed noise, in which these nodes never reply."""
+    return seeded(method, silent(*silent_nodes), num_rounds)
 
 
 @pytest.mark.slow
-@each_with(FAULTS, "fault")
-def test_a_spoilt_reply_is_refused(method, fault):
-    assert_counts_as_missing(method, FAULTS[fault])
-
-
-@pytest.mark.slow
-@each_with(FOREIGN, "fault", condition=lambda method: method.client is not None)
-def test_an_answer_of_a_foreign_method_is_refused(method, fault):
-    assert_counts_as_missing(method, FOREIGN[fault])
-
-
-@some_methods(lambda method: not method.stock)
-def test_the_reply_of_a_stock_client_is_refused_where_these_cannot_take_part(method):
-    assert_counts_as_missing(method, plain_model)
+@every_method
+def test_a_spoilt_or_foreign_reply_counts_as_missing(method):
+    """With another fault in every round the run is the same, to the last bit, as if a node's replies had never come."""
+    faults = faults_of(method)
+    turn = iter(faults)
+    forged = seeded(method, lambda node, reply: next(turn)(reply) if node == 1 else [reply], len(faults))
+    assert [report.replies for report in forged.strategy.rounds] == [3] * len(faults)
+    assert forged.bits == untampered(method, 1, num_rounds=len(faults)).bits
+    assert forged.bits[1] != untampered(method, num_rounds=len(faults)).bits[1]  # the honest reply would have been seen
+    assert forged.strategy.statement.num_rounds == len(faults)
+    assert any(line.startswith(f"{len(faults)} ") and "did not count" in line for line in forged.strategy.statement.incidents)
 
 
 def another(reply: Message, node: int | None = None) -> Message:
@@ -342,18 +352,12 @@ def another(reply: Message, node: int | None = None) -> Message:
     return second
 
 
+@pytest.mark.slow
 @every_method
-def test_only_the_first_reply_of_a_node_counts(method):
-    twice = seeded(method, lambda node, reply: [reply, another(reply)])
-    assert twice.bits == bits_of(method)
-    assert [report.replies for report in twice.strategy.rounds] == [4, 4, 4]
-
-
-@every_method
-def test_a_node_that_was_not_asked_does_not_count(method):
-    stranger = seeded(method, lambda node, reply: [another(reply, node=99), reply])
-    assert stranger.bits == bits_of(method)
-    assert [report.replies for report in stranger.strategy.rounds] == [4, 4, 4]
+def test_only_the_first_reply_of_a_node_that_was_asked_counts(method):
+    more = seeded(method, lambda node, reply: [another(reply, node=99), reply, another(reply)])
+    assert more.bits == untampered(method).bits
+    assert [report.replies for report in more.strategy.rounds] == [4] * ROUNDS
 
 
 # Who runs what
@@ -362,7 +366,7 @@ def test_a_node_that_was_not_asked_does_not_count(method):
 @every_method
 def test_clients_that_do_not_run_the_method_are_not_asked(method):
     arguments = Words()
-    for other in METHODS:
+    for other in {(one.name, one.client is None): one for one in METHODS}.values():
         grid = grid_of(other, arguments)
         if method.stock if other.client is None else method.name in methods_of(other):
             continue
@@ -381,9 +385,9 @@ def methods_of(method: Method) -> list[str]:
 
 @own_clients
 def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
-    arguments = Words(num_rounds=1)
-    run = run_of(method, arguments)
-    (config,) = run.grid.train_messages[0].content.config_records.values()
+    grid = untampered(method).grid
+    message, context = copy.deepcopy(grid.train_messages[0]), copy.copy(grid.contexts[1])
+    (config,) = message.content.config_records.values()
     honest = json.loads(config[wire.KEY])
     foreign = [name for name in {one.name for one in METHODS} | {"method-to-come"} if name not in methods_of(method)]
     changed = [{**honest, "method": name} for name in foreign]
@@ -391,10 +395,9 @@ def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
     more = {**honest, "ask": honest["ask"] | {"to-come": 1}}
     for instruction in [*changed, without, more, {**honest, "to-come": 1}, {**honest, "protocol": 2}]:
         config[wire.KEY] = json.dumps(instruction)
-        context = run.grid.contexts[1]
         context.state = RecordDict()
         with pytest.raises(ValueError, match=r"this client runs|missing \['ask'\]|unknown keys \['to-come'\]|is not of protocol"):
-            run.grid.app(run.grid.train_messages[0], context)
+            grid.app(message, context)
         assert not context.state  # and no account was charged
 
 
@@ -404,9 +407,7 @@ def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
 @pytest.mark.slow
 @every_method
 def test_the_noise_of_a_released_model_has_the_stated_scale(method):
-    arguments = Words(num_rounds=4)
-    run = run_of(method, arguments, STILL)
-    assert_noise(increments(method, run), method.noise(arguments, 4), method.excess(4))
+    assert_noise(increments(method, still_run(method)), method.noise(Words(num_rounds=4), 4), method.excess(4))
 
 
 @every_method
@@ -426,13 +427,12 @@ def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mea
 
 @own_clients
 def test_the_noise_of_a_message_has_the_stated_scale(method):
-    arguments = Words(num_rounds=1)
-    grid = run_of(method, arguments, STILL).grid
-    std = method.message_noise(arguments)
+    messages = messages_of(still_run(method).grid, method)[: 4 if method.carries_noise else 8]
+    std = method.message_noise(Words(num_rounds=4))
     if std:
-        assert_noise(messages_of(grid, method), std, method.excess(1))
+        assert_noise(messages, std, method.excess(1))
     else:
-        assert not messages_of(grid, method).any()
+        assert not messages.any()
 
 
 @pytest.mark.slow
@@ -452,17 +452,18 @@ def test_each_of_the_clients_of_a_node_adds_its_own_noise(method):
 @pytest.mark.parametrize("heard", [3, 1])
 @fresh_rounds
 def test_missing_replies_leave_no_less_noise_than_the_ledger_says(method, heard):
-    arguments = Words(num_rounds=4)
+    arguments = Words(num_rounds=8 if method.laplace else 3)  # Laplace noise needs more draws
+    rounds = arguments.num_rounds
     run = run_of(method, arguments, STILL, tamper=silent(*range(heard + 1, 5)))
-    assert [report.replies for report in run.strategy.rounds] == [heard] * 4
+    assert [report.replies for report in run.strategy.rounds] == [heard] * rounds
     if heard < method.fewest:
         assert len(set(run.bits)) == 1
-        assert sum("was left out" in line for line in run.strategy.statement.incidents) == 4
+        assert sum("was left out" in line for line in run.strategy.statement.incidents) == rounds
     else:
         std = method.noise(arguments, heard)
         assert_noise(increments(method, run), std, method.excess(heard))
-    assert_charged(method, run.strategy, arguments, 4, messages=True)
-    missing = 4 * (4 - heard)
+    assert_charged(method, run.strategy, arguments, rounds, messages=True)
+    missing = rounds * (4 - heard)
     assert sum(line.startswith(f"{missing} ") and "did not count" in line for line in run.strategy.statement.incidents) == 1
 
 
@@ -534,7 +535,7 @@ def assert_charged(method: Method, strategy: DPStrategy, arguments: Words, num_r
 @pytest.mark.slow
 @every_method
 def test_the_ledger_is_charged_before_a_message_leaves(method):
-    arguments = Words(num_rounds=4)
+    arguments = Words(num_rounds=2)
     strategy, grid = method.strategy(arguments), grid_of(method, arguments)
     seen = []
 
@@ -547,8 +548,8 @@ def test_the_ledger_is_charged_before_a_message_leaves(method):
 
     grid.watch = look
     start(strategy, grid, arguments)
-    assert seen == [1, 2, 3, 4]
-    assert_charged(method, strategy, arguments, 4)
+    assert seen == [1, 2]
+    assert_charged(method, strategy, arguments, 2)
 
 
 # The statement
@@ -559,7 +560,7 @@ SETTINGS = {
     "more rounds": Words(num_rounds=5),
     "another clip norm": Words(clip_norm=0.8),
     "another delta": Words(delta=1e-5),
-    "all of them": Words(num_clients=6, num_rounds=5, clip_norm=0.8, delta=1e-5),
+    "all of them": Words(num_clients=5, num_rounds=4, clip_norm=0.8, delta=1e-5),
 }
 
 
@@ -639,19 +640,16 @@ def test_a_run_whose_clients_all_have_noise_from_a_seed_fails(method):
 
 
 @pytest.mark.slow
-@own_clients
-def test_one_client_a_node_or_many_makes_no_difference(method):
-    arguments = Words(noise_seed=SEED)
-    runs = [run_of(method, arguments, num_nodes=nodes, noise_seed=SEED) for nodes in (4, 2, 1)]
-    apart = runs[0]
-    assert len(set(apart.bits)) == 4
-    for together in runs[1:]:
-        if method.exact:
-            assert together.bits == apart.bits
-        else:  # sums of weighted rows are rounded to float32, once a node
-            for model, other in zip(apart.models, together.models, strict=True):
-                np.testing.assert_allclose(model, other, rtol=1e-5, atol=1e-5 * np.abs(model).max())
-        assert [report.replies for report in together.strategy.rounds] == [4, 4, 4]
+@each_with([2, 1], "num_nodes", condition=lambda method: method.client is not None)
+def test_one_client_a_node_or_many_makes_no_difference(method, num_nodes):
+    apart, together = untampered(method), seeded(method, num_nodes=num_nodes)
+    assert len(set(apart.bits)) == ROUNDS + 1
+    if method.exact:
+        assert together.bits == apart.bits
+    else:  # sums of weighted rows are rounded to float32, once a node
+        for model, other in zip(apart.models, together.models, strict=True):
+            np.testing.assert_allclose(model, other, rtol=1e-5, atol=1e-5 * np.abs(model).max())
+    assert [report.replies for report in together.strategy.rounds] == [4] * ROUNDS
 
 
 # Again
@@ -677,11 +675,11 @@ def test_a_second_run_starts_with_an_empty_ledger_and_fresh_noise(method):
     assert_unlike(np.concatenate([increments(method, first), increments(method, second)]))
 
 
-def copies(of: Any, how: str) -> list[Any]:
+def copies(of: Any, how: str, count: int) -> list[Any]:
     if how == "pickle":
         text = cloudpickle.dumps(of)
-        return [pickle.loads(text) for _ in range(4)]  # noqa: S301
-    return [copy.deepcopy(of) for _ in range(4)]
+        return [pickle.loads(text) for _ in range(count)]  # noqa: S301
+    return [copy.deepcopy(of) for _ in range(count)]
 
 
 def timeless(strategy: DPStrategy) -> RunState:
@@ -693,7 +691,7 @@ def timeless(strategy: DPStrategy) -> RunState:
 def test_a_run_goes_on_from_its_stored_state(method, monkeypatch):
     """Read by a new strategy after every round: models, cost and state are those of the run that was not interrupted."""
     monkeypatch.setattr("flower_dp.strategies.releases.masks.secrets.randbits", lambda bits: 5)  # seeds of public masks
-    arguments, ended = Words(num_rounds=3, noise_seed=SEED), []
+    arguments, ended = Words(num_rounds=2, noise_seed=SEED), []
     for interrupted in (False, True):
         grid, strategy = grid_of(method, arguments, noise_seed=SEED), method.strategy(arguments)
         fresh, arrays = timeless(strategy), model_arrays(linear())
@@ -715,7 +713,7 @@ def test_a_run_goes_on_from_its_stored_state(method, monkeypatch):
 
 
 @pytest.mark.slow
-@each_with(["pickle", "deepcopy"], "how")
+@each_with(["pickle", "deepcopy"], "how", condition=lambda method: method.server_noise(Words(), 3) > 0)
 def test_copies_of_a_strategy_repeat_no_noise(method, how):
     """All that differs between two runs is what the server draws: the clients' noise is fixed, and one is missing."""
 
@@ -727,16 +725,13 @@ def test_copies_of_a_strategy_repeat_no_noise(method, how):
     strategy = method.strategy(arguments)
     start(strategy, grid_of(method, arguments, STILL), arguments, STILL)
     released = []
-    for one in copies(strategy, how):
+    for one in copies(strategy, how, 4):
         grid = grid_of(method, arguments, STILL, tamper=unsaid, noise_seed=SEED)
         run = start(one, grid, arguments, STILL)
         released.append(increments(method, run)[0])
-    if std := method.server_noise(arguments, 3):
-        # What the clients have sent is in all four, and in no difference of two.
-        pairs = np.stack([released[0] - released[1], released[2] - released[3]])
-        assert_noise(pairs, math.sqrt(2) * std)
-    else:
-        assert len({row.tobytes() for row in released}) == 1
+    # What the clients have sent is in all four, and in none of these.
+    contrasts = np.array([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2
+    assert_noise(contrasts @ np.stack(released), method.server_noise(arguments, 3))
 
 
 @pytest.mark.slow
@@ -744,10 +739,9 @@ def test_copies_of_a_strategy_repeat_no_noise(method, how):
     ["pickle", "deepcopy"], "how", condition=lambda method: method.client is not None and method.message_noise(Words()) > 0
 )
 def test_copies_of_a_client_repeat_no_noise(method, how):
-    arguments = Words(num_rounds=1)
-    grid = run_of(method, arguments, STILL).grid
-    message, context = grid.train_messages[0], grid.contexts[1]
-    client = method.client(arguments, model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
+    grid = still_run(method).grid
+    message, context = grid.train_messages[0], copy.copy(grid.contexts[1])
+    client = method.client(Words(num_rounds=4), model=still_model(), clients={"c0": still_data("c0")}, noise_seed=None)
 
     def payload(one: Any) -> np.ndarray:
         context.state = RecordDict()
@@ -755,15 +749,15 @@ def test_copies_of_a_client_repeat_no_noise(method, how):
         return np.asarray(list(next(iter(reply.content.array_records.values())).values())[-1].numpy(), np.float64)
 
     first = payload(client)  # before it is copied: what it keeps from one reply to the next would be copied with it
-    assert_unlike([first, payload(client), *map(payload, copies(client, how))])
+    assert_unlike([first, payload(client), *map(payload, copies(client, how, 2))])
 
 
 # Budgets
 
 
 def limited(method: Method, num_rounds: int) -> tuple[Words, float]:
-    """Settings that pay for so many rounds out of 6, and the epsilon that they allow."""
-    arguments = Words(num_rounds=6)
+    """Settings that pay for so many rounds out of 4, and the epsilon that they allow."""
+    arguments = Words(num_rounds=4)
     if not method.target:
         arguments = replace(arguments, num_replies=num_rounds)
         return arguments, method.epsilon(arguments, num_rounds) * 1.01
@@ -772,8 +766,7 @@ def limited(method: Method, num_rounds: int) -> tuple[Words, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rounds", [2, 5])
-@every_method
+@each_with([1, 3], "num_rounds")
 def test_the_target_is_never_passed(method, num_rounds):
     arguments, target = limited(method, num_rounds)
     run = run_of(method, arguments)
@@ -801,7 +794,7 @@ def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
 @some_methods(lambda method: not method.target)
 def test_a_client_whose_account_is_spent_sends_nothing(method):
     """The server has forgotten the run that spent it; the clients' own accounts have not."""
-    arguments = Words(num_rounds=3)
+    arguments = Words(num_rounds=2)
     grid = grid_of(method, arguments)
     start(method.strategy(arguments), grid, arguments)
     del grid.received[:]
@@ -812,7 +805,7 @@ def test_a_client_whose_account_is_spent_sends_nothing(method):
     for reply in grid.received:
         values = list(next(iter(reply.content.array_records.values())).values())[-1].numpy()
         assert not values.any()
-    assert [report.replies for report in strategy.rounds] == [0, 0, 0]
+    assert [report.replies for report in strategy.rounds] == [0, 0]
 
 
 # Private evaluations: every sampler of training, every sampler of evaluation, every interval, with newcomers and without
@@ -857,7 +850,7 @@ WITH_EVALUATION = {
     "distributed": (DPFedSAM, {"placement": "distributed"}, evaluating_own_app, ["full", "poisson", "in turn"]),
     "untrusted": (DPFedSAM, {"placement": "distributed", "trusted_server": False}, evaluating_own_app, ["poisson", "in turn"]),
 }
-EVERY = [1, 2, 3, 5]
+EVERY = [1, 2, 3]
 CASES = [
     (kind, training, evaluation)
     for kind, (*_, samplers) in WITH_EVALUATION.items()
@@ -871,17 +864,19 @@ def in_how_many_rounds() -> Iterator[Any]:
     combinations = list(itertools.product(EVERY, (False, True)))
     for place, case in enumerate(CASES):
         for every, newcomers in combinations:
-            if THOROUGH or (every, newcomers) == combinations[3 * place % len(combinations)]:
+            if THOROUGH or (every, newcomers) == combinations[5 * place % len(combinations)]:
                 label = "-".join((*case, str(every), "newcomers" if newcomers else "the same clients"))
                 yield pytest.param(*case, every, newcomers, id=label)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "training", "evaluation", "every", "newcomers"), list(in_how_many_rounds()))
-def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers):
+def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers, monkeypatch):
+    """Both sides are accounted on a coarse grid of losses: it adds less than 1 % to an epsilon."""
+    monkeypatch.setattr(accounting, "epsilon", partial(accounting.epsilon, grid=1e-3))
     cls, own, app, _ = WITH_EVALUATION[kind]
     case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
-    strategy, num_rounds = case.strategy(), max(6, 2 * every)
+    strategy, num_rounds = case.strategy(), 6
     grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
     strategy._run.durable = kept = Kept()
     strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
@@ -900,8 +895,8 @@ def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, trai
         assert max(nodes) > case.NUM_CLIENTS
     statement = strategy.statement
     assert statement.private
-    spent = [case.cost(asked["train", node], asked["evaluate", node], num_rounds) for node in nodes]
-    assert max(spent) <= statement.epsilon * (1 + 1e-6)
+    spent = {(asked["train", node], asked["evaluate", node]) for node in nodes}
+    assert max(case.cost(*times, num_rounds) for times in spent) <= statement.epsilon * (1 + 1e-6)
     for part in statement.parts.values():
         assert part <= statement.epsilon * (1 + 1e-6)
     assert statement.epsilon <= strategy.epsilon * (1 + 1e-6)
