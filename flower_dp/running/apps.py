@@ -10,7 +10,9 @@ import tomllib
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -269,7 +271,7 @@ def _copy_with(new: Mapping[str, Value], app: App, folder: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as bundle:
         bundle.extractall(folder)
     file = folder / "pyproject.toml"
-    project = _read_toml(file)
+    project = deepcopy(_read_toml(file))
     project["tool"]["flwr"]["app"].setdefault("config", {}).update(new)
     file.write_text(tomli_w.dumps(project), encoding="utf-8")
 
@@ -322,7 +324,14 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
+    """Return what is in a file; the same tables for the same text, which nobody changes."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return _parsed(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: is not TOML: {error}") from None
+
+
+# A sweep reads its app's file for each of its runs.
+@lru_cache(maxsize=16)
+def _parsed(text: str) -> dict[str, Any]:
+    return tomllib.loads(text)

@@ -2,6 +2,7 @@
 
 import ast
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 # The module that makes one from functions that the run-config names.
@@ -24,8 +25,7 @@ def is_built(folder: Path, server: str) -> bool:
     if server.partition(":")[0] == FROM_CONFIG:
         return True
     tree = tree_of(folder, server)
-    names = _names(tree) if tree is not None else set()
-    return tree is not None and any(isinstance(node, ast.Call) and _named(node.func) in names for node in ast.walk(tree))
+    return tree is not None and _calls_app(tree)
 
 
 def tree_of(folder: Path, server: str) -> ast.Module | None:
@@ -33,8 +33,20 @@ def tree_of(folder: Path, server: str) -> ast.Module | None:
     place = folder.joinpath(*server.partition(":")[0].split("."))
     for file in (place.with_suffix(".py"), place / "__init__.py"):
         with suppress(OSError, SyntaxError, ValueError):
-            return ast.parse(file.read_bytes())
+            return _parsed(file.read_bytes())
     return None
+
+
+# A sweep asks for each of its runs.
+@lru_cache(maxsize=16)
+def _parsed(source: bytes) -> ast.Module:
+    return ast.parse(source)
+
+
+@lru_cache(maxsize=16)
+def _calls_app(tree: ast.Module) -> bool:
+    names = _names(tree)
+    return any(isinstance(node, ast.Call) and _named(node.func) in names for node in ast.walk(tree))
 
 
 def _names(tree: ast.Module) -> set[str]:

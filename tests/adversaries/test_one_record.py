@@ -33,6 +33,7 @@ from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from tests.adversaries.fuzzing import THOROUGH
 from tests.local_grids import evaluated_row
 
 SIZE, FEATURES, CLASSES = 12, 6, 3
@@ -98,7 +99,13 @@ HOSTILE: dict[str, Any] = {
     "endless": Reading(RecursionError()),
     "an exit of generators": Reading(RuntimeError("generator raised StopIteration")),
 }
-every_hostile = pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+every_hostile = pytest.mark.parametrize("hostile", HOSTILE)
+
+
+def in_turn(cases: Any, *turns: tuple[Any, Any]) -> Any:
+    """One of some cases, another one for each next of some keys; all of them if tests are thorough (FUZZ=thorough)."""
+    turn = sum(list(keys).index(key) for key, keys in turns)
+    return cases if THOROUGH else [cases[turn % len(cases)]]
 
 
 def honest(size: int = SIZE) -> list[Any]:
@@ -160,12 +167,13 @@ def answer_of(recipe: Any, flat: FlatModel, records: Any) -> Any:
 @pytest.mark.parametrize("method", RECIPES)
 @every_hostile
 def test_no_record_decides_whether_its_client_replies(method, hostile):
-    """The first record, the last one, and all of them."""
+    """The first record, the last one, or all of them."""
     recipe, classes = RECIPES[method]
-    for records in (
-        *(with_one(hostile, place, honest()) for place in (0, SIZE - 1)),
-        DatasetRecords(dataset=Items([hostile] * SIZE)),
-    ):
+    cases = [
+        *(with_one(HOSTILE[hostile], place, honest()) for place in (0, SIZE - 1)),
+        DatasetRecords(dataset=Items([HOSTILE[hostile]] * SIZE)),
+    ]
+    for records in in_turn(cases, (method, RECIPES), (hostile, HOSTILE)):
         answer = answer_of(recipe, made(lambda: nn.Linear(FEATURES, classes)), records)
         assert isinstance(answer, Reply)
         assert answer.row.isfinite().all()
@@ -342,6 +350,9 @@ BAD: dict[str, Any] = {
 }
 
 
+PARTS, PLACES = (64, 5, 1), (6, SIZE - 1, 0)
+
+
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss that raises for a class that is none, which a forward pass of the whole chunk does not survive."""
     return nn.functional.nll_loss(outputs.log_softmax(1), targets)
@@ -354,7 +365,7 @@ def total(flat: FlatModel, records: Any, positions: Tensor | None = None, *, los
     return clipped_sum(flat, records, positions, clip=clip, loss=loss, seed=seed)[0]
 
 
-@pytest.mark.parametrize("part", [64, 5, 1])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monkeypatch):
     """Bit for bit: as if in its place were a record of no class, which counts as zero and is computed with the others."""
@@ -362,14 +373,14 @@ def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monke
     build, inputs = MODELS[name]
     flat = made(build)
     items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
-    for place in (0, 6, SIZE - 1):
+    for place in in_turn(PLACES, (name, MODELS), (part, PARTS)):
         expected = total(flat, with_one((items[place][0], CLASSES), place, items))
         assert expected.any()
         for bad in BAD.values():
             assert torch.equal(total(flat, with_one(bad, place, items)), expected)
 
 
-@pytest.mark.parametrize("part", [64, 5, 1])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["linear", "mlp", "convolution", "spectral norm", "dropout", "a count"])
 def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
     """Then a chunk is computed again without it, each of the others in its place; a record of NaN counts as zero as well."""
@@ -377,7 +388,7 @@ def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
     build, inputs = MODELS[name]
     flat = made(build)
     items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
-    for place in (0, 6, SIZE - 1):
+    for place in in_turn(PLACES, (name, MODELS), (part, PARTS)):
         expected = total(flat, with_one((items[place][0] * math.nan, 0), place, items), loss=own_loss)
         assert expected.any()
         assert torch.equal(total(flat, with_one((items[place][0], CLASSES), place, items), loss=own_loss), expected)
@@ -403,12 +414,13 @@ def test_a_forward_pass_that_changes_weights_changes_no_other_record(monkeypatch
     assert torch.equal(again(with_one((items[2][0], CLASSES), 2, items)), expected)
 
 
-@pytest.mark.parametrize("place", [0, 5])
-@every_hostile
-def test_one_record_moves_the_sum_by_twice_the_clip_norm_at_most(place, hostile):
+def test_one_record_moves_the_sum_by_twice_the_clip_norm_at_most():
     flat, items = made(spectral), honest()
-    moved = total(flat, DatasetRecords(dataset=items)) - total(flat, with_one(hostile, place, items))
-    assert torch.linalg.vector_norm(moved) <= 2 * 0.5
+    without = total(flat, DatasetRecords(dataset=items))
+    for name, hostile in HOSTILE.items():
+        for place in in_turn((0, 5), (name, HOSTILE)):
+            moved = without - total(flat, with_one(hostile, place, items))
+            assert torch.linalg.vector_norm(moved) <= 2 * 0.5, name
 
 
 class Augmented(Items):
@@ -487,7 +499,7 @@ def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
     monkeypatch.setattr("flower_dp.clients.fedsgd_dpc.clipped_sum", kept)
     arguments = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 1.0, "delta": 1e-3, "num_replies": 1}
     recipe = FedSGDDPCRecipe(**arguments, relation="add-or-remove-one", num_records=SIZE)
-    for start in range(SIZE):  # the same records, each time another one in front
+    for start in (0, 1, 6, 11):  # the same records, each time another one in front
         order = [*range(start, SIZE), *range(start)]
         assert isinstance(answer_of(recipe, flat, TensorRecords(inputs=values[order], targets=labels[order])), Reply)
     for other in sums[1:]:
@@ -560,4 +572,4 @@ def test_no_record_decides_whether_a_client_evaluates(hostile):
     metrics = RecordMetrics(names=("first",), of=first_output)
     flat = made(lambda: nn.Linear(FEATURES, CLASSES))
     for place in (0, SIZE - 1):
-        assert np.isfinite(evaluated(flat, with_one(hostile, place, honest()), metrics)).all()
+        assert np.isfinite(evaluated(flat, with_one(HOSTILE[hostile], place, honest()), metrics)).all()

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from apps.tasks import cifar_10, load_task, models, vision
 from apps.tasks.cifar_10 import Own, load
@@ -130,11 +130,10 @@ def test_without_torchvision(tmp_path, monkeypatch):
 def test_torchvision_is_loaded_only_if_it_is_chosen():
     code = (
         "import sys\nfrom apps.tasks import TASKS, models, module_of\n"
-        "for task in TASKS: module_of(task)\nmodels.make('cnn', seed=0)\nprint('torchvision' in sys.modules)\n"
-        "models.make('resnet18', seed=0, num_features=3072)\nprint('torchvision' in sys.modules)"
+        "for task in TASKS: module_of(task)\nmodels.make('cnn', seed=0)\nprint('torchvision' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    assert done.stdout.split() == ["False"]
 
 
 def test_resnet18_has_group_normalisation():
@@ -154,7 +153,7 @@ def test_resnet18_has_group_normalisation():
 
 
 @pytest.mark.slow
-def test_two_rounds_on_a_processor(small_cifar, tmp_path):
+def test_a_round_on_a_processor(small_cifar, tmp_path):
     """DP-FedSAM-top_k, as in the paper, on the whole ResNet-18, in small: it is charged, and every layer moves."""
     folder, _ = small_cifar
     settings = {
@@ -163,7 +162,7 @@ def test_two_rounds_on_a_processor(small_cifar, tmp_path):
         "data-dir": str(folder),
         "num-clients": 10,
         "sampling-rate": 0.2,
-        "num-rounds": 2,
+        "num-rounds": 1,
         "batch-size": 4,
         "engine": "one-by-one",
         "evaluate-every": 0,
@@ -175,15 +174,13 @@ def test_two_rounds_on_a_processor(small_cifar, tmp_path):
     }
     run = play(tmp_path / "run", settings)
     statement = json.loads((run / "statement.json").read_text())
-    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.2, GaussianDpEvent(0.95)), 2)
+    event = PoissonSampledDpEvent(0.2, GaussianDpEvent(0.95))
     expected = accounting.epsilon(event, delta=0.002, relation="add-or-remove-one").epsilon
     assert statement["epsilon"] == pytest.approx(expected, rel=1e-6)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines][-2:] == [1, 2]
+    assert [line["round"] for line in lines][-1] == 1
     assert 0 <= lines[-1]["accuracy"] <= 1
     before, after = models.make("resnet18", seed=0, num_features=3072).state_dict(), read_past_run(run).model()
-    changed = {name: np.mean(after[name] != values.numpy()) for name, values in before.items()}
-    assert min(changed.values()) > 0  # every layer moves
-    # Two rounds of 40 % of the coordinates each: at least 0.4, at most 0.8 of them are others.
-    sizes = [values.size for values in after.values()]
-    assert 0.39 < np.average(list(changed.values()), weights=sizes) < 0.81
+    changed = [(after[name] != values.numpy()).reshape(-1) for name, values in before.items()]
+    assert all(one.any() for one in changed)  # every layer moves
+    assert np.concatenate(changed).mean() == pytest.approx(0.4, abs=1e-3)

@@ -269,7 +269,7 @@ def test_nonsense_is_refused_naming_the_key(arguments, message):
 @pytest.mark.parametrize(("name", "num_rounds", "last"), [("the default", 3, 2), ("mnist-fedsgd-dpc-laplace", 5, 5)])
 def test_a_run_that_fails_leaves_the_statement_of_what_it_released(name, num_rounds, last, tmp_path):
     preset = PRESETS.get(name, {"delta": 1e-3, "sampling": "full", "target-epsilon": 0.0})
-    config = {**preset, "num-clients": 4, "num-rounds": 5, "output-dir": str(tmp_path)}
+    config = {**preset, "num-clients": 4, "records-per-client": 200, "num-rounds": 5, "output-dir": str(tmp_path)}
     config = {**DEFAULTS, **with_table(config)}
     grid = LocalGrid(client_app, 2, tamper=lambda node, reply: [], **config)
     with pytest.raises(RuntimeError, match="no client has sent a usable update"):
@@ -317,7 +317,7 @@ def test_a_run_that_cannot_pay_for_one_round_fails(tmp_path):
     assert json.loads((tmp_path / "statement.json").read_text())["epsilon"] == 0
 
 
-EVALUATING = {"num-clients": 8, "num-rounds": 2, "sampling": "full", "evaluate-every": 0}
+EVALUATING = {"num-clients": 8, "records-per-client": 20, "num-rounds": 2, "sampling": "full", "evaluate-every": 0}
 TABLE = {"delta": 1e-3, "target-epsilon": 0.0, "noise-multiplier": 2.0}
 
 

@@ -38,7 +38,7 @@ def test_they_are_listed_as_not_private(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FED)
 def test_a_run_is_not_private_and_says_so_and_no_update_is_clipped(name, tmp_path):
-    fewer = {"num-clients": 20, "num-rounds": 3, "sampling": "full", "report-client-metrics": True}
+    fewer = {"num-clients": 20, "num-rounds": 3, "records-per-client": 40, "sampling": "full", "report-client-metrics": True}
     folder = play(tmp_path / "run", {**PRESETS[name], **fewer})
     statement = json.loads((folder / "statement.json").read_text())
     assert (statement["private"], statement["epsilon"], statement["adversary"]) == (False, None, "nobody")
