@@ -30,7 +30,7 @@ def main(grid: Grid, context: Context) -> None:
         clip_norm=0.5,
         noise_multiplier=2.0,
         sampling=FullSampling(),
-        num_clients=2,
+        num_clients=1,
         delta=1e-3,
         registration_timeout=120.0,
         on_round=hold,
