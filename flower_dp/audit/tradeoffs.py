@@ -10,13 +10,14 @@ from typing import Protocol
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 from flower_dp.privacy import accounting
 
 # Of the sampled Gaussian: the effects mu that are told apart, and the thresholds of its tests.
 _MUS = np.linspace(0.02, 12.0, 600)
 _THRESHOLDS = np.linspace(-9.0, 21.0, 3001)
+_ABOVE = special.ndtr(-_THRESHOLDS)
 
 
 class Estimator(Protocol):
@@ -160,11 +161,11 @@ class SampledGaussianTradeoff:
 
     def _above(self, mu: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the probabilities to be above every threshold, without the unit and with it."""
-        plain, far = stats.norm.sf(_THRESHOLDS), mu / 2 if self.replaced else mu
-        present = (1 - self.rate) * plain + self.rate * stats.norm.sf(_THRESHOLDS - far)
+        far = mu / 2 if self.replaced else mu
+        present = (1 - self.rate) * _ABOVE + self.rate * special.ndtr(far - _THRESHOLDS)
         if not self.replaced:
-            return plain, present
-        return (1 - self.rate) * plain + self.rate * stats.norm.sf(_THRESHOLDS + far), present
+            return _ABOVE, present
+        return (1 - self.rate) * _ABOVE + self.rate * special.ndtr(-far - _THRESHOLDS), present
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
