@@ -165,7 +165,7 @@ def test_terms_take_the_whole_choice_of_records():
 
 @pytest.mark.slow
 def test_a_client_whose_data_size_is_not_the_public_one_does_not_reply():
-    strategy, recipe = pair(server={"num_records": 9})
+    strategy, recipe = pair(server={"num_records": 9}, calibration="paper")
     with pytest.raises(RuntimeError, match="are not this client's own"):
         start(strategy, grid_of(recipe, FOUR), 1)
 
@@ -173,16 +173,16 @@ def test_a_client_whose_data_size_is_not_the_public_one_does_not_reply():
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"clip_norm": 0.4}, {"num_local_steps": 3}, {"batch_size": 1}])
 def test_a_client_with_other_steps_does_not_reply(arguments):
-    strategy, _ = pair()
-    _, recipe = pair(steps_of(**arguments))
+    strategy, _ = pair(calibration="paper")
+    _, recipe = pair(steps_of(**arguments), calibration="paper")
     with pytest.raises(RuntimeError, match="this client's own"):
         start(strategy, grid_of(recipe, FOUR), 1)
 
 
 @pytest.mark.slow
 def test_a_client_never_works_by_the_servers_noise():
-    strategy, _ = pair(epsilon=0.5)
-    _, recipe = pair(epsilon=2.0)
+    strategy, _ = pair(epsilon=2.0)
+    _, recipe = pair(epsilon=8.0)
     with pytest.raises(RuntimeError, match="by this client's own budget"):
         start(strategy, grid_of(recipe, FOUR), 1)
 
@@ -244,7 +244,10 @@ def test_bytes_per_client_are_told_whatever_the_hosting():
 
 @pytest.mark.slow
 def test_quantised_messages_have_the_noise_of_the_row_and_no_bias():
-    """Over 400 seeds the mean of the decoded messages is that of the row before it was quantised."""
+    """Over 100 seeds the mean of the decoded messages is that of the row before it was quantised.
+
+    Nor do they draw a row out or in: a row's part in its message has a std of 2 % over all seeds.
+    """
     _, recipe = pair(quantization_levels=3)
     flat_recipe = replace(recipe, quantization_levels=None)
     model = FlatModel(nn.Linear(50, 2, bias=False))
@@ -257,14 +260,16 @@ def test_quantised_messages_have_the_noise_of_the_row_and_no_bias():
         (reply,) = own.pipeline(release, model=model, server_round=1).replies(start_vector, [job])
         return reply.row.to(torch.float64)
 
-    gaps, norms = [], []
-    for seed in range(400):
+    gaps, norms, drawn = [], [], []
+    for seed in range(100):
         plain, coarse = row(flat_recipe, seed), row(recipe, seed)
         gaps.append((coarse - plain).numpy())
         norms.append(float(plain @ plain))
+        drawn.append(float((coarse - plain) @ plain))
     mean = np.mean(gaps, axis=0)
     errors = np.sum(np.square(gaps), axis=1)
-    assert np.max(np.abs(mean) / (np.std(gaps, axis=0) / 20)) < stats.norm.isf(FALSE_ALARM / 100)
+    assert np.max(np.abs(mean) / (np.std(gaps, axis=0) / 10)) < stats.norm.isf(FALSE_ALARM / 100)
+    assert abs(np.sum(drawn) / np.sum(norms)) < 0.1
     assert np.mean(errors) <= qsgd_variance(100, 3) * np.mean(norms)
     assert np.mean(errors) > 0.1 * qsgd_variance(100, 3) * np.mean(norms)
 
@@ -421,8 +426,8 @@ def test_the_statement_of_the_papers_noise_is_what_all_replies_cost(strategy_typ
 
 
 def test_a_client_with_the_papers_noise_does_not_reply_where_the_server_states_a_budget():
-    strategy, budget = pair(epsilon=10.0)
-    _, recipe = pair(epsilon=10.0, calibration="paper")
+    strategy, budget = pair(epsilon=8.0)
+    _, recipe = pair(epsilon=8.0, calibration="paper")
     noise, enough = (one.terms("c0", FOUR["c0"]).release.noise_scale for one in (recipe, budget))
     assert noise < 0.9 * enough
     with pytest.raises(RuntimeError, match="by this client's own budget"):
@@ -446,7 +451,7 @@ def test_a_client_with_a_budget_adds_its_own_noise_where_the_server_has_the_pape
 
 
 def test_an_account_of_one_calibration_does_not_pay_for_the_other():
-    both: dict[str, Any] = {"steps": steps_of(), "epsilon": 10.0, "delta": 1e-5, "num_replies": 3, "num_records": 8}
+    both: dict[str, Any] = {"steps": steps_of(), "epsilon": 8.0, "delta": 1e-5, "num_replies": 3, "num_records": 8}
     budget, papers = (update_terms(**both, calibration=one) for one in ("exact", "paper"))
     for opened, later in ((budget, papers), (papers, budget)):
         assert later.why_not(0, opened.text).public == "its account was opened on other terms"

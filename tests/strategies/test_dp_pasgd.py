@@ -153,12 +153,14 @@ def test_weights_beyond_float32_are_no_reply():
 
 
 def batches_of(monkeypatch, recipe, data, replies=1):
-    """The batches of a client's steps."""
-    seen, real = [], client_side.clipped_sum
+    """The batches of a client's steps; what the steps make of them is that of the first batch."""
+    seen, made, real = [], [], client_side.clipped_sum
 
     def watched(model, records_, positions, **arguments):
         seen.append(tuple(positions.tolist()))
-        return real(model, records_, positions, **arguments)
+        if not made:
+            made.append(real(model, records_, positions, **arguments))
+        return made[0]
 
     monkeypatch.setattr(client_side, "clipped_sum", watched)
     for seed in range(replies):
@@ -230,14 +232,14 @@ WIDE = 20_000
 
 
 def still_model():
-    model = nn.Linear(WIDE, 1, bias=False)
+    model = nn.Linear(10, WIDE // 10, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
 
 def still_data(size):
     """Records whose gradients are zero: what leaves is noise alone."""
-    return TensorRecords(inputs=torch.zeros(size, WIDE), targets=torch.zeros(size, dtype=torch.int64))
+    return TensorRecords(inputs=torch.zeros(size, 10), targets=torch.zeros(size, dtype=torch.int64))
 
 
 def fits(sample, std):
@@ -447,7 +449,7 @@ def test_a_client_whose_own_terms_are_others_than_the_servers_does_not_reply(lie
     strategy, _ = pair(server={"num_records": 8}, **lie)
     grid = grid_of(recipe, FOUR)
     with pytest.raises(RuntimeError, match=r"the server's terms|this client's own"):
-        start(strategy, grid, 2)
+        start(strategy, grid, 1)
     for reply in grid.received:
         (record,) = reply.content.array_records.values()
         assert not next(iter(reversed(record.values()))).numpy().any()
@@ -482,15 +484,15 @@ def test_the_next_model_is_the_plain_mean_of_the_models_that_came():
 @pytest.mark.slow
 def test_poisson_batches_run_on_public_sizes():
     data = {name: records(name, 16) for name in FOUR}
-    strategy, recipe = pair(server={"num_records": 16}, batch_sampling="poisson", num_steps=4)
+    strategy, recipe = pair(server={"num_records": 16}, batch_sampling="poisson", num_steps=4, epsilon=0.5)
     start(strategy, grid_of(recipe, data), 2)
     statement = strategy.statement
     assert [report.replies for report in strategy.rounds] == [4, 4]
-    assert 0.98 * 2.0 < statement.epsilon <= 2.0
+    assert 0.98 * 0.5 < statement.epsilon <= 0.5
     assert statement.accountant == "pld"
     assert "known to the client alone" in str(statement)
     # Without its amplification the same noise costs far more, which is what the paper's formula says.
-    assert statement.paper.epsilon > 3
+    assert statement.paper.epsilon > 1
 
 
 def test_honest_rows_are_never_too_long_and_longer_ones_are_refused():
@@ -550,9 +552,9 @@ def evaluation(numbers, name="loss"):
     ],
 )
 def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(numbers, name, best):
-    strategy, recipe = pair(server={"best_by": name})
+    strategy, recipe = pair(server={"best_by": name, "num_clients": 1})
     evaluate, shown = evaluation(numbers, name)
-    result = strategy.start(grid_of(recipe, FOUR), model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
+    result = strategy.start(grid_of(recipe, {"c0": FOUR["c0"]}), model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     assert len(shown) == 4
     expected = shown[-1 if best is None else best]
     assert [value.numpy().tobytes() for value in result.arrays.values()] == [

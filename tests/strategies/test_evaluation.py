@@ -135,24 +135,24 @@ def test_values_are_those_of_the_clients(name, placement):
 def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod):
     """6,400 entries of noised vectors: their std is 2.5 % off with probability 0.005; seeds are fixed."""
     bounds = {f"metric {number}": 1.0 for number in range(15)}
-    arguments = WORDS | {"num_clients": 4, "noise_seed": 1}
+    arguments = WORDS | {"num_clients": 2, "noise_seed": 1}
     strategy = DPFedSAM(**arguments, placement=placement, evaluation=evaluation(metrics=bounds))
     half = dict.fromkeys(bounds, 0.5)
-    app = client_app(lambda context: own(context, clients_per_node=4, noise_seed=2, metrics=lambda *_: half))
-    grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 4) if mod else LocalGrid(app, 1)
+    app = client_app(lambda context: own(context, clients_per_node=2, noise_seed=2, metrics=lambda *_: half))
+    grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 2) if mod else LocalGrid(app, 1)
     known_clients, release = strategy._known_clients(grid), strategy.rules.evaluation.release
     length, model = strategy.rules.evaluation.length, wire.Model.of(flat(), frozen=())
-    asked = known_clients.by_node(np.arange(4))
-    noiseless = np.array([0.5] * 15 + [1.0])  # over 4 clients, divided by the norm of sqrt(16)
+    asked = known_clients.by_node(np.arange(2))
+    noiseless = np.array([0.5] * 15 + [1.0]) / 2  # over 2 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
         messages = strategy._run.ask(
             release, server_round, length=length, model=model, asked=asked, known_clients=known_clients, arrays=flat(), config={}
         )
         now, collected = strategy._run.total(release, grid.send_and_receive(messages))
-        assert len(collected.clients) == 4
+        assert len(collected.clients) == 2
         rng = strategy._run.generator("test", server_round)
-        sums = release.noised(now.ask, collected.total, num_replies=4, cohort_size=4, rng=rng) * 4
+        sums = release.noised(now.ask, collected.total, num_replies=2, cohort_size=2, rng=rng) * 2
         draws.append(sums - noiseless)
     std = np.std(draws)
     assert {factor: bool(abs(std / (0.5 * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)} == {
@@ -248,13 +248,13 @@ def test_lying_nodes_are_clipped_or_refused(total):
                     reply.content.config_records[wire.KEY][wire.KEY] = forged_total(total, length=3)
                 yield reply
 
-    arguments = WORDS | {"noise_multiplier": 1e-9}
+    arguments = WORDS | {"noise_multiplier": 1e-9, "num_clients": 10}
     strategy = DPFedAvg(**arguments, evaluation=evaluation(noise_multiplier=1e-6, metrics={"loss": 4.0, "accuracy": 1.0}))
-    result = strategy.start(Lying(app, 40), flat(), num_rounds=1)
-    others = sum(SHARES[node] for node in range(2, 41))
+    result = strategy.start(Lying(app, 10), flat(), num_rounds=1)
+    others = sum(SHARES[node] for node in range(2, 11))
     reported = result.evaluate_metrics_clientapp[1]["accuracy"]
-    # One client in 40 changes sums of vectors by 1 at most: sqrt(3) in units of the metrics.
-    assert others / (39 + math.sqrt(3)) - 1e-3 <= reported <= others / 39 + 1e-3
+    # One client in 10 changes sums of vectors by 1 at most: sqrt(3) in units of the metrics.
+    assert others / (9 + math.sqrt(3)) - 1e-3 <= reported <= others / 9 + 1e-3
 
 
 # What is released, on the whole way
@@ -282,10 +282,17 @@ def test_what_is_told_has_the_noise_that_was_charged_on_every_metric(placement):
     Two metrics of a round share the noise of their count, and differ by their own: over 2,800 differences the relative error of a
     variance is sqrt(2 / 2800) = 2.7 %. A scale 10 % off is rejected, and of noise that is drawn once for all metrics nothing is left.
     """
-    few = {"clients": 4, "nodes": 1, "noise_multiplier": 0.05}
+    few = {"clients": 2, "nodes": 1, "noise_multiplier": 0.025}
     strategy, grid, bounds = constant(DPFedSAM, placement=placement, noise_seed=3, **few)
-    values = values_by_round(strategy, grid, bounds, 200)
-    std = 4 * 0.05 / 4  # sqrt(16 entries) x noise multiplier, over 4 clients
+    strategy.plan(200)
+    values = []
+    for number in range(1, 201):
+        strategy.configure_train(number, flat(), ConfigRecord(), grid)
+        messages = strategy.configure_evaluate(number, flat(), ConfigRecord(), grid)
+        reported = strategy.aggregate_evaluate(number, grid.send_and_receive(messages))
+        values.append([reported[name] for name in bounds])
+    values = np.array(values)
+    std = 4 * 0.025 / 2  # sqrt(16 entries) x noise multiplier, over 2 clients
     own = values - values.mean(axis=1, keepdims=True)
     found = math.sqrt(np.sum(own**2) / (200 * 14)) / std
     assert abs(found - 1) < 0.05
@@ -322,7 +329,8 @@ def test_a_sum_of_vectors_crosses_the_wire_without_losing_a_bit(placement):
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 def test_no_two_runs_tell_the_same_and_no_round_repeats_another(placement):
     """Under distributed placement all noise is the clients': none of them is missing."""
-    first, second = (values_by_round(*constant(DPFedSAM, placement=placement, num_metrics=3), 3) for _ in range(2))
+    few = {"clients": 8, "nodes": 1, "num_metrics": 3}
+    first, second = (values_by_round(*constant(DPFedSAM, placement=placement, **few), 3) for _ in range(2))
     draws = [row.tobytes() for row in np.concatenate([first, second])]
     assert len(set(draws)) == 6
     # Errors of one run are not those of another: over 9 values 20 equal bits have a probability below 1e-50.
@@ -334,7 +342,7 @@ def test_no_two_runs_ask_the_same_cohorts():
     """2 cohorts of 40 clients, each with probability 1/2: two draws are the same with probability 2^-80."""
 
     def cohorts():
-        strategy, grid, _ = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5))
+        strategy, grid, _ = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=4.0)
         strategy.start(grid, flat(), num_rounds=2)
         return [
             (json.loads(one.content.config_records["config"][wire.KEY])["server_round"], one.metadata.dst_node_id)
@@ -535,10 +543,15 @@ def test_it_is_charged_before_a_message_leaves_and_to_both_ledgers():
 def test_epsilon_is_that_of_training_and_evaluations_together():
     poisson = PoissonSampling(sampling_rate=0.5)
     strategy, _, _ = run(
-        *APPS["ours"], num_rounds=5, arguments={"sampling": poisson}, sampling=PoissonSampling(sampling_rate=0.25), every=2
+        *APPS["ours"],
+        num_rounds=5,
+        arguments={"sampling": poisson, "noise_multiplier": 4.0},
+        noise_multiplier=2.0,
+        sampling=PoissonSampling(sampling_rate=0.25),
+        every=2,
     )
-    training = SelfComposedDpEvent(PoissonSampledDpEvent(0.5, GaussianDpEvent(1.0)), 5)
-    evaluations = SelfComposedDpEvent(PoissonSampledDpEvent(0.25, GaussianDpEvent(0.5)), 2)
+    training = SelfComposedDpEvent(PoissonSampledDpEvent(0.5, GaussianDpEvent(4.0)), 5)
+    evaluations = SelfComposedDpEvent(PoissonSampledDpEvent(0.25, GaussianDpEvent(2.0)), 2)
 
     def cost(*events):
         return accounting.epsilon(ComposedDpEvent(list(events)), delta=1e-3, relation="add-or-remove-one").epsilon
@@ -553,21 +566,22 @@ def test_epsilon_is_that_of_training_and_evaluations_together():
 
 
 def test_the_servers_own_view_counts_evaluations_too():
+    arguments = {"placement": "distributed", "num_clients": 10}
     strategy, _, _ = run(
-        *APPS["ours"], num_rounds=3, strategy_class=DPFedSAM, arguments={"placement": "distributed"}, noise_multiplier=2.0
+        client_app(own), 10, "accuracy", num_rounds=3, strategy_class=DPFedSAM, arguments=arguments, noise_multiplier=2.0
     )
     server = next(one for one in strategy.statement.adversaries if one.name == "the server")
-    # 3 messages with a 40th part of the variance of noise of std 1 x clip norm, and 3 with that of noise of std 2.
-    multiplier = 1 / math.sqrt(3 * 40 + 3 * 40 / 4)
+    # 3 messages with a 10th part of the variance of noise of std 1 x clip norm, and 3 with that of noise of std 2.
+    multiplier = 1 / math.sqrt(3 * 10 + 3 * 10 / 4)
     wanted = accounting.epsilon(GaussianDpEvent(multiplier), delta=1e-3, relation="add-or-remove-one").epsilon
     assert server.epsilon == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_target_counts_evaluations():
-    arguments = {"target_epsilon": 9.0}
+    arguments = {"target_epsilon": 9.0, "num_clients": 4}
     plain = DPFedAvg(**WORDS | arguments)
-    plain.start(LocalGrid(client_app(own), 40), flat(), num_rounds=20)
-    strategy, _, _ = run(*APPS["ours"], num_rounds=20, arguments=arguments, noise_multiplier=2.0)
+    plain.start(LocalGrid(client_app(own), 4), flat(), num_rounds=20)
+    strategy, _, _ = run(client_app(own), 4, "accuracy", num_rounds=20, arguments=arguments, noise_multiplier=2.0)
     assert 0 < len(strategy.rounds) < len(plain.rounds)
     assert strategy.statement.epsilon <= 9.0
 

@@ -435,25 +435,25 @@ def test_parameters_without_dimensions_half_precision_and_empty_arrays_are_train
 @pytest.mark.slow
 def test_the_target_epsilon_ends_the_run_before_the_round_that_would_pass_it():
     arguments = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": PoissonSampling(sampling_rate=0.5)}
-    strategy = fedavg(8, target_epsilon=4.0, **arguments)
+    strategy = fedavg(8, target_epsilon=2.0, **arguments)
     seen = []
     result = start(
         strategy,
         LocalGrid(stock_app(shifted(lambda node: 0.1)), 8),
-        num_rounds=500,
+        num_rounds=100,
         evaluate_fn=lambda server_round, record: seen.append(server_round) or MetricRecord({"round": server_round}),
     )
     ended = len(strategy.rounds)
-    assert 0 < ended < 500
-    assert strategy.statement.epsilon <= 4.0
+    assert 0 < ended < 100
+    assert strategy.statement.epsilon <= 2.0
     assert seen == list(range(ended + 1))
     assert sorted(result.evaluate_metrics_serverapp) == seen
     assert sorted(result.train_metrics_clientapp) == seen[1:]
-    assert f"ended before round {ended + 1}: it would pass target_epsilon=4" in str(strategy.statement)
+    assert f"ended before round {ended + 1}: it would pass target_epsilon=2" in str(strategy.statement)
     # One more round would have been too much.
     longer = fedavg(8, **arguments)
     start(longer, LocalGrid(stock_app(shifted(lambda node: 0.1)), 8), num_rounds=ended + 1)
-    assert longer.statement.epsilon > 4.0
+    assert longer.statement.epsilon > 2.0
 
 
 @pytest.mark.slow
