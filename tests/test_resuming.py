@@ -6,7 +6,9 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluat
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError, CheckpointFolder
 from flower_dp.strategies.run_checkpoints import LEDGER
 from tests.adversaries.fuzzing import THOROUGH
+from tests.chance import chance_of
 from tests.contracts import METHODS, Method, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
@@ -127,6 +130,13 @@ def alike(one: Any, other: Any) -> bool:
     return one == (pytest.approx(other, rel=1e-6) if isinstance(other, float) else other)
 
 
+@cache
+def told_of_a_whole_run(method: Method) -> dict[str, Any]:
+    """What a run tells that is never interrupted."""
+    with chance_of(method.label), TemporaryDirectory() as folder:
+        return told(case_of(method, Path(folder) / "whole", Words()).start(resume=False))
+
+
 def told(strategy: Any) -> dict[str, Any]:
     """The statement, without what happened and what came of it."""
     said = strategy.statement.to_dict()
@@ -135,10 +145,10 @@ def told(strategy: Any) -> dict[str, Any]:
 
 
 def deaths() -> Iterator[Any]:
-    """Every method in every round, in one of three ways, which change from method to method; in all of them if tests are thorough."""
+    """Every round in each of three ways; of these nine cases one or two a method, in turn, or all of them if tests are thorough."""
     for place, method in enumerate(METHODS):
-        for at, (number, when) in itertools.product((1, 2, 3), enumerate(("push", "pull", "kill -9"))):
-            if THOROUGH or (place + number) % 3 == 1:
+        for number, (at, when) in enumerate(itertools.product((1, 2, 3), ("push", "pull", "kill -9"))):
+            if THOROUGH or (place + number) % 7 == 4:
                 yield pytest.param(method, at, when, id=f"{method.label}-{at}-{when}")
 
 
@@ -146,7 +156,6 @@ def deaths() -> Iterator[Any]:
 @pytest.mark.parametrize(("method", "at", "when"), list(deaths()))
 def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_released_again(method, at, when, tmp_path):
     arguments, numbers = Words(), (1, 2, 3)
-    whole = case_of(method, tmp_path / "whole", arguments).start(resume=False)
     case = case_of(method, tmp_path / "run", arguments)
     case.grid.dies = ("train", at, when)
     first = case.start(resume=False)
@@ -159,7 +168,7 @@ def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_rele
     assert again.incidents.count(incident) == 1
     assert [report.server_round for report in again.rounds] == [number for number in numbers if number != at]
     assert case.grid.rounds_sent() == [number for number in numbers if number != at or when == "pull"]
-    assert alike(told(again), told(whole))
+    assert alike(told(again), told_of_a_whole_run(method))
     # Noise is new: no two rounds have the same.
     assert len(set(case.models.values())) == len(case.models)
 
@@ -169,15 +178,13 @@ def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_rele
 def test_rounds_after_the_last_checkpoint_stay_charged(method, tmp_path, monkeypatch):
     """The process is killed after rounds so short that no checkpoint was written since the one before the first."""
     monkeypatch.setattr(run_checkpoints, "_SHARE", 1e-9)
-    arguments = Words()
-    whole = case_of(method, tmp_path / "whole", arguments).start(resume=False)
-    case = case_of(method, tmp_path / "run", arguments)
+    case = case_of(method, tmp_path / "run", Words())
     case.grid.dies = ("train", 3, "kill -9")
     case.start(resume=False)
     again = case.start()
     assert again.incidents[0] == "rounds 1 to 3 were charged and not finished"
     assert case.grid.rounds_sent() == [1, 2]
-    assert alike(told(again), told(whole))
+    assert alike(told(again), told_of_a_whole_run(method))
 
 
 @pytest.mark.slow
@@ -188,7 +195,7 @@ def test_a_run_that_goes_on_between_two_rounds_ends_as_one_that_never_stopped(me
     whole = case_of(method, tmp_path / "whole", arguments, noise_seed=SEED)
     expected = whole.start(resume=False)
     case = case_of(method, tmp_path / "run", arguments, noise_seed=SEED)
-    for case.fails in (1, 2, 3):
+    for case.fails in (1, 3):
         case.start()
     strategy = case.start()
     assert case.models == whole.models

@@ -1,3 +1,4 @@
+import itertools
 import math
 from functools import partial
 
@@ -22,10 +23,10 @@ class Block(nn.Module):
     def __init__(self, inputs, outputs, stride):
         super().__init__()
         self.inner = nn.Sequential(
-            *(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(32, outputs), nn.ReLU()),
-            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(32, outputs)),
+            *(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU()),
+            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(8, outputs)),
         )
-        shorter = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
+        shorter = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(8, outputs))
         self.around = nn.Identity() if inputs == outputs and stride == 1 else shorter
 
     def forward(self, x):
@@ -33,17 +34,18 @@ class Block(nn.Module):
 
 
 def resnet18():
-    first = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
-    widths = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
+    """With a quarter of the usual channels."""
+    first = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
+    widths = ((16, 16, 1), (16, 32, 2), (32, 64, 2), (64, 128, 2))
     blocks = [Block(*sizes) for i, o, stride in widths for sizes in ((i, o, stride), (o, o, 1))]
-    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
 MODELS = {
     "logistic": (lambda: make("logistic", seed=0), (784,), 24),
     "mlp": (lambda: make("mlp", seed=0), (784,), 12),
     "cnn": (lambda: make("cnn", seed=0), (784,), 5),
-    "resnet18": (resnet18, (3, 32, 32), 3),
+    "resnet18": (resnet18, (3, 16, 16), 5),
 }
 
 
@@ -80,13 +82,12 @@ def assert_close_sums(rows, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_engines_make_the_same_sums_as_plain_autograd(name, engine):
+def test_engines_make_the_same_sums_as_plain_autograd(name):
     flat, inputs, targets = case(name)
-    for chunk in (None, 4):
+    expected, values = one_at_a_time(flat, inputs, targets)
+    for engine, chunk in itertools.product(ENGINES, (None, 4)):
         rows, losses = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine, chunk=chunk)
-        expected, values = one_at_a_time(flat, inputs, targets)
         assert_close_sums(rows, expected)
         torch.testing.assert_close(losses, values)
 
