@@ -292,7 +292,7 @@ _ARRAYS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(header=_HEADERS, arrays=_ARRAYS, mask=st.sampled_from([None, np.array([0, 5])]))
 def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arrays: Any, mask: Any) -> None:
     try:
@@ -304,7 +304,7 @@ def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arra
     assert vector.dtype == arrays[-1].dtype
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(indices=st.one_of(_NEAR_INDICES, _NEAR_BITS), values=hnp.arrays(np.float32, st.integers(0, 12), elements=st.just(F(1))))
 def test_decode_accepts_only_what_encoding_again_gives_back(indices: np.ndarray, values: np.ndarray) -> None:
     try:

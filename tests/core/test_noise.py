@@ -56,7 +56,7 @@ def _step(scale: float) -> float:
 def _fits(noise: Any, name: str, scale: float) -> bool:
     """Whether the values look like the named distribution of this scale (Kolmogorov-Smirnov)."""
     values = np.asarray(noise, np.float64).ravel()
-    return bool(stats.kstest(values, DISTRIBUTIONS[name](0, scale).cdf).pvalue > FALSE_ALARM)
+    return bool(stats.kstest(values, DISTRIBUTIONS[name](0, scale).cdf, method="asymp").pvalue > FALSE_ALARM)
 
 
 # The distribution
@@ -106,7 +106,7 @@ def test_noise_is_independent_across_coordinates_and_draws(name: str, source: st
 
 # The law on the lattice, step by step
 
-MANY = 1_000_000
+MANY = 500_000  # so many that a 5 % wrong scale is missed with probability 1e-5 at most
 _FEWEST = 50  # expected draws in a cell, where chi-square's own distribution is good enough
 # Scales in steps: the coarsest lattice that there is, the last that is drawn in one part, and ones that are drawn in two parts,
 # or from digits of more than one uniform number.
@@ -154,7 +154,8 @@ def _cells_fit(k: np.ndarray, name: str, scale: float, *, width: int) -> bool:
     """Whether whole numbers k look like rounded draws of this scale, counted in cells of so many steps and two tails."""
     last = np.arange(-int(8 * scale) // width * width, 8 * scale, width)  # of the steps of each cell
     law = np.diff(np.concatenate([[0.0], _below(name, scale, last), [1.0]]))
-    return _chi_square(np.bincount(np.searchsorted(last, k), minlength=len(law)), law)
+    at_most = np.searchsorted(np.sort(k), last, side="right")
+    return _chi_square(np.diff(at_most, prepend=0, append=k.size), law)
 
 
 def _steps(name: str, source: str, scale: float, *, step: float = 2.0**-7, seed: int = 41) -> np.ndarray:
@@ -172,7 +173,7 @@ LATTICE_KINDS = [("gaussian", "numpy-float64"), ("gaussian", "torch"), ("laplace
 @pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
-    k = _steps(name, source, scale)
+    k = np.sort(_steps(name, source, scale))
     for width in (int(scale) // 128, int(scale) // 16 + 1):
         assert _cells_fit(k, name, scale, width=width)
         assert not _cells_fit(k, name, 1.05 * scale, width=width)
@@ -184,22 +185,22 @@ def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("modulus", [2, 3, 4, 8, 64, 4096, 8192])
-def test_the_last_bits_have_their_exact_probabilities(name: str, source: str, scale: float, modulus: int) -> None:
+def test_the_last_bits_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
     """Up to modulus 4096 they are one digit of a Laplace draw; with 8192 the next digit must be independent of it."""
     k = _steps(name, source, scale, seed=42)
-    law = _residue_law(name, scale, modulus)
+    coarse, digit = k // 2 * 2, np.where(k % 10 == 7, k + 1, k)
 
-    def fits(k: np.ndarray) -> bool:
-        return _chi_square(np.bincount(k % modulus, minlength=modulus), law)
+    def fits(k: np.ndarray, modulus: int, scale: float = scale) -> bool:
+        return _chi_square(np.bincount(k % modulus, minlength=modulus), _residue_law(name, scale, modulus))
 
-    assert fits(k)
-    if modulus != 3:
-        assert not fits(k // 2 * 2)  # draws on a lattice of twice the step
-        assert not fits(np.where(k % 10 == 7, k + 1, k))  # a digit that is left out now and then
-    if scale < modulus / 4:  # elsewhere residues are uniform, whatever the scale
-        for wrong in (1.05, 0.95):
-            assert not _chi_square(np.bincount(k % modulus, minlength=modulus), _residue_law(name, wrong * scale, modulus))
+    for modulus in (2, 3, 4, 8, 64, 4096, 8192):
+        assert fits(k, modulus), modulus
+        if modulus != 3:
+            assert not fits(coarse, modulus), modulus  # draws on a lattice of twice the step
+            assert not fits(digit, modulus), modulus  # a digit that is left out now and then
+    if scale == 2**10:  # elsewhere residues are uniform, or nearly so, whatever the scale
+        assert not fits(k, 8192, 1.05 * scale)
+        assert not fits(k, 8192, 0.95 * scale)
 
 
 @pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
@@ -305,7 +306,7 @@ def _exactly(value: float, step: float) -> Fraction:
     return int(Fraction(value) / Fraction(step)) * Fraction(step)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     data=st.data(),
     dtype=st.sampled_from([np.float32, np.float64]),
@@ -338,7 +339,7 @@ def test_steps_beyond_float32_are_rounded_to_in_float64(library: str, step: floa
     assert np.asarray(rounded).dtype == np.float64
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     values=hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1e6, 1e6, width=32)),
     clip=st.floats(1e-6, 1e6),
@@ -438,18 +439,18 @@ def test_the_noise_does_not_depend_on_what_it_is_for(name: str, source: str, sca
 def test_sums_of_lattice_values_are_the_same_in_any_order(name: str, source: str) -> None:
     like, rng = SOURCES[source]((200,), 56)
     step = lattice_step(0.7, clip_norm=1.0, dimension=200)
-    rows = [np.asarray(DRAWS[name](like, 0.7, step, rng)) for _ in range(300)]
-    values = np.random.default_rng(57).standard_normal((300, 200))
+    rows = [np.asarray(DRAWS[name](like, 0.7, step, rng)) for _ in range(100)]
+    values = np.random.default_rng(57).standard_normal((100, 200))
     rows = [row + toward_zero(value, step) for row, value in zip(rows, values, strict=True)]
 
     def totals(rows: Any) -> set[bytes]:
         found = set()
-        for order in (np.arange(300), np.arange(300)[::-1], *(np.random.default_rng(i).permutation(300) for i in range(5))):
+        for order in (np.arange(100), np.arange(100)[::-1], *(np.random.default_rng(i).permutation(100) for i in range(5))):
             total = np.zeros(200)
             for index in order:
                 total += rows[index]
             found.add(total.tobytes())
-        by_halves = np.stack(rows[:150]).sum(axis=0) + np.stack(rows[150:]).sum(axis=0)
+        by_halves = np.stack(rows[:50]).sum(axis=0) + np.stack(rows[50:]).sum(axis=0)
         found.add((np.zeros(200) + by_halves).tobytes())
         return found
 
@@ -688,7 +689,7 @@ def test_shares_of_noise_sum_to_the_noise(shares: int) -> None:
     total = np.zeros(size)
     for _ in range(shares):
         total += gaussian(total, share, step, rng)
-    assert stats.kstest(total, stats.norm(0, 3.0).cdf).pvalue > FALSE_ALARM
+    assert stats.kstest(total, stats.norm(0, 3.0).cdf, method="asymp").pvalue > FALSE_ALARM
     # The variance's band, at that size, is a little narrower than 5 % of the scale. Rounding adds less than 1e-7 of it.
     band = stats.norm.isf(FALSE_ALARM / 2) * math.sqrt(2 / size)
     variance = 9.0 + shares * step**2 / 12

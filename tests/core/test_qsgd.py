@@ -46,11 +46,11 @@ def unbiased(draws: np.ndarray, vector: np.ndarray, levels: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("levels", [1, 2, 10])
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize(("levels", "library"), [(1, np.asarray), (2, torch.from_numpy), (10, np.asarray)])
 def test_the_expectation_is_the_vector(levels, library):
     vector = gaussian(400)
-    draws = np.stack([quantized(library(vector), levels, seed) for seed in range(4000)])
+    # At one level the standard deviation of the mean is 0.6 % of the norm: 5 % are missed with probability 1e-3 at most.
+    draws = np.stack([quantized(library(vector), levels, seed) for seed in range(2200)])
     assert unbiased(draws, vector, levels)
     assert not unbiased(draws * 1.05, vector, levels)
     assert not unbiased(draws / 1.05, vector, levels)
@@ -65,7 +65,7 @@ def test_the_expectation_is_the_vector(levels, library):
 def test_the_variance_is_exact_and_below_its_bound(levels):
     vector = gaussian(300)
     norm = np.linalg.norm(vector)
-    errors = np.asarray([np.sum((quantized(vector, levels, seed) - vector) ** 2) for seed in range(3000)])
+    errors = np.asarray([np.sum((quantized(vector, levels, seed) - vector) ** 2) for seed in range(1000)])
     part = rounded_up(vector, levels)
     exact = (norm / levels) ** 2 * np.sum(part * (1 - part))
     band = stats.norm.isf(5e-7) * errors.std() / math.sqrt(len(errors))

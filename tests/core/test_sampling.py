@@ -70,11 +70,11 @@ def test_poisson_cohort_sizes_are_binomial() -> None:
 
 
 def test_poisson_clients_are_independent() -> None:
-    table = _cohorts(PoissonSampling(sampling_rate=0.2), 6, 50_000).astype(float)
+    table = _cohorts(PoissonSampling(sampling_rate=0.2), 6, 20_000).astype(float)
     correlations = np.corrcoef(table.T)[np.triu_indices(6, 1)]
-    assert np.abs(correlations).max() < stats.norm.isf(FALSE_ALARM / 30) / math.sqrt(50_000)
+    assert np.abs(correlations).max() < stats.norm.isf(FALSE_ALARM / 30) / math.sqrt(20_000)
     over_time = [np.corrcoef(column[1:], column[:-1])[0, 1] for column in table.T]
-    assert np.abs(over_time).max() < stats.norm.isf(FALSE_ALARM / 12) / math.sqrt(50_000)
+    assert np.abs(over_time).max() < stats.norm.isf(FALSE_ALARM / 12) / math.sqrt(20_000)
 
 
 def test_poisson_event_and_expected_cohort() -> None:
