@@ -154,8 +154,8 @@ def _cells_fit(k: np.ndarray, name: str, scale: float, *, width: int) -> bool:
     """Whether whole numbers k look like rounded draws of this scale, counted in cells of so many steps and two tails."""
     last = np.arange(-int(8 * scale) // width * width, 8 * scale, width)  # of the steps of each cell
     law = np.diff(np.concatenate([[0.0], _below(name, scale, last), [1.0]]))
-    at_most = np.searchsorted(np.sort(k), last, side="right")
-    return _chi_square(np.diff(at_most, prepend=0, append=k.size), law)
+    cells = np.clip((k.astype(np.int64) - int(last[0]) + width - 1) // width, 0, len(last))
+    return _chi_square(np.bincount(cells, minlength=len(law)), law)
 
 
 def _steps(name: str, source: str, scale: float, *, step: float = 2.0**-7, seed: int = 41) -> np.ndarray:
@@ -173,7 +173,7 @@ LATTICE_KINDS = [("gaussian", "numpy-float64"), ("gaussian", "torch"), ("laplace
 @pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
-    k = np.sort(_steps(name, source, scale))
+    k = _steps(name, source, scale)
     for width in (int(scale) // 128, int(scale) // 16 + 1):
         assert _cells_fit(k, name, scale, width=width)
         assert not _cells_fit(k, name, 1.05 * scale, width=width)
