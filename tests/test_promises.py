@@ -434,14 +434,14 @@ def test_a_start_of_ones_own_does_not_pass_the_target():
         "delta": 1e-3,
     }
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
-    strategy = OwnStart(**arguments, target_epsilon=8.0)
-    strategy.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=40)
-    planned = DPFedAvg(**arguments, target_epsilon=8.0)
-    planned.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=40)
-    assert len(strategy.rounds) == len(planned.rounds) < 40
-    assert 7.0 < strategy.statement.epsilon == planned.statement.epsilon <= 8.0
+    strategy = OwnStart(**arguments, target_epsilon=4.0)
+    strategy.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=6)
+    planned = DPFedAvg(**arguments, target_epsilon=4.0)
+    planned.start(grid, arrays(w=np.zeros(9, np.float32)), num_rounds=6)
+    assert len(strategy.rounds) == len(planned.rounds) < 6
+    assert 3.0 < strategy.statement.epsilon == planned.statement.epsilon <= 4.0
     assert [line for line in strategy.statement.incidents if "ended before" in line] == [
-        f"ended before round {len(planned.rounds) + 1}: it would pass target_epsilon=8"
+        f"ended before round {len(planned.rounds) + 1}: it would pass target_epsilon=4"
     ]
 
 
@@ -538,7 +538,7 @@ def test_instructions_do_not_tell_how_many_clients_take_part():
 @pytest.mark.parametrize("strategy_class", [DPFedAvg, DPFedSAM])
 def test_metrics_tell_the_cohort_only_where_it_is_no_secret(strategy_class, sampling, secret):
     strategy = strategy_class(**CLIENT_LEVEL | {"sampling": sampling})
-    result = strategy.start(LocalGrid(clients("DPClient"), 4), model_arrays(linear()), num_rounds=12)
+    result = strategy.start(LocalGrid(clients("DPClient"), 4), model_arrays(linear()), num_rounds=4)
     reported = [dict(metrics) for metrics in result.train_metrics_clientapp.values()]
     hidden = {"cohort-size", "replies", "bytes-down", "bytes-up", "seconds"}
     for metrics, report in zip(reported, strategy.rounds, strict=True):

@@ -156,8 +156,7 @@ def _noise_fits(total: np.ndarray, std: float) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosted", [1, 5])
-@pytest.mark.parametrize("noise_std", [0.02, 3.0])
+@pytest.mark.parametrize(("hosted", "noise_std"), [(1, 0.02), (5, 3.0)])
 def test_noise_of_what_leaves_has_the_right_std_and_a_wrong_one_is_rejected(hosted: int, noise_std: float) -> None:
     size = 10 * SIZE
     names = tuple(f"client-{i}" for i in range(hosted))

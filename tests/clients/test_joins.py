@@ -92,18 +92,17 @@ def evaluated(flat: FlatModel, data: Any) -> np.ndarray:
 # Records that are computed together
 
 
-@pytest.mark.parametrize("between", [filled, looked_up])
-@pytest.mark.parametrize("as_pairs", [False, True], ids=["tensors", "pairs"])
+@pytest.mark.parametrize(("between", "as_pairs"), [(filled, False), (looked_up, True)], ids=["tensors", "pairs"])
 def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any, as_pairs: bool) -> None:
     """`torch.func` puts the tables of all records into one, and an index beyond a record's own reads or fills the next one's."""
 
     def of(values: Tensor) -> Any:
         return DatasetRecords(dataset=[(one, n % CLASSES) for n, one in enumerate(values)]) if as_pairs else records(values)
 
-    flat, values = made(Model(between)), features()
+    flat, values = made(Model(between)), features(4)
 
     def raw(values: Tensor) -> Tensor:
-        rows = [record_gradients(flat, values, torch.full((SIZE,), n), loss=CROSS_ENTROPY)[0] for n in range(CLASSES)]
+        rows = [record_gradients(flat, values, torch.full((4,), n), loss=CROSS_ENTROPY)[0] for n in range(CLASSES)]
         return torch.stack(rows)[:, 3:]
 
     joined = raw(values)

@@ -91,6 +91,7 @@ def test_an_answer_survives_a_reply() -> None:
 
 
 @pytest.mark.slow
+@settings(max_examples=30)
 @given(
     names=st.lists(st.text(min_size=1, max_size=5), max_size=4, unique=True),
     method=st.sampled_from(["dp-fedavg", "dp-fedsam", "another"]),
@@ -663,7 +664,7 @@ _JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(
     part=st.sampled_from([*INSTRUCTIONS, ANSWER]),
     changes=st.dictionaries(st.integers(0, 9), _JSON, min_size=1, max_size=3),
