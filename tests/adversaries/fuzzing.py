@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from flower_dp import wire
 
 THOROUGH = os.environ.get("FUZZ") == "thorough"
-_MORE, _FEWEST = 100, 15
+_MORE, _FEWEST = 100, 6
 # Address space that may be taken beyond what the process has at the start of an example, in bytes.
 _MEMORY = 2**28
 # Seconds of processor time of one example, where these are many.
@@ -33,7 +33,7 @@ _NO_MEMORY = re.compile(r"MemoryError|Unable to allocate|can't allocate memory|b
 
 
 def examples(number: int) -> settings:
-    """Settings of a test that tries a third of so many examples, but 15 at least, or 100 times as many when it is thorough."""
+    """Settings of a test that tries a third of so many examples, but 6 at least, or 100 times as many when it is thorough."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
     if THOROUGH:
         return settings(
