@@ -79,12 +79,12 @@ ZEROS = {"w": np.zeros(SIZE, np.float32)}
 @pytest.mark.slow
 def test_central_noise_has_std_z_c_over_the_expected_cohort():
     strategy = DPFedAvg(
-        clip_norm=0.5, noise_multiplier=0.8, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
+        clip_norm=0.5, noise_multiplier=4.0, sampling=PoissonSampling(sampling_rate=0.25), num_clients=8, delta=1e-3
     )
     steps = increments(strategy, LocalGrid(stock_app(shifted(lambda node: 0.0)), 8), arrays(**ZEROS), 8)
     # Cohorts differ, are even empty; noise and denominator do not.
     assert len({report.cohort_size for report in strategy.rounds}) > 1
-    assert_std(steps, 0.8 * 0.5 / (0.25 * 8))
+    assert_std(steps, 4.0 * 0.5 / (0.25 * 8))
     assert abs(np.corrcoef(steps)[np.triu_indices(8, 1)]).max() < 0.12
 
 
@@ -101,9 +101,9 @@ def test_an_empty_cohort_still_releases_noise_and_still_pays():
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)])
 def test_distributed_shares_add_up_to_the_same_noise_whoever_takes_part(sampling):
-    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=0.8, sampling=sampling, num_clients=8, delta=1e-3)
+    strategy = DPFedSAM(clip_norm=0.5, noise_multiplier=4.0, sampling=sampling, num_clients=8, delta=1e-3)
     steps = increments(strategy, LocalGrid(still_app(8), 2), model_arrays(still_model()), 6)
-    std = 0.8 * 0.5 / sampling.expected_cohort(8)
+    std = 4.0 * 0.5 / sampling.expected_cohort(8)
     assert_std(steps, std)
     # Round by round as well: a std that followed the size of the cohort would tell who took part.
     assert all(std_is(step, std) for step in steps)

@@ -342,9 +342,9 @@ def test_a_client_whose_budget_is_spent_is_not_asked_and_the_mean_is_over_who_ca
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [FixedSizeSampling(cohort_size=2), RoundRobinSampling(cohort_size=2)])
 def test_the_number_of_replies_follows_the_rounds(sampling):
-    strategy = DPFedPAQ(steps=steps_of(), sampling=sampling, num_clients=4, num_records=8, epsilon=2.0, delta=1e-5)
+    strategy = DPFedPAQ(steps=steps_of(), sampling=sampling, num_clients=4, num_records=8, epsilon=0.5, delta=1e-5)
     replies = expected_replies(6, 2, 4, at_random=isinstance(sampling, FixedSizeSampling))
-    _, recipe = pair(num_replies=replies)
+    _, recipe = pair(num_replies=replies, epsilon=0.5)
     start(strategy, grid_of(recipe, FOUR), 6)
     assert {terms.num_replies for terms in strategy.rules.books.terms.values()} == {replies}
     assert strategy.statement.private

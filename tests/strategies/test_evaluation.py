@@ -146,11 +146,19 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     noiseless = np.array([0.5] * 15 + [1.0]) / 2  # over 2 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
-        messages = strategy._run.ask(
-            release, server_round, length=length, model=model, asked=asked, known_clients=known_clients, arrays=flat(), config={}
-        )
-        now, collected = strategy._run.total(release, grid.send_and_receive(messages))
-        assert len(collected.clients) == 2
+        if placement == "distributed" or server_round == 1:  # else clients add none
+            messages = strategy._run.ask(
+                release,
+                server_round,
+                length=length,
+                model=model,
+                asked=asked,
+                known_clients=known_clients,
+                arrays=flat(),
+                config={},
+            )
+            now, collected = strategy._run.total(release, grid.send_and_receive(messages))
+            assert len(collected.clients) == 2
         rng = strategy._run.generator("test", server_round)
         sums = release.noised(now.ask, collected.total, num_replies=2, cohort_size=2, rng=rng) * 2
         draws.append(sums - noiseless)
@@ -342,17 +350,17 @@ def test_no_two_runs_ask_the_same_cohorts():
     """2 cohorts of 40 clients, each with probability 1/2: two draws are the same with probability 2^-80."""
 
     def cohorts():
-        strategy, grid, _ = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=4.0)
-        strategy.start(grid, flat(), num_rounds=2)
-        return [
-            (json.loads(one.content.config_records["config"][wire.KEY])["server_round"], one.metadata.dst_node_id)
-            for one in grid.sent
-            if one.metadata.message_type == "evaluate"
-        ]
+        strategy, grid, _ = constant(nodes=40, num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5))
+        drawn = []
+        for number in (1, 2):
+            strategy.configure_train(number, flat(), ConfigRecord(), grid)
+            messages = strategy.configure_evaluate(number, flat(), ConfigRecord(), grid)
+            drawn.append({one.metadata.dst_node_id for one in messages})
+        return drawn
 
     first, second = cohorts(), cohorts()
     assert first != second
-    assert {node for number, node in first if number == 1} != {node for number, node in first if number == 2}
+    assert first[0] != first[1]
 
 
 def test_replies_to_an_evaluation_with_noise_from_a_seed_are_refused_and_the_run_stays_private():

@@ -523,22 +523,12 @@ def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
 # The server
 
 
-@every_method
-def test_a_copy_of_a_strategy_evaluates_by_its_own_terms(method):
-    """And not by those of the object that it was copied from, which has never run."""
-    make, recipe = METHODS[method]
-    strategy = copy.deepcopy(make(evaluation=LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})))
-    grid = LocalGrid(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
-    strategy.start(grid, flat(), num_rounds=3)  # as in the next test: the same cost, accounted once
-    assert set(strategy.evaluations) == {1, 2}
-    assert [strategy.rules.evaluation.release.replies(name) for name in NAMES] == [2] * CLIENTS
-
-
 @pytest.mark.slow
 @every_method
 def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(method):
+    """Of a copy, which evaluates by its own terms, and not by those of the object that it was copied from, which has never run."""
     make, recipe = METHODS[method]
-    strategy = make(evaluation=LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0}))
+    strategy = copy.deepcopy(make(evaluation=LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})))
     seen = []
 
     class Watching(LocalGrid):
@@ -556,6 +546,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     # The third round finds the budgets of evaluation spent.
     assert seen == [[1] * CLIENTS, [2] * CLIENTS]
     assert set(strategy.evaluations) == {1, 2}
+    assert [strategy.rules.evaluation.release.replies(name) for name in NAMES] == [2] * CLIENTS
     statement = strategy.statement
     assert not statement.incidents
     assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)

@@ -181,7 +181,7 @@ def test_local_steps_rely_on_a_secret_choice_where_it_is_counted(method, size):
     ids=lambda value: type(value).__name__,
 )
 def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
-    arguments = LEVEL | {"num_clients": 400, "noise_multiplier": 1.0, "delta": 1e-4}
+    arguments = LEVEL | {"num_clients": 400, "delta": 1e-4}
     relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
     strategy = DPFedAvg(**arguments, sampling=sampling, relation=relation)
     names = tuple(f"c{index}" for index in range(400))
@@ -302,7 +302,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
     ],
 )
 def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault):
-    strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4, "noise_multiplier": 1.0}, **arguments)
+    strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4}, **arguments)
     strategy.plan(2)
     names = tuple(f"c{index}" for index in range(400))
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
     rate = arguments["sampling"].expected_cohort(400) / 400
-    event = SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(1.0)), 2)
+    event = SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(4.0)), 2)
     assert paper.epsilon == pytest.approx(accounting.rdp_epsilon(event, delta=1e-4, relation="add-or-remove-one"))
 
 
