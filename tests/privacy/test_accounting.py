@@ -52,12 +52,14 @@ def hockey_stick(pair: tuple[Callable[[float], float], Callable[[float], float]]
 
 def mixture(std: float, *parts: tuple[float, float]) -> Callable[[Any], Any]:
     """Density of a mixture of normals: (weight, mean) of each."""
-    return lambda x: sum(weight * stats.norm.pdf(x, mean, std) for weight, mean in parts)
+    return lambda x: (
+        sum(weight * np.exp(-(((x - mean) / std) ** 2) / 2) for weight, mean in parts) / (std * math.sqrt(2 * math.pi))
+    )
 
 
 def poisson_rdp_epsilon(multiplier: float, rate: float, rounds: int, delta: float) -> float:
     """Renyi accounting by quadrature at real orders, and the conversion of Canonne et al. 2020."""
-    x, step = np.linspace(-14 * multiplier, 14 * multiplier + 70, 40_001, retstep=True)
+    x, step = np.linspace(-14 * multiplier, 14 * multiplier + 70, 8001, retstep=True)
     loss = np.log1p(rate * np.expm1((2 * x - 1) / (2 * multiplier**2)))
     best = math.inf
     for order in np.arange(1.1, 40, 0.1):
@@ -226,24 +228,25 @@ def test_many_poisson_sampled_releases_against_monte_carlo() -> None:
     assert abs(gains.mean() - delta) > 5 * gains.std() / math.sqrt(losses.size)
 
 
-def _naive_without_replacement(multiplier: float, population: int, cohort: int, rounds: int, delta: float) -> float:
-    accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+def _naive_without_replacement(
+    multiplier: float, population: int, cohort: int, rounds: int, delta: float, orders: list[float] | None = None
+) -> float:
+    accountant = RdpAccountant(orders, neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     accountant.compose(Repeat(fixed_size(population, cohort, Gaussian(multiplier)), rounds))
     return float(accountant.get_epsilon(delta))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cohort", "rounds", "multiplier"), [(100, 100, 2.0), (10, 1000, 1.0), (900, 1, 1.0)])
+@pytest.mark.parametrize(("cohort", "rounds", "multiplier"), [(10, 1000, 1.0), (900, 1, 1.0)])
 def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
     cohort: int, rounds: int, multiplier: float
 ) -> None:
     event = Repeat(fixed_size(1000, cohort, Gaussian(multiplier)), rounds)
-    naive = _naive_without_replacement(multiplier, 1000, cohort, rounds, 1e-5)
     right = _naive_without_replacement(multiplier / 2, 1000, cohort, rounds, 1e-5)
     found = rdp_epsilon(event, delta=1e-5, relation=REPLACE)
     assert found is not None
     assert right * (1 - 1e-12) <= found <= right * (1 + 1e-9)  # with what float64's rounding may have lost
-    assert right > 1.5 * naive
+    assert right > 1.5 * _naive_without_replacement(multiplier, 1000, cohort, rounds, 1e-5, orders=[2, 4, 8, 16, 32])  # too much
     unsampled = epsilon(Repeat(Gaussian(multiplier), rounds), delta=1e-5, relation=REPLACE).epsilon
     got = epsilon(event, delta=1e-5, relation=REPLACE).epsilon
     assert got < min(right, unsampled)
@@ -330,7 +333,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(
     case=st.sampled_from(CASES),
     multiplier=st.floats(1.5, 6),
@@ -400,8 +403,7 @@ def test_calibrated_pure_noise_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [0.003, 0.02, 0.05, 0.1])
-@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize(("target", "relation"), [(0.003, REPLACE), (0.02, REPLACE), (0.05, ADD), (0.1, ADD)])
 def test_calibration_of_small_targets_agrees_with_epsilon(target: float, relation: Relation) -> None:
     found = calibrate(lambda z: Repeat(Poisson(0.01, Gaussian(z)), 1000), epsilon=target, delta=1e-5, relation=relation)
     event = Repeat(Poisson(0.01, Gaussian(found)), 1000)
@@ -474,7 +476,7 @@ def test_a_curve_is_right_in_the_first_round_and_in_the_last() -> None:
 )
 @pytest.mark.parametrize("points", [5, 50])
 def test_a_curve_is_an_upper_bound_that_never_falls(event: dp.DpEvent, relation: Relation, points: int) -> None:
-    rounds = 12
+    rounds = 8
     values = epsilon_by_round(partial(Repeat, event), num_rounds=rounds, delta=1e-4, relation=relation, points=points)
     assert values.shape == (rounds + 1,)
     assert values[0] == 0
@@ -617,7 +619,6 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (Repeat(Laplace(1e-3), 10), 1e-5, ADD),
         (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, ADD),
         (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, REPLACE),
-        (Repeat(Poisson(0.001, Gaussian(1.0)), 1_000_000), 1e-5, ADD),
         (Repeat(fixed_size(1000, 10, Gaussian(5.0)), 1_000_000), 1e-5, REPLACE),
         (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, ADD),
         (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, REPLACE),

@@ -210,8 +210,10 @@ def test_monte_carlo_refutes_half_of_the_sensitivity_and_a_smaller_sample() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("multiplier", "delta"), [(0.8, 1e-6), (3.0, 1e-3), (8.0, 1e-6)])
-@pytest.mark.parametrize(("sample", "count"), [(1, 60), (1, 1), (20, 10), (59, 2), (60, 10)])
+@pytest.mark.parametrize(
+    ("multiplier", "delta", "sample", "count"),
+    [(8.0, 1e-6, 1, 60), (0.8, 1e-6, 1, 1), (3.0, 1e-3, 1, 1), (3.0, 1e-3, 20, 10), (0.8, 1e-6, 59, 2), (8.0, 1e-6, 60, 10)],
+)
 def test_never_below_a_pair_that_can_happen_and_never_above_the_renyi_bound(
     multiplier: float, delta: float, sample: int, count: int
 ) -> None:
@@ -229,7 +231,7 @@ def test_never_below_a_pair_that_can_happen_and_never_above_the_renyi_bound(
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     kind=st.sampled_from([Gaussian, Laplace]),
     multiplier=st.floats(1, 8),
@@ -301,7 +303,7 @@ def test_several_gaussian_releases_on_one_sample_are_one_with_less_noise() -> No
 
 @pytest.mark.slow
 def test_calibrated_noise_is_that_of_the_tight_bound() -> None:
-    for multiplier, population, sample, count, delta, golden in GOLDEN:
+    for multiplier, population, sample, count, delta, golden in GOLDEN[1:]:
         found = calibrate(lambda z: run(z, population, sample, count), epsilon=golden, delta=delta, relation=REPLACE)  # noqa: B023
         assert found == pytest.approx(multiplier, rel=1e-3)
 

@@ -265,7 +265,8 @@ def affordable(epsilon, event=GAUSSIAN):
 def test_charges_end_where_the_budget_of_all_runs_does(tmp_path, epsilon):
     tmp_path.chmod(0o700)
     path, most = tmp_path / "ledger.sqlite", affordable(epsilon)
-    assert most == sum(gaussian(*[2.0] * count) <= epsilon for count in range(1, 1000))
+    assert most == 0 or gaussian(*[2.0] * most) <= epsilon
+    assert gaussian(*[2.0] * (most + 1)) > epsilon
     ServerLedger.create(path, JointBudget(epsilon=epsilon, delta=DELTA))
     charged = 0
     while charged < most:
@@ -507,11 +508,11 @@ def copied(path, folder, *suffixes):
 @pytest.mark.slow
 @pytest.mark.parametrize("marked", [True, False], ids=["with its lock file", "without"])
 def test_a_byte_that_has_changed_anywhere_is_noticed_or_changes_nothing(path, tmp_path, marked):
-    """Every page, 12 places of each, one bit each: a charge is never lost, nor does it become a smaller one."""
+    """Every page, 6 places of each, one bit each: a charge is never lost, nor does it become a smaller one."""
     made, rng, noticed, where = filled(path), random.Random(5), 0, []
     size = path.stat().st_size
     for page in range(0, size, 4096):
-        places = rng.sample(range(page, page + 4096), 12) + ([*range(page, page + 100, 7)] if page == 0 else [])
+        places = rng.sample(range(page, page + 4096), 6) + ([*range(page, page + 100, 7)] if page == 0 else [])
         where += [place for place in places if place < size]
     (tmp_path / "copy").mkdir(mode=0o700)
     for place in where:
@@ -728,7 +729,7 @@ def charge_until_killed(path, out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_process_that_is_killed_leaves_all_that_it_has_acknowledged(path, seed):
     rng = random.Random(seed)
     inlet, outlet = os.pipe()

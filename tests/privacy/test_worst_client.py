@@ -54,7 +54,7 @@ NOISY = {f"l{index}": terms(Laplace(noise_multiplier=40.0 + index), FullSampling
 def test_the_bound_is_never_below_any_clients_own_cost_and_never_falls(population: dict[str, Terms]) -> None:
     worst = WorstClient(population, relation=REPLACE, delta=DELTA)
     last = 0.0
-    for server_round in (1, 2, 9, 10, 11, 23):
+    for server_round in (1, 9, 10, 23):
         # Not all reply equally often.
         replies = {name: server_round * (index % 3 + 1) // 2 for index, name in enumerate(population)}
         bound = worst.epsilon(replies, {})
@@ -111,14 +111,13 @@ def test_one_reply_without_noise_is_not_private() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [24, 100])
-def test_the_budgets_of_all_methods_terms_hold(size: int) -> None:
+def test_the_budgets_of_all_methods_terms_hold() -> None:
     paq = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step")
     pasgd: dict[str, Any] = {"epsilon": 3.0, "delta": DELTA, "num_steps": 12, "num_local_steps": 3, "clip_norm": 1.0}
-    pasgd |= {"batch_size": 6, "num_records": size}
-    sgd: dict[str, Any] = {"clip_norm": 1.0, "epsilon": 3.0, "num_replies": 7, "num_records": size}
+    pasgd |= {"batch_size": 6, "num_records": 24}
+    sgd: dict[str, Any] = {"clip_norm": 1.0, "epsilon": 3.0, "num_replies": 7, "num_records": 100}
     for own, delta in (
-        (update_terms(steps=paq, epsilon=3.0, delta=DELTA, num_replies=7, num_records=size), DELTA),
+        (update_terms(steps=paq, epsilon=3.0, delta=DELTA, num_replies=7, num_records=100), DELTA),
         (step_terms(**pasgd), DELTA),
         (step_terms(**pasgd, calibration="zcdp"), DELTA),
         (step_terms(**pasgd, batch_sampling="poisson"), DELTA),
