@@ -254,7 +254,7 @@ class TestGaussianOptimum:
     def test_is_the_best_of_all_whole_numbers(self):
         rng = np.random.default_rng(5)
         winners = set()
-        for _ in range(150):
+        for _ in range(60):
             problem = random_problem(rng, "gaussian")
             n, cap, answer = problem["num_clients"], problem["max_rounds"], plan(problem)
             assert answer.best.bound == pytest.approx(exhaustive(problem, range(cap + 1), range(1, n + 1)), rel=1e-9)
