@@ -729,7 +729,7 @@ METHODS = (
         client=dp_client,
         **UNTRUSTED,
     ),
-    Method(label="dp-pasgd", title="DP-PASGD", **dp_pasgd(3)),
+    Method(label="dp-pasgd", title="DP-PASGD", **dp_pasgd(2)),
     Method(label="dp-sgd", title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),
     Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
     Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),

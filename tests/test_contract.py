@@ -565,7 +565,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS if THOROUGH else ["as they are", "all of them"])
+@pytest.mark.parametrize("settings", SETTINGS if THOROUGH else ["all of them"])
 @every_method
 def test_the_statement_says_what_the_settings_say(method, settings):
     arguments = SETTINGS[settings]

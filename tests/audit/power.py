@@ -89,7 +89,7 @@ def main() -> None:
     for plant, case, trials in BUGS:
         name = f"{plant.__name__}-{case.label}"
         if name not in EFFECTS:
-            sys.stdout.write(f"{name:55} {trials:5} trials: shows in every trial\n")
+            sys.stdout.write(f"{name:55} {trials:5} trials: of no Gaussian effect\n")
             continue
         rate, mean, deviation, missed = miss_rate(EFFECTS[name], trials, rng, draws=draws)
         told = f"z {mean:.1f} +- {deviation:.1f}; {missed} of {draws} missed; miss rate {rate:.0e}"

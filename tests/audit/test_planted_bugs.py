@@ -1,8 +1,8 @@
 """Bugs that cost privacy, planted one by one: the audit must flag each, and must not flag the same case without it.
 
 Every audit here has confidence 1 - 1e-4: one that flags a correct method is a false alarm, with probability 1e-4 at most each, and
-below 1e-3 for all of this file. Noise is fresh in every run, so that a bug is missed at times too, with probability below 1e-3 each:
-`power.py` beside this file computes it for the Gaussian effects; the others leave next to no error.
+below 1e-3 for all of this file, if noise is drawn anew (TEST_SEED=fresh). Then a bug is missed at times too: a Gaussian effect with a
+probability below 1e-3, which `power.py` beside this file computes; the others leave next to no error.
 """
 
 import copy
