@@ -253,6 +253,7 @@ def test_a_check_that_refuses_ends_the_process_before_its_server_app_begins(tmp_
         f"server, client = ServerApp(), ClientApp()\n@server.main()\ndef main(grid, context):\n    Path({str(began)!r}).touch()\n"
     )
     started: list[psutil.Process] = []
+    before = set(psutil.Process().children(recursive=True))  # workers that other tests have left warm
 
     def is_worker(process):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -263,7 +264,7 @@ def test_a_check_that_refuses_ends_the_process_before_its_server_app_begins(tmp_
         deadline = time.monotonic() + 600
         while not any(map(is_worker, started)):  # the ServerApp would begin now
             assert time.monotonic() < deadline
-            started[:] = psutil.Process().children(recursive=True)
+            started[:] = set(psutil.Process().children(recursive=True)) - before
             time.sleep(0.1)
         time.sleep(3)
         raise OSError("no records there")
