@@ -23,7 +23,7 @@ from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_mac
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.modules import client_of, components, forget, own_client_app
 from flower_dp.simulation.worker import Value
-from flower_dp.simulation.workers import Workers, default_workers, start_ray, stop_ray
+from flower_dp.simulation.workers import Workers, default_workers, end_idle, session_of, start_ray, stop_ray
 from flower_dp.strategies.journal import OBSERVERS
 
 
@@ -146,6 +146,7 @@ def simulate(
         try:
             cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
             workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
+            stack.callback(workers.keep)
             nodes = num_nodes or len(workers.actors)
             grid = stack.enter_context(
                 RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
@@ -247,16 +248,12 @@ _warm: dict[tuple[Any, ...], Workers] = {}
 
 
 def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Cluster | None = None) -> Workers:
-    """Return the workers of the last call, if they are of this kind, else new ones in their place."""
+    """Return the workers of the last call, if they are of this kind and still there, else new ones in their place."""
     ray = start_ray(default_workers(), cluster=cluster)
-    context = ray.get_runtime_context()
-    session = context.get_session_name(), context.get_job_id()
-    key = session, cpus, gpus, at_most
-    if key not in _warm:
-        for (theirs, *_), old in _warm.items():
-            if theirs == session:  # others ended with their session
-                old.close()
+    key = session_of(ray), cpus, gpus, at_most
+    if key not in _warm or not _warm[key].use():
         _warm.clear()
+        end_idle()
         if cluster is not None:
             check_machines(ray, cpus, gpus)
         _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)

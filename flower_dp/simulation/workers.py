@@ -40,6 +40,8 @@ _lock = threading.Lock()
 _starts = threading.Event()
 # What was started or joined here: the folder of a Ray of this process's own, or the cluster.
 _ours: Path | Cluster | None = None
+# Workers that are kept for a next run: they end where others are made, which may need their cores.
+_idle: list["Workers"] = []
 
 
 def default_workers() -> int:
@@ -270,7 +272,9 @@ class Workers:
         checks.number("cpus", cpus, above=0)
         checks.number("gpus", gpus, at_least=0)
         self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
+        self._session = session_of(self._ray)
         self.away = cluster is not None
+        end_idle()
         self._needs = cpus, gpus
         fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
         if fit < (num_workers or 1):
@@ -302,12 +306,37 @@ class Workers:
             return str(error).strip().splitlines()[-1]
         return ""
 
+    def keep(self) -> None:
+        """Keep the actors for a next run; they end as soon as other workers are made."""
+        if self.actors and self not in _idle:
+            _idle.append(self)
+
+    def use(self) -> bool:
+        """Take the kept actors for a run; return whether they are still there."""
+        if self in _idle:
+            _idle.remove(self)
+        return bool(self.actors)
+
     def close(self) -> None:
-        """End all actors."""
-        if self._ray.is_initialized():
+        """End all actors; those of an earlier Ray have ended with it."""
+        if self._ray.is_initialized() and session_of(self._ray) == self._session:
             for actor in self.actors:
                 self._ray.kill(actor)
         self.actors = []
+        if self in _idle:
+            _idle.remove(self)
+
+
+def end_idle() -> None:
+    """End the workers that are kept for a next run."""
+    for workers in tuple(_idle):
+        workers.close()
+
+
+def session_of(ray: Any) -> tuple[Any, Any]:
+    """Return what identifies this process's connection to Ray."""
+    context = ray.get_runtime_context()
+    return context.get_session_name(), context.get_job_id()
 
 
 def _worker_class() -> type:

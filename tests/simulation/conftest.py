@@ -30,9 +30,7 @@ def ray_here():
 def workers(ray_here):
     """Two actors, the same for all tests of a file."""
     from flower_dp.simulation import Workers
-    from flower_dp.simulation.run import cool_down
 
-    cool_down()  # workers of `simulate` that are warm leave these no core
     made = Workers(num_workers=2)
     yield made
     made.close()
