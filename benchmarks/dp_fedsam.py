@@ -361,6 +361,7 @@ def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
         for run in [run for run in runs[stage] if run.seed == 0]:
             norms, own = read_update_norms(read_past_run(SweepFolder(place / stage).of(run))), run.config["method"]
             radius = f", radius {run.config['dp-fedsam.sam-radius']:g}" if own == "dp-fedsam" else ""
+            radius += ", with DP-FedAvg's settings" if stage == RADII else ""
             shown = [run.config["learning-rate"], run.config[f"{own}.clip-norm"]]
             found = [norms.mean[0], norms.mean[-1], statistics.fmean(norms.mean), statistics.fmean(norms.std)]
             rows.append([f"{variant(run.config)[0]}{radius}", *(f"{one:g}" for one in shown), *(f"{one:.2f}" for one in found)])

@@ -224,6 +224,7 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     assert [point["dp-fedavg.clip-norm"] for point in points if point["method"] == "dp-fedavg"] == [wanted]
     report = (place / "report.md").read_text()
     assert report.count("(2)") == 2 + 2 + 2  # both methods, in the tables of the fixed clip norm, radii and epsilons
+    assert report.count("| DP-FedSAM, radius 0.1, with DP-FedAvg's settings |") == 1
     assert (place / "accuracy-epsilon.png").stat().st_size > 1000
     before = (place / "tables" / "results.csv").read_text()
     program.main()  # all is there
