@@ -23,7 +23,7 @@ from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_mac
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.modules import client_of, components, forget, own_client_app
 from flower_dp.simulation.worker import Value
-from flower_dp.simulation.workers import Workers, default_workers, end_idle, session_of, start_ray, stop_ray
+from flower_dp.simulation.workers import Workers, default_workers, session_of, start_ray, stop_ray
 from flower_dp.strategies.journal import OBSERVERS
 
 
@@ -253,7 +253,6 @@ def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Clus
     key = session_of(ray), cpus, gpus, at_most
     if key not in _warm or not _warm[key].use():
         _warm.clear()
-        end_idle()
         if cluster is not None:
             check_machines(ray, cpus, gpus)
         _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)

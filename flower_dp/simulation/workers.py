@@ -274,7 +274,6 @@ class Workers:
         self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
         self._session = session_of(self._ray)
         self.away = cluster is not None
-        end_idle()
         self._needs = cpus, gpus
         fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
         if fit < (num_workers or 1):
@@ -283,6 +282,7 @@ class Workers:
                 f"num_workers={num_workers or 1}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
                 f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
             )
+        end_idle()
         self._make = self._ray.remote(_worker_class()).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
         self.actors: list[Any] = [self._make.remote() for _ in range(num_workers or min(fit, at_most or fit))]
 

@@ -126,14 +126,18 @@ def test_two_apps_on_warm_workers(capsys):
     with pytest.raises(RuntimeError, match="told to fail"):
         flower_dp.simulate(server, client, num_nodes=10, run_config={"fail": True})
     assert {answer["process"] for answer in found[3]} == others[0]
+    with pytest.raises(ValueError, match="num_workers=1: only 0 workers"):
+        workers.Workers(num_workers=1, gpus=1e6)
+    flower_dp.simulate(server, client, num_nodes=10, progress=False)
+    assert {answer["process"] for answer in found[4]} == others[0]
     # Workers of one's own need their cores, and the next call has new ones.
     mine = workers.Workers(num_workers=workers.default_workers())
     with simulation.RayGrid(client, mine, num_nodes=1) as grid:
         server(grid, grid.server_context())
     mine.close()
     flower_dp.simulate(server, client, num_nodes=10, progress=False)
-    assert not {answer["process"] for answer in (*found[4], *found[5])} & others[0]
-    assert len(found) == 6
+    assert not {answer["process"] for answer in (*found[5], *found[6])} & others[0]
+    assert len(found) == 7
     assert capsys.readouterr().out == ""
 
 
