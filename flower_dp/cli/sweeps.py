@@ -44,6 +44,9 @@ def sweep(
     from flower_dp.sweeps.results import TABLE
     from flower_dp.sweeps.sweep import Sweep
 
+    if dry_run:
+        _show_commands(file, private_selection=private_selection)
+        return
     folder = SweepFolder(output_dir.expanduser().absolute())
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
     left = f"the runs so far are in {folder.path}"
@@ -51,13 +54,9 @@ def sweep(
         again, left = f"{again} --private-selection", "what is in the folder may not be looked at before the choice is made"
     try:
         if private_selection:
-            _choose(file, folder, at_once, dry_run=dry_run)
+            _choose(file, folder, at_once)
             return
         plan = Sweep.read(file)
-        if dry_run:
-            for run in plan.runs:
-                typer.echo(run.command)
-            return
         failed = plan.make(folder, typer.echo, at_once=at_once)
     except ValueError as error:
         refuse(str(error))
@@ -75,18 +74,33 @@ def sweep(
         fail(f"{len(failed)} of {len(plan.runs)} runs failed:\n{names}\nThe same command tries them again.", 1)
 
 
-def _choose(file: Path, folder: "SweepFolder", at_once: int | None, *, dry_run: bool) -> None:
+def _show_commands(file: Path, *, private_selection: bool) -> None:
+    """Show the command of each run."""
+    from flower_dp.running.superlink import LaunchError
+    from flower_dp.sweeps.private_choice import PrivateSweep
+    from flower_dp.sweeps.sweep import Sweep
+
+    try:
+        if private_selection:
+            choice = PrivateSweep.read(file)
+            lines = [choice.told, *(candidate.run.command for candidate in choice.candidates)]
+        else:
+            lines = [run.command for run in Sweep.read(file).runs]
+    except ValueError as error:
+        refuse(str(error))
+    except (LaunchError, OSError) as error:
+        fail(str(error), 1)
+    for line in lines:
+        typer.echo(line)
+
+
+def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
     """Make the best of a random number of runs, and show it."""
     from flower_dp.running.run_folder import STATEMENT_TEXT
     from flower_dp.sweeps.folder import RUNS
     from flower_dp.sweeps.private_choice import CHOSEN, PrivateSweep
 
     plan = PrivateSweep.read(file)
-    if dry_run:
-        typer.echo(plan.told)
-        for candidate in plan.candidates:
-            typer.echo(candidate.run.command)
-        return
     plan.make(folder, typer.echo, at_once=at_once)
     typer.echo("\n" + (folder.path / STATEMENT_TEXT).read_text(encoding="utf-8"))
     chosen = folder.path / RUNS / CHOSEN

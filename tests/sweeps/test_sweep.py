@@ -1,6 +1,7 @@
 """Sweeps that are really made: failures, interruptions, and what goes on afterwards."""
 
 import csv
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from flower_dp.cli.main import app
@@ -261,3 +263,14 @@ def test_the_commands_are_shown_without_a_folder(call, write, tmp_path):
     assert [line for line in said.splitlines() if line.startswith("flower-dp run --set num-rounds=")] == said.splitlines()
     assert len(said.splitlines()) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_commands_that_nobody_reads_are_no_failed_sweep(write, tmp_path, monkeypatch):
+    """As in `flower-dp sweep FILE --dry-run | head -1`."""
+
+    def closed(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(typer, "echo", closed)
+    result = CliRunner().invoke(app, ["sweep", str(write("seeds = [4]")), "--output-dir", str(tmp_path / "out"), "--dry-run"])
+    assert (result.exit_code, result.output) == (1, "")
