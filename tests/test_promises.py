@@ -35,7 +35,7 @@ from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.parts import GaussianShare, NotPrivate, RecordClip, ServerNoise
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.core import noise
-from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
@@ -534,10 +534,13 @@ def test_instructions_do_not_tell_how_many_clients_take_part():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sampling", "secret"), [(PoissonSampling(sampling_rate=0.5), True), (FullSampling(), False)])
+@pytest.mark.parametrize(
+    ("sampling", "secret"),
+    [(PoissonSampling(sampling_rate=0.5), True), (FixedSizeSampling(cohort_size=2), True), (FullSampling(), False)],
+)
 @pytest.mark.parametrize("strategy_class", [DPFedAvg, DPFedSAM])
 def test_metrics_tell_the_cohort_only_where_it_is_no_secret(strategy_class, sampling, secret):
-    strategy = strategy_class(**CLIENT_LEVEL | {"sampling": sampling})
+    strategy = strategy_class(**CLIENT_LEVEL | {"sampling": sampling, "relation": "replace-one"})
     result = strategy.start(LocalGrid(clients("DPClient"), 4), model_arrays(linear()), num_rounds=4)
     reported = [dict(metrics) for metrics in result.train_metrics_clientapp.values()]
     hidden = {"cohort-size", "replies", "bytes-down", "bytes-up", "seconds"}
@@ -545,7 +548,8 @@ def test_metrics_tell_the_cohort_only_where_it_is_no_secret(strategy_class, samp
         assert set(metrics) == set(report.public()) == {"bytes-per-client", "epsilon"} | (set() if secret else hidden)
     if secret:
         assert len({metrics["bytes-per-client"] for metrics in reported}) == 1
-        assert "nor its size" in str(strategy.statement)
+        size = ", nor its size" * sampling.secret_size
+        assert f"is known to nobody who is protected against{size}: not from logs or timing either" in str(strategy.statement)
 
 
 @pytest.mark.parametrize("num_clients", [2, 10])

@@ -350,6 +350,8 @@ def test_with_nothing_to_go_on_from_a_new_run_begins(tmp_path, caplog):
         ({"num_clients": 5}, "num_clients was 4, and is 5"),
         ({"delta": 1e-4}, "delta was 0.001, and is 0.0001"),
         ({"server_optimizer": FedAdam()}, "server_optimizer was none, and is FedAdam"),
+        ({"sampling": PoissonSampling(sampling_rate=0.9)}, r"sampling was FullSampling\(\), and is PoissonSampling"),
+        ({"evaluation": evaluation(2)}, "evaluation was none, and is every 2 rounds"),
         ({"noise_multiplier": 2.0}, "what was charged is"),
     ],
 )

@@ -140,8 +140,10 @@ class ClientLevelRules:
         """Make private evaluation a second release of this method's rounds: its plan and its target count it from now on.
 
         Raises:
-            ValueError: if the plan is for methods with a ledger of every client.
+            ValueError: if the plan is for methods with a ledger of every client, or evaluations were charged before.
         """
+        if self.evaluation is not None and self.evaluation.release.num_charged:
+            raise ValueError("evaluation: evaluations were charged in this run, by another plan")
         if not isinstance(plan, PrivateEvaluation):
             raise ValueError(f"evaluation: is a {type(plan).__name__}; {self.title} takes a PrivateEvaluation")
         self.evaluation = SumEvaluation.of(plan, self.training)
@@ -197,9 +199,14 @@ class ClientLevelRules:
             # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
             owed = range(evaluated.num_charged + 1, number // every + 1)
             event = dp.ComposedDpEvent((event, *(evaluated.shared.charged.event(one) for one in owed)))
-        if self._planned.allows(number, ledger=lambda: self.ledger, event=event):
+        if self._planned.allows(number, ledger=lambda: self.ledger, event=event, as_planned=self._as_planned):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"
+
+    @property
+    def _as_planned(self) -> bool:
+        """Whether no more evaluations were charged than planned: a run that goes on may have had more of them before."""
+        return self.evaluation is None or self.evaluation.release.num_charged <= self.num_rounds // self.evaluation.plan.every
 
     def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
         """Return the model moved by the noised sum over the expected cohort.
@@ -263,7 +270,7 @@ class ClientLevelRules:
     @property
     def epsilon(self) -> float:
         """An upper bound of the cost of all rounds charged so far, quick to compute."""
-        planned = None if self.noise.shares_vary else self._planned.epsilon(self.num_rounds)
+        planned = self._planned.epsilon(self.num_rounds) if self._as_planned and not self.noise.shares_vary else None
         if planned is not None:
             return planned
         return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon

@@ -34,6 +34,8 @@ def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num
         "num_clients": str(rules.num_clients),
         "num_rounds": str(num_rounds),
         "delta": str(rules.delta),
+        "sampling": str(rules.training.sampling),
+        "evaluation": "none" if rules.evaluation is None else f"every {rules.evaluation.plan.every} rounds",
         "server_optimizer": "none" if optimizer is None else optimizer.name,
         "model": f"{len(layout.names)} arrays of {layout.size} parameters ({shapes[:12]})",
     }

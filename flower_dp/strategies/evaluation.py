@@ -8,7 +8,7 @@ from flower_dp import wire
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.strategies.private_evaluation import PrivateEvaluation
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
 from flower_dp.strategies.releases.replies import Collected
@@ -19,10 +19,13 @@ class Evaluation(Protocol):
     """Private evaluation as the second release of a round.
 
     Attributes:
+        plan: what is evaluated, and when.
         release: what is asked of clients, and charged.
         length: of a client's row.
     """
 
+    @property
+    def plan(self) -> PrivateEvaluation | LocalEvaluation: ...  # noqa: D102
     @property
     def release(self) -> RoundRelease: ...  # noqa: D102
     @property

@@ -61,7 +61,7 @@ class RunFigures:
 
     @property
     def secret_cohort(self) -> bool:
-        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
+        """Whether an epsilon holds only if nobody knows who trains, or evaluates, in a round."""
         return self._run.secret_cohort
 
     @property

@@ -27,7 +27,7 @@ class RoundReport:
         bytes_per_client: bytes of arrays that one client sends, as far as public numbers determine them.
         seconds: time from the requests to the new model.
         epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
-        secret_cohort: whether the size of the cohort is secret.
+        secret_cohort: whether the epsilon holds only if nobody knows who takes part.
         numbers: further public numbers of the method, by their names, such as the largest resource cost of a device so far.
     """
 

@@ -93,7 +93,7 @@ class DPStrategy(RunFigures, Strategy):
             setattr(cls, "start", followed(cls.start))  # noqa: B010
 
     def begin(self) -> None:
-        """Forget the last run; what it has cost stays in the joint epsilon of this strategy's runs."""
+        """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""
         self._run.begin()
         self._forgettable = self._run.num_charged
         # Who is connected, and a statement that was made already, belong to one process.

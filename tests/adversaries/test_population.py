@@ -13,7 +13,7 @@ from torch import nn
 
 from flower_dp import record_run, wire
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
-from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.charge import EVERY_CLIENT
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.running.run_folder import read_metrics
@@ -344,7 +344,14 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
         assert np.linalg.norm(reported.total) == pytest.approx(0.5 * counted)
 
 
-# What is published does not tell how many clients take part
+# What is published does not tell who takes part
+
+
+class TwoOfThree(FullSampling):
+    """A user's own sampling: whether its cost counts on a secret is not known."""
+
+    def choose(self, server_round, num_clients, rng):
+        return rng.permutation(num_clients)[:2]
 
 
 @pytest.mark.slow
@@ -353,6 +360,9 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
     [
         ({"sampling": PoissonSampling(sampling_rate=0.5)}, True),
         ({"evaluation": PrivateEvaluation(sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=1.0)}, True),
+        ({"sampling": FixedSizeSampling(cohort_size=2), "relation": "replace-one"}, True),
+        ({"sampling": TwoOfThree()}, True),
+        ({"sampling": FixedSizeSampling(cohort_size=3)}, False),
         ({}, False),
     ],
 )
@@ -361,13 +371,14 @@ def test_times_are_published_only_where_cohorts_are_no_secret(arguments, secret,
     record_run(strategy, Population({1: THREE}), model_arrays(nn.Linear(2, 2)), num_rounds=3, config={}, path=tmp_path / "run")
     for line in read_metrics(tmp_path / "run")[1:]:
         assert ("elapsed" in line) is not secret
-        assert ("seconds" in line) is not ("sampling" in arguments)
+        assert ("seconds" in line) is not (secret and "sampling" in arguments)
 
 
 def test_a_statement_does_not_count_missing_updates_where_cohorts_are_secret():
     """Of one round they are the cohort, if all fail; and a client that always fails would be seen to take part."""
-    for sampling, reported in ((PoissonSampling(sampling_rate=0.5), False), (FullSampling(), True)):
-        strategy = DPFedAvg(**WORDS | {"sampling": sampling})
+    fixed = FixedSizeSampling(cohort_size=2)
+    for sampling, reported in ((PoissonSampling(sampling_rate=0.5), False), (fixed, False), (FullSampling(), True)):
+        strategy = DPFedAvg(**WORDS | {"sampling": sampling, "relation": "replace-one"})
         strategy.plan(3)
         strategy.state = replace(strategy.state, missing=Missing(failed=2))
         assert any("did not count" in line for line in strategy.statement.incidents) is reported

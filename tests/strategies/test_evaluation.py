@@ -102,6 +102,41 @@ def run(app, nodes, metric, *, num_rounds=1, strategy_class=DPFedAvg, arguments=
     return strategy, grid, result
 
 
+def charged(strategy, first, last):
+    """Charge rounds and their evaluations, without running them; return how many rounds the target has allowed."""
+    names, rules = [f"c{number:02}" for number in range(40)], strategy.rules
+    for number in range(first, last + 1):
+        if rules.why_stop(number, None):
+            break
+        rules.training.take(rules.training.next_charge(names))
+        if rules.evaluation.due(number):
+            rules.evaluation.release.take(rules.evaluation.release.next_charge(names))
+    return rules.num_rounds
+
+
+def test_evaluations_of_an_earlier_plan_stay_charged():
+    """Of a run that goes on with fewer evaluations than it began with: its plan would have counted too few of them."""
+    words = WORDS | {"noise_multiplier": 4.0, "target_epsilon": 6.0}
+    before = DPFedAvg(**words, evaluation=evaluation(noise_multiplier=4.0))
+    before.plan(60)
+    assert charged(before, 1, 12) == 12
+    after = DPFedAvg(**words, evaluation=evaluation(noise_multiplier=4.0, every=30))
+    after.state = before.state
+    assert after.epsilon >= after.statement.epsilon == before.statement.epsilon
+    charged(after, 13, 60)
+    assert 5.8 < after.statement.epsilon <= after.epsilon <= 6.0
+
+
+def test_evaluations_that_were_charged_are_not_planned_anew():
+    strategy = DPFedAvg(**WORDS, evaluation=evaluation())
+    strategy.rules.evaluate(evaluation(every=2))
+    charged(strategy, 1, 2)
+    epsilon = strategy.statement.epsilon
+    with pytest.raises(ValueError, match="evaluations were charged in this run, by another plan"):
+        strategy.rules.evaluate(evaluation())
+    assert strategy.statement.epsilon == epsilon
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "placement"),

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.journal import OBSERVERS
 from tests.contracts import METHODS, Words
@@ -103,13 +103,15 @@ def test_a_tracker_that_cannot_begin_ends_the_run_before_any_client_is_asked():
     assert keep.calls[1:] == ["open", "line", "line", "line", "close"]
 
 
-@pytest.mark.parametrize("sampling", [PoissonSampling(sampling_rate=0.9), FullSampling()], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [PoissonSampling(sampling_rate=0.9), FixedSizeSampling(cohort_size=2), FullSampling()], ids=str
+)
 def test_a_tracker_learns_nothing_of_a_secret_cohort(sampling):
     keep = Keep()
-    strategy = DPFedAvg(**WORDS, sampling=sampling, on_round=keep)
+    strategy = DPFedAvg(**WORDS, sampling=sampling, relation="replace-one", on_round=keep)
     strategy.start(grid(), weights(), num_rounds=3, evaluate_fn=lambda number, model: MetricRecord({"rmse": number / 2}))
     public = {"round", "num-rounds", "epsilon", "delta", "rmse"}
-    secret = isinstance(sampling, PoissonSampling)
+    secret = not isinstance(sampling, FullSampling)
     for line in keep.lines[1:]:
         assert line.keys() - SECRET == public | {"bytes-per-client"}
         assert (SECRET & line.keys() == set()) is secret

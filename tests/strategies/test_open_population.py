@@ -161,6 +161,12 @@ def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():
     assert line.startswith("40 x SampledWithoutReplacementDpEvent(source_dataset_size=3, sample_size=2, ")
 
 
+def test_everybody_by_a_fixed_size_stays_everybody():
+    """With a fourth client three of four would be drawn, and one that is left out makes room for another."""
+    _, grid, _ = run(THREE, {2: {4: "d"}}, strategy=DPFedAvg(**WORDS | {"sampling": FixedSizeSampling(cohort_size=3)}))
+    assert grid.asked == [{1, 2, 3}] * 3
+
+
 def test_noise_of_shares_is_never_less_than_accounted_with_more_clients():
     strategy = DPFedSAM(**WORDS | {"noise_multiplier": 1.0}, placement="distributed")
     rules = strategy.rules

@@ -109,7 +109,7 @@ class NoisedSum:
 
     @property
     def secret_cohort(self) -> bool:
-        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
+        """Whether the epsilon counts on nobody knowing who takes part in a round."""
         return self.shared.secret_cohort
 
     @property
@@ -117,9 +117,11 @@ class NoisedSum:
         """Whether clients that come later may take part.
 
         Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
-        round robin would another number change whose turn it is.
+        round robin would another number change whose turn it is. All clients, drawn by a fixed size, are a sample where one more
+        is known: it would take the place of another.
         """
-        return not self.in_order
+        everybody = isinstance(self.sampling, FixedSizeSampling) and self.sampling.cohort_size == self.release.num_clients
+        return not (self.in_order or everybody)
 
     # A round
 

@@ -49,21 +49,22 @@ class PlannedCost:
         """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
         return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
 
-    def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent) -> bool:
+    def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent, as_planned: bool) -> bool:
         """Return whether the target allows one more round.
 
         Args:
-            number: how many rounds there are with it; those before were each charged, and cost at most as planned.
+            number: how many rounds there are with it.
             ledger: returns what was charged for them.
             event: what this round costs, and what else may still be asked for without another round.
+            as_planned: whether what was charged costs at most as planned.
         """
         if self._target is None:
             return True
         if number > self._affordable and self._all_affordable:
             self._count_affordable(max(2 * self._affordable, _FIRST_HORIZON), self._target)
-        if number <= self._affordable:
+        if as_planned and number <= self._affordable:
             return True
-        # Less may have been charged than was planned: what was charged, and this round.
+        # Another cost may have been charged than was planned: what was charged, and this round.
         charged = ledger()
         key = (*charged.lines(), event)
         if key != self._asked:  # a run that has to end is often asked again

@@ -69,7 +69,7 @@ class RoundRelease(Protocol):
         name: of the release on the wire: the method's, or that of private evaluations.
         sampling: who takes part in a round.
         num_charged: how often it was charged in this run.
-        secret_cohort: whether the epsilon holds only if nobody knows how many clients take part in a round.
+        secret_cohort: whether the epsilon holds only if nobody knows who takes part in a round.
         open_population: whether clients beyond those of the first client query may take part.
     """
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from flower_dp.core.noise import gaussian_share
-from flower_dp.core.sampling import FullSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 
@@ -113,8 +113,10 @@ class SharedNoise:
 
     @property
     def secret_cohort(self) -> bool:
-        """Whether the epsilon counts on nobody knowing how many clients take part in a round."""
-        return self.release.sampler.secret_size and not self.cohort_shows
+        """Whether the epsilon counts on nobody knowing who takes part in a round; with a sampler of a user's own it may."""
+        sampler, num_clients = self.release.sampler, self.release.num_clients
+        everybody = type(sampler) is FixedSizeSampling and sampler.largest_cohort(num_clients) == num_clients
+        return not (self.cohort_shows or everybody or type(sampler) in (FullSampling, RoundRobinSampling))
 
     @property
     def shares_vary(self) -> bool:

@@ -14,7 +14,6 @@ from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import not_covered, seeded
 
@@ -77,9 +76,9 @@ def statement_of(rules: ClientLevelRules, run: RunFacts) -> PrivacyStatement:
 def _adversaries(rules: ClientLevelRules, inside: Cost, outside: Cost) -> tuple[Adversary, ...]:
     """Outsiders, participants and the server, and what can be proved against each."""
     release, evaluation = rules.noise.outside, rules.evaluated
-    unknown = "how many clients" if rules.training.secret_cohort else "who" if _hides_cohort(rules.training) else ""
-    secret = f", not {unknown} took part" if unknown else ", and who took part"
-    if evaluation is not None and _hides_cohort(evaluation):
+    unknown = "how many clients" if rules.training.sampling.secret_size else "who"
+    secret = f", not {unknown} took part" if rules.training.secret_cohort else ", and who took part"
+    if evaluation is not None and evaluation.secret_cohort:
         secret += " in training; not who evaluated"
     if rules.noise.placement == "central":
         knows, sees = "", "every client's update without noise"
@@ -153,12 +152,12 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
         )
     elif release.expected_cohort < release.num_clients and sampling_counts:
-        size = ", nor its size: not from logs or timing either" if rules.training.secret_cohort else ""
-        lines.append(f"the cohort of a round is known to nobody who is protected against{size}")
+        size = ", nor its size" if release.sampler.secret_size else ""
+        lines.append(f"the cohort of a round is known to nobody who is protected against{size}: not from logs or timing either")
         lines += _of_fixed_size(release, "asked")
-    if evaluation is not None and _hides_cohort(evaluation):
-        size = ", nor how many do: not from logs or timing either" if evaluation.secret_cohort else ""
-        lines.append(f"who evaluates is known to nobody who is protected against{size}")
+    if evaluation is not None and evaluation.secret_cohort:
+        size = ", nor how many do" if evaluation.sampling.secret_size else ""
+        lines.append(f"who evaluates is known to nobody who is protected against{size}: not from logs or timing either")
         lines += _of_fixed_size(evaluation.shared.outside, "asked to evaluate")
     if rules.training.clip is not None:
         lines.append(
@@ -183,12 +182,6 @@ def _of_fixed_size(release: Release, asked: str) -> list[str]:
         f"nobody who is protected against knows which clients can't be reached; who knows that it was not {asked} itself meets a "
         f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for"
     ]
-
-
-def _hides_cohort(of: NoisedSum) -> bool:
-    """Return whether the cost of a release counts on nobody knowing who takes part."""
-    release = of.shared.outside
-    return release.event(1) not in (release.mechanism.event(), dp.NoOpDpEvent())
 
 
 def _made(rules: ClientLevelRules) -> str:
