@@ -180,7 +180,8 @@ def _of_fixed_size(release: Release, asked: str) -> list[str]:
     drawn, clients = f"{release.expected_cohort:g}", release.num_clients
     return [
         f"nobody who is protected against knows which clients can't be reached; who knows that it was not {asked} itself meets a "
-        f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for"
+        f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for; a node none of whose k "
+        f"clients was {asked}, of {drawn}/({clients} - k)"
     ]
 
 
