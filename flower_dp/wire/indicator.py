@@ -10,6 +10,8 @@ from flower_dp.wire.text import check_keys
 
 # What the norm of a row may gain by rounding is less.
 _MARGIN = 2.0**-40
+# Of a larger one the coordinate is infinite as float32, whose sign no finite noise hides.
+_LARGEST_SCALE = 2.0**127
 _KEYS = ("clip_norm", "scale")
 
 
@@ -21,7 +23,7 @@ class Indicator:
 
     Attributes:
         clip_norm: L2 bound of the update alone (paper: C).
-        scale: s, what b counts in the row, in units of the update.
+        scale: s, what b counts in the row, in units of the update; at most 2^127, as the row is float32.
 
     Raises:
         ValueError: for a value that makes no sense, naming it.
@@ -37,7 +39,7 @@ class Indicator:
 
     def __post_init__(self) -> None:
         checks.number("indicator clip_norm", self.clip_norm, above=0)
-        checks.number("indicator scale", self.scale, above=0)
+        checks.number("indicator scale", self.scale, above=0, at_most=_LARGEST_SCALE)
 
     @property
     def joint_norm(self) -> float:

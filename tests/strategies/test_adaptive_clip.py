@@ -354,11 +354,23 @@ def test_asks_that_make_no_sense_with_an_indicator_are_refused(arguments: dict[s
 
 
 @pytest.mark.parametrize(
-    "table", [3, {}, {"clip_norm": 1.0}, {"clip_norm": -1.0, "scale": 1.0}, {"clip_norm": 1.0, "scale": 0.0}]
+    "table",
+    [
+        *(3, {}, {"clip_norm": 1.0}, {"clip_norm": -1.0, "scale": 1.0}, {"clip_norm": 1.0, "scale": 0.0}),
+        {"clip_norm": 1.0, "scale": 2.0**127 * (1 + 2**-52)},
+    ],
 )
 def test_forged_indicators_are_refused(table: Any) -> None:
     with pytest.raises(ValueError, match="indicator"):
         Indicator.from_table(table)
+
+
+@pytest.mark.parametrize("array", [np.float32, torch.Tensor], ids=["NumPy", "torch"])
+def test_the_largest_indicator_is_a_finite_number(array: Any) -> None:
+    """Noise hides no infinity."""
+    clip = IndicatorClip(indicator=Indicator(clip_norm=1.0, scale=2.0**127), step=0.0)
+    found = [float(clip(array([length, 0.0]))[-1]) for length in (0.5, 2.0)]
+    assert found == pytest.approx([2.0**126, -(2.0**126)])
 
 
 # Policies
