@@ -71,8 +71,9 @@ def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> fl
         total = one if total is None else total.compose(one)
     from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
 
-    # Distributions of sampled releases have `fixed_size.ROUNDING` themselves, each as a loss that is infinite.
-    plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1)
+    # Distributions made here, those of sampled releases, have `fixed_size.ROUNDING` themselves, each as a loss that is infinite;
+    # those of the library have none, and Poisson-sampled Laplace noise is the library's.
+    plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1 or isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent))
     left = delta - _ROUNDING - min(plain * fixed_size.ROUNDING, delta * _MOST_ROUNDING)
     return math.nan if total is None else float(total.get_epsilon_for_delta(left))
 

@@ -177,9 +177,10 @@ class PrivacyStatement:
 
     def __str__(self) -> str:
         if self.private:
+            tight = "" if self.accountant.startswith("selection-") else "tight, "  # of a choice it is a bound
             promise = (
                 f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
-                f"({self.relation}; tight, accountant {self.accountant}), over {self.num_rounds} rounds."
+                f"({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
             )
         else:
             promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."

@@ -252,6 +252,8 @@ def _spent(run: Run, at: int) -> float:
     """
     if math.isinf(run.epsilon):
         return math.inf
-    if min(run.spent, default=at + 1) > at:
+    if not run.spent:  # no round tells it, as of a chosen run: each may have cost all of it
+        return run.epsilon if at else 0.0
+    if min(run.spent) > at:
         return 0.0
     return min(run.spent[max(before for before in run.spent if before <= at)], run.epsilon)

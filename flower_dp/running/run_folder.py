@@ -243,8 +243,10 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
 def is_finished(folder: Path) -> bool:
     """Return whether the run in a folder has ended by itself, and left its model."""
     said = folder / MODEL_JSON
-    ended = not said.is_file() or "unfinished" not in checks.json_object(str(said), said.read_bytes())
-    return (folder / MODEL).is_file() and ended
+    # The model is written first: without the other file nothing says that it is the final one.
+    if not (said.is_file() and (folder / MODEL).is_file()):
+        return False
+    return "unfinished" not in checks.json_object(str(said), said.read_bytes())
 
 
 def new_log(folder: Path, *, go_on: bool = False) -> IO[bytes]:

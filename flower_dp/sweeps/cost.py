@@ -128,6 +128,8 @@ class SweepStatement:
     def __str__(self) -> str:
         lines = [f"Sweep statement: {_runs(self.num_runs)} charged their ledgers, unfinished ones too"]
         lines += map(str, self.together)
+        if len(self.together) > 1:
+            lines.append("Apart: no accountant adds up costs of different units or relations")
         lines += [f"Without account: {one}" for one in self.without]
         lines += [f"Not covered: {one}" for one in self.not_covered]
         return "\n".join(lines)
@@ -136,6 +138,12 @@ class SweepStatement:
         """Write it into the sweep's folder."""
         write_whole(folder / STATEMENT_JSON, (json.dumps(self.to_dict(), indent=2) + "\n").encode())
         write_whole(folder / STATEMENT_TEXT, f"{self}\n".encode())
+
+
+def forget_statement(folder: Path) -> None:
+    """Remove the statement from a sweep's folder."""
+    for name in (STATEMENT_JSON, STATEMENT_TEXT):
+        (folder / name).unlink(missing_ok=True)
 
 
 def statement_of(folders: Sequence[Path]) -> SweepStatement:

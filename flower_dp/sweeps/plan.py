@@ -69,6 +69,10 @@ def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
             with findings.of(label):
                 runs.append(_run(file, point, seed, label, preflight.workers_of(workers, file.gpus_per_worker)))
     findings.refuse()
+    known: dict[str, PlannedRun] = {}
+    for run in runs:
+        if (other := known.setdefault(run.name, run)) is not run:
+            raise checks.SettingsError(f"points: {other.told!r} and {run.told!r} are the same run; leave one of them out")
     return tuple(runs)
 
 

@@ -11,7 +11,7 @@ from flower_dp.running.progress import clock, quantities
 from flower_dp.running.run_folder import LOG, is_finished, read_metrics
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.cost import NOT_COVERED, statement_of
+from flower_dp.sweeps.cost import NOT_COVERED, forget_statement, statement_of
 from flower_dp.sweeps.file import SweepFile, read
 from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended, Lanes, how_many
@@ -100,6 +100,7 @@ class Sweep:
                 plan.check(left)  # while they start
                 signals.check()
                 folder.keep(self.path)
+                forget_statement(folder.path)  # which the runs are about to outgrow, and a kill would leave it
                 made, begun = folder.left(left), True
                 progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in made))
                 lanes.make(made, progress.ended)
@@ -108,12 +109,12 @@ class Sweep:
                 self._write(progress.results)
 
     def _write(self, results: Results) -> None:
+        if begun := results.folder.runs():  # first: what is charged is known, even if no table can be made
+            statement_of(begun).write(results.folder.path)
         results.write_rows()
         curves = results.curves()
         results.write_table(curves, self.best(results))
         results.draw(curves)
-        if begun := results.folder.runs():
-            statement_of(begun).write(results.folder.path)
 
     def best(self, results: Results) -> str:
         """Return which point is the best by the file's choice, with what that costs; empty without a choice or a point."""

@@ -69,11 +69,12 @@ def clipped_sum(
     gradients = _Gradients(model, loss, seed)
     computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
     for _, places, (made, values) in computed:
-        rows, found = made[places], values[places]
-        finite = rows.isfinite().all(dim=1) & found.isfinite()
-        clipped = clip.records(rows.where(finite[:, None], 0.0))
-        total += clipped.sum(dim=0, dtype=torch.float64)
-        losses.append(found[finite])
+        found = values[places]
+        # All rows of the part are clipped, whichever of its records could be read: on a GPU the last bits of a norm may depend on
+        # how many rows there are.
+        clipped = clip.records(made.where((made.isfinite().all(dim=1) & values.isfinite())[:, None], 0.0))
+        total += clipped[places].sum(dim=0, dtype=torch.float64)
+        losses.append(found[found.isfinite() & made[places].isfinite().all(dim=1)])
         if len(losses[-1]) < len(found):
             problems.add("loss or gradient not finite")
     counted = torch.cat(losses)
