@@ -154,6 +154,13 @@ def test_pure_epsilon_of_laplace_releases() -> None:
     assert epsilon(event, delta=1e-3, relation=ADD).epsilon < 4.0
 
 
+def test_rounding_of_many_sampled_laplace_releases_is_set_aside() -> None:
+    """The exact epsilon is from an inversion of the moment generating function, with 30 digits."""
+    event = Repeat(Poisson(0.06700740462204344, Laplace(14.068856339739023)), 133_754)
+    found = accounting.epsilon(event, delta=1e-9, relation="add-or-remove-one").epsilon
+    assert 11.3841122 <= found < 1.005 * 11.3841122
+
+
 def test_a_replaced_unit_moves_a_laplace_release_twice_as_far_at_any_delta() -> None:
     replaced = epsilon(Repeat(Laplace(8.0), 10), delta=1e-3, relation=REPLACE)
     assert replaced.accountant == "pld"

@@ -34,6 +34,7 @@ def write(tmp_path):
             (folder / "statement.json").write_text(json.dumps(statement))
             if finished:
                 (folder / "model.safetensors").write_bytes(b"")
+                (folder / "model.json").write_text("{}")
         return str(folder)
 
     return written
@@ -176,6 +177,13 @@ def test_the_epsilon_of_every_round_is_the_largest_over_seeds_and_ends_at_the_ta
     (curve,) = curves(write("a", [], lines=lines), write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 0.9}))
     assert curve.spent.tolist() == [0.0, 1.2, 1.5]
     assert curve.spent[-1] == curve.epsilon
+
+
+def test_where_no_round_tells_an_epsilon_each_may_have_cost_all(write):
+    """As of a run that was chosen by `sweep --private-selection`."""
+    lines = [{key: value for key, value in line(at, 0.5, 0.0).items() if key != "epsilon"} for at in (0, 1, 2)]
+    (curve,) = curves(write("a", [], lines=lines))
+    assert curve.spent.tolist() == [0.0, 1.5, 1.5]
 
 
 def test_an_epsilon_is_never_shown_smaller_than_it_is(write):

@@ -94,7 +94,9 @@ def test_runs_without_privacy_are_told_apart(run):
 
 def test_units_and_relations_are_apart(run):
     pure = [charge(number, ("c1",), (LaplaceDpEvent(4.0),), RECORD) for number in (1, 2)]
-    first, second = statement_of([run("a", charge(1)), run("b", *pure, delta=0.0), run("c", *pure, delta=0.0)]).together
+    statement = statement_of([run("a", charge(1)), run("b", *pure, delta=0.0), run("c", *pure, delta=0.0)])
+    assert "Apart: no accountant adds up costs of different units or relations" in str(statement)
+    first, second = statement.together
     assert (first.scope, second.scope) == (CLIENT, RECORD)
     # Sensitivity under replace-one is twice the clip norm: 4 charges of 2 / 4 each.
     assert (second.epsilon, second.delta) == (pytest.approx(2.0), 0.0)

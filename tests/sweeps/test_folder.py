@@ -62,6 +62,8 @@ def test_a_run_whose_charges_may_be_on_the_disk_is_not_removed(folder, runs):
 def test_only_a_run_that_ended_by_itself_has_finished(tmp_path):
     assert is_finished(finish(tmp_path / "a", {}))
     assert not is_finished(finish(tmp_path / "b", {}, finished=False))
+    (tmp_path / "b" / "model.json").unlink()  # killed before it was written
+    assert not is_finished(tmp_path / "b")
     (tmp_path / "a" / "model.safetensors").unlink()
     assert not is_finished(tmp_path / "a")
 

@@ -30,6 +30,12 @@ def test_all_points_are_run_with_the_first_seed_and_then_with_the_next(write):
     assert not runs[0].launched.app
 
 
+def test_points_that_are_the_same_run_are_refused(write):
+    """They would be made at once, in one folder."""
+    with pytest.raises(SettingsError, match="are the same run; leave one of them out"):
+        planned(write("[[points]]\n[[points]]\nmethod = 'dp-fedsam'"))
+
+
 def test_a_run_keeps_its_name_however_the_file_says_it(write):
     names = [run.name for run in planned(write(GRID))]
     more = "seeds = [7, 1, 0]\n[[points]]\nmethod = 'dp-fedavg'\nlearning-rate = 0.15\n'dp-fedavg.noise-multiplier' = [0.4, 1.6]"
