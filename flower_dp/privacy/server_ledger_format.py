@@ -39,7 +39,7 @@ Unit = Literal["client", "record"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointBudget:
-    """What all runs on a ledger together may cost any client.
+    """What all runs on a ledger together may cost any client, if no run's settings are chosen by what earlier ones released.
 
     Raises:
         ValueError: for a value that makes no sense.
