@@ -20,7 +20,7 @@ from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.joint_cost import Scope, joint_cost
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, write_whole
 
 _LEDGER = "ledger.sqlite"
@@ -206,6 +206,18 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
     ]
     how = f"sum of the runs' epsilons at delta / {len(runs)}"
     return Cost(epsilon=sum(cost.epsilon for cost in costs), delta=delta, relation=scope.relation, accountant=how)
+
+
+def has_charges(folder: Path) -> bool:
+    """Return whether the ledger beside a run's checkpoints has charges; one that can't be read may have some."""
+    ledger = folder / CHECKPOINT / _LEDGER
+    if not ledger.is_file():
+        return False
+    try:
+        with ServerLedger(ledger, read_only=True) as file:
+            return any(file.charges(run.name) for run in file.runs)
+    except LedgerError:
+        return True
 
 
 def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:

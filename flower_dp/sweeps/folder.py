@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ class SweepFolder:
 
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
         """Return the runs that have not finished, each with its folder, and whether it goes on; new ones get a new folder."""
+        from flower_dp.sweeps.cost import has_charges  # noqa: PLC0415  (slow to import)
+
         found = []
         for run in runs:
             folder = self.of(run)
@@ -127,7 +130,9 @@ class SweepFolder:
                 continue
             goes_on = any((folder / CHECKPOINT).glob("checkpoint*"))
             if not goes_on:
-                # Nothing was charged: the first checkpoint is written before the first round.
+                # The first checkpoint is written before the first round; only where none could be written was anything charged.
+                if has_charges(folder):
+                    folder.rename(self._aside(folder))
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700)
                 run.launched.write(folder)
@@ -137,6 +142,11 @@ class SweepFolder:
             went = replace(run, launched=replace(before, workers=run.launched.workers))
             found.append((went, folder, True))
         return found
+
+    def _aside(self, folder: Path) -> Path:
+        """Return a new place for a run that can't go on: its charges stay in the sweep's statement."""
+        places = (folder.with_name(f"{folder.name}-without-checkpoint-{number}") for number in count(1))
+        return next(place for place in places if not place.exists())
 
 
 def _config(folder: Path) -> dict[str, Any]:

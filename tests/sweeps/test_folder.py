@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 
 from flower_dp.core.checks import SettingsError
+from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.running.run_folder import is_finished
 from flower_dp.sweeps import plan
+from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.file import read
 from flower_dp.sweeps.folder import SweepFolder, runs_in
 from tests.sweeps.conftest import finish
+from tests.sweeps.test_cost import charge
 
 
 @pytest.fixture
@@ -57,6 +60,26 @@ def test_a_run_whose_charges_may_be_on_the_disk_is_not_removed(folder, runs):
     (folder.of(run) / "checkpoint" / "checkpoint.previous.state").write_bytes(b"")
     assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
     assert (folder.of(run) / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_with_charges_and_without_a_checkpoint_stays_in_the_statement(folder, runs, damaged):
+    """Where the disk was full, no checkpoint could be written, and the run went on."""
+    (run,) = runs("")
+    run.launched.write(finish(folder.of(run), run.config, finished=False))
+    (folder.of(run) / "checkpoint").chmod(0o700)
+    path = folder.of(run) / "checkpoint" / "ledger.sqlite"
+    ServerLedger.create(path)
+    assert not has_charges(folder.of(run))
+    with ServerLedger(path) as ledger:
+        name = ledger.begin_run(method="DP-FedAvg", delta=1e-3, private=True)
+        ledger.charge(name, charge(1), 1)
+    if damaged:
+        path.write_bytes(b"no ledger")
+    assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
+    (aside,) = [one for one in folder.runs() if one.name != run.name]
+    assert aside.name == f"{run.name}-without-checkpoint-1"
+    assert has_charges(aside)
 
 
 def test_only_a_run_that_ended_by_itself_has_finished(tmp_path):
