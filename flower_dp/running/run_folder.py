@@ -122,8 +122,7 @@ class RunFolder:
         lines = [line for line in read_metrics(self.path) if line.get("round", 0) <= last]
         content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         write_whole(self.path / METRICS, content.encode())
-        for name in (STATEMENT_JSON, STATEMENT_TEXT):
-            (self.path / name).unlink(missing_ok=True)
+        forget_statement(self.path)
         return lines
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -238,6 +237,12 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
             count += 1
         else:
             return folder
+
+
+def forget_statement(folder: Path) -> None:
+    """Remove the statement from the folder of a run or a sweep, which is about to outgrow it."""
+    for name in (STATEMENT_JSON, STATEMENT_TEXT):
+        (folder / name).unlink(missing_ok=True)
 
 
 def is_finished(folder: Path) -> bool:

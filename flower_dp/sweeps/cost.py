@@ -140,12 +140,6 @@ class SweepStatement:
         write_whole(folder / STATEMENT_TEXT, f"{self}\n".encode())
 
 
-def forget_statement(folder: Path) -> None:
-    """Remove the statement from a sweep's folder."""
-    for name in (STATEMENT_JSON, STATEMENT_TEXT):
-        (folder / name).unlink(missing_ok=True)
-
-
 def statement_of(folders: Sequence[Path]) -> SweepStatement:
     """Return what the runs in some folders together cost, from the ledgers beside their checkpoints."""
     found: dict[Scope, list[tuple[Charged, float]]] = {}

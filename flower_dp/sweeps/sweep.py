@@ -8,10 +8,10 @@ from pathlib import Path
 from flower_dp.running import preflight
 from flower_dp.running.launch import default_workers
 from flower_dp.running.progress import clock, quantities
-from flower_dp.running.run_folder import LOG, is_finished, read_metrics
+from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.cost import NOT_COVERED, forget_statement, statement_of
+from flower_dp.sweeps.cost import NOT_COVERED, statement_of
 from flower_dp.sweeps.file import SweepFile, read
 from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended, Lanes, how_many

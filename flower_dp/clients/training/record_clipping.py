@@ -69,13 +69,13 @@ def clipped_sum(
     gradients = _Gradients(model, loss, seed)
     computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
     for _, places, (made, values) in computed:
-        found = values[places]
+        finite = made.isfinite().all(dim=1) & values.isfinite()
         # All rows of the part are clipped, whichever of its records could be read: on a GPU the last bits of a norm may depend on
         # how many rows there are.
-        clipped = clip.records(made.where((made.isfinite().all(dim=1) & values.isfinite())[:, None], 0.0))
+        clipped = clip.records(made.where(finite[:, None], 0.0))
         total += clipped[places].sum(dim=0, dtype=torch.float64)
-        losses.append(found[found.isfinite() & made[places].isfinite().all(dim=1)])
-        if len(losses[-1]) < len(found):
+        losses.append(values[places][finite[places]])
+        if len(losses[-1]) < len(places):
             problems.add("loss or gradient not finite")
     counted = torch.cat(losses)
     if problems:
