@@ -9,7 +9,8 @@ for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has th
 The same command goes on where it was. With --minutes it stops after so long by itself, with status 3, so that a queue that
 lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a setting of all runs: another task, model, number
 of rounds. --clips and --partitions leave a part out; --clip-norms and --learning-rates are what fixed clip norms and all
-learning rates are chosen from, --sam-radius is that of DP-FedSAM in all sweeps but `radii`.
+learning rates are chosen from, --sam-radius is that of DP-FedSAM in all sweeps but `radii`. With --epsilon the noise of all
+but `epsilons` is calibrated for it.
 
 Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
 """
@@ -95,6 +96,8 @@ def tuning(
     rates: Sequence[float] = (),
     norms: Sequence[float] = (),
     radius: float | None = None,
+    epsilon: float | None = None,
+    at_once: int = 0,
 ) -> dict[str, Any]:
     """Return the sweep that tunes: the grid's file with other settings of all runs, and what is given in place of the file's.
 
@@ -105,6 +108,8 @@ def tuning(
         rates: learning rates to choose from.
         norms: fixed clip norms to choose from.
         radius: SAM's.
+        epsilon: to calibrate the noise for, in place of the grid's noise multiplier.
+        at_once: runs at the same time; 0: those of the file.
     """
     content = tomllib.loads(GRID.read_text(encoding="utf-8"))
     content["settings"] |= settings
@@ -123,6 +128,11 @@ def tuning(
             made = [_at_clip_norm(point, norm) for norm in norms]
         points += [one for one in made if one not in points]  # the file has a point for each clip norm of BLURS
     content["points"] = points
+    if epsilon is not None:
+        del content["grid"]["METHOD.noise-multiplier"]
+        content["grid"]["METHOD.epsilon"] = epsilon
+    if at_once:
+        content["at-once"] = at_once
     if gpus:
         content["gpus-per-worker"] = gpus
     return content
@@ -409,9 +419,11 @@ def main() -> None:
     parser.add_argument("--learning-rates", nargs="+", type=float, default=(), help="to choose from; default: the grid's")
     parser.add_argument("--clip-norms", nargs="+", type=float, default=(), help="fixed ones to choose from; default: the grid's")
     parser.add_argument("--sam-radius", type=float, help="of DP-FedSAM; default: the grid's")
+    parser.add_argument("--epsilon", type=float, help="to calibrate the noise for; default: the grid's noise multiplier")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=tuple(PARTITIONS), help="of tables")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
     parser.add_argument("--gpus-per-worker", type=float, default=0.0)
+    parser.add_argument("--at-once", type=int, default=0, help="runs at the same time, without --in-process")
     parser.add_argument("--in-process", action="store_true", help="make runs in this process, without Ray")
     options = parser.parse_args()
     deadline, place = time.monotonic() + 60 * options.minutes, options.output_dir.expanduser().absolute()
@@ -425,6 +437,8 @@ def main() -> None:
         options.learning_rates,
         options.clip_norms,
         options.sam_radius,
+        options.epsilon,
+        options.at_once,
     )
     for stage in STAGES:
         file, content = place / f"{stage}.toml", tune

@@ -103,6 +103,21 @@ def test_clip_norms_and_radius_are_taken_from_the_command(program, tmp_path):
             assert run.config["dp-fedsam.sam-radius"] == 0.05
 
 
+def test_noise_for_an_epsilon_takes_the_place_of_the_grids_multiplier(program, tmp_path):
+    content = program.tuning({"data-dir": str(tmp_path)}, 0.0, epsilon=8.0, at_once=2)
+    tune = sweep_of(content, tmp_path)
+    chosen = program.best([(run.point.settings, 0.0) for run in tune.runs])
+    tables = sweep_of(program.chosen_runs(program.TABLES, chosen, 1, content), tmp_path)
+    radii = sweep_of(program.chosen_runs(program.RADII, chosen, 1, content), tmp_path)
+    assert tune.file.at_once == tables.file.at_once == 2
+    for run in tune.runs + tables.runs + radii.runs:
+        own = f"{run.config['method']}."
+        assert run.point.settings[f"{own}epsilon"] == 8.0
+        assert f"{own}noise-multiplier" not in run.point.settings
+    epsilons = sweep_of(program.chosen_runs(program.EPSILONS, chosen, 1, content), tmp_path)
+    assert {run.config[f"{run.config['method']}.epsilon"] for run in epsilons.runs} == set(program.TARGETS)
+
+
 def test_the_best_of_each_method_is_chosen(program):
     def settings(rate, **more):
         return {"method": "dp-fedavg", "learning-rate": rate, **more}
