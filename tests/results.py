@@ -2,7 +2,7 @@
 
 RESULTS = {
     "checkpoint",
-    "config.toml",
+    "run-config.toml",
     "flower.log",
     "metrics.jsonl",
     "model.json",

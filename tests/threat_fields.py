@@ -250,7 +250,7 @@ def shared_by_all() -> set[str]:
 
 
 def files() -> set[str]:
-    return {run_folder.CONFIG, *run_folder.RESULTS}
+    return set(run_folder.RESULTS)
 
 
 def metrics_columns() -> set[str]:

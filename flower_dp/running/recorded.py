@@ -70,7 +70,6 @@ class Recording:
         config: Mapping[str, Any],
         name: str,
         *,
-        over_links: bool = True,
         resume: bool = False,
         **fields: Any,
     ) -> "Recording":
@@ -82,7 +81,7 @@ class Recording:
         launched = os.environ.pop(RESUME, "") if path is None else ""  # an app's second run is a new one
         resume = resume or bool(launched)
         again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / CONFIG).is_file())
-        folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name, over_links=over_links)
+        folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name)
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch(on_line=lambda line: None)
         watch.folder = folder.path
@@ -191,14 +190,14 @@ def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:
     """Return what records a run of an app that calls `strategy.start` itself.
 
     Nothing, if the folder can't be used, as where another run of the app has it; the log then says why. No error of the folder
-    ends the run. A `config.toml` of the app's own stays where the app finds it.
+    ends the run.
 
     Args:
         config: the run's settings.
         name: the name of the run, used in the name of a new folder.
     """
     try:
-        recording = Recording.begin(None, config, name, over_links=False)
+        recording = Recording.begin(None, config, name)
     except Exception as error:
         log.warning("this run has no run folder: %s", error)
         return ()

@@ -23,7 +23,7 @@ from flower_dp.running.trained_model import described, put_into, stored_model
 if TYPE_CHECKING:
     from torch import nn
 
-CONFIG = "config.toml"
+CONFIG = "run-config.toml"
 METRICS = "metrics.jsonl"
 STATEMENT_JSON = "statement.json"
 STATEMENT_TEXT = "statement.txt"
@@ -33,8 +33,8 @@ PLOT = "progress.png"
 LOG = "flower.log"
 # The folder of checkpoints and of the server's ledger, and in it what `flower-dp run` was asked for.
 CHECKPOINT = "checkpoint"
-# What only a run writes. A `config.toml` may also be an app's own file.
-RESULTS = (METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG, CHECKPOINT)
+# What a run writes. An app's own files of these names are not linked into the folder.
+RESULTS = (CONFIG, METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG, CHECKPOINT)
 # Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 _MOST_ROUNDS = 2**31 - 1
@@ -68,25 +68,21 @@ class RunFolder:
         object.__setattr__(self, "path", Path(self.path).expanduser())
 
     @classmethod
-    def create(
-        cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, over_links: bool = True
-    ) -> Self:
-        """Make the folder and write the resolved configuration to `config.toml`.
+    def create(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str) -> Self:
+        """Make the folder and write the resolved configuration to `run-config.toml`.
 
         Args:
             path: The folder; None for the folder that `flower-dp run` has passed, or, if the app is not run by that command, for
                 a new one under `~/.flower-dp/runs` (see `new_folder`).
             config: The run's settings, with values that TOML can hold.
             name: The name of the run, used in the default folder's name.
-            over_links: Whether to write in place of a link to the app's own `config.toml`, which the app then can't read there.
 
         Raises:
             ValueError: The folder already holds a run, or `path` is a file.
         """
         launched = os.environ.get(RUN_FOLDER) if path is None else None
         folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
-        if over_links or not (folder.path / CONFIG).is_symlink():
-            write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
+        write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
         return folder
 
     @classmethod
@@ -105,7 +101,7 @@ class RunFolder:
             raise ValueError("resume: needs the path of the run folder")
         folder = cls(path=Path(place).absolute())
         file = folder.path / CONFIG
-        if file.is_file() and not file.is_symlink():  # a link is the app's own file
+        if file.is_file():
             before = tomllib.loads(file.read_text(encoding="utf-8"))
             now = tomllib.loads(tomli_w.dumps(dict(config)))
             for key, value in before.items():  # a newer release may have more settings
@@ -194,9 +190,8 @@ class RunFolder:
 
 
 def _launched_folder(folder: Path) -> Path:
-    """Return the folder that `flower-dp run` has created, which may contain links, if it holds no run yet."""
-    names = [name for name in (CONFIG, *RESULTS) if name not in (LOG, CHECKPOINT) and (folder / name).exists()]
-    if held := [name for name in names if not (folder / name).is_symlink()]:
+    """Return the folder that `flower-dp run` has created, which may contain links to the app's files, if it holds no run yet."""
+    if held := [name for name in RESULTS if name not in (LOG, CHECKPOINT) and (folder / name).exists()]:
         raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
     return folder
 

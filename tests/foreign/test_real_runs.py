@@ -85,7 +85,7 @@ def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path):
     run = flower_dp_run(tmp_path, "pytorch", "--supernodes", "4", "--output-dir", "run")
     assert (run.status, run.err) == (0, ""), run.out + run.err
     lines = run.out.splitlines()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(["final_model.pt", "config.toml", *RESULTS])
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(["final_model.pt", *RESULTS])
     assert sorted(path.name for path in (HERE / "pytorch").iterdir()) == before
     # The app's log until the first round, then the rounds. Every line once, no debugging, no traceback of the client query.
     assert lines.count("Privacy statement: DP-FedAvg") == 1
@@ -94,7 +94,7 @@ def test_a_stock_pytorch_app_keeps_its_files_and_its_log(tmp_path):
     log = (tmp_path / "run" / "flower.log").read_text()
     assert log.count("[ROUND 2/2]") == 1
     assert "did not count" not in log  # the clients found data/shape.csv
-    assert "num-server-rounds = 2" in (tmp_path / "run" / "config.toml").read_text()
+    assert "num-server-rounds = 2" in (tmp_path / "run" / "run-config.toml").read_text()
 
 
 @pytest.mark.parametrize(("engine", "fail"), [("ray", True), ("flower", False)])
@@ -105,6 +105,7 @@ def test_both_engines_release_the_bits_of_a_grid_in_one_process(tmp_path, engine
     connections = '\n[tool.flwr.federations]\ndefault = "remote"\n\n[tool.flwr.federations.remote]\naddress = "example.org:9093"\ninsecure = true\n'
     before = (app / "pyproject.toml").read_text() + connections
     (app / "pyproject.toml").write_text(before)
+    (app / "config.toml").write_text("of = 'the app'")
     greeting = """a 'b' "c" = d"""
     settings = ("--set", f"greeting={greeting}", "--set", f"fail={str(fail).lower()}")
     run = flower_dp_run(tmp_path, app, "--supernodes", "2", "--engine", engine, *settings, "--output-dir", "results")
@@ -119,7 +120,7 @@ def test_both_engines_release_the_bits_of_a_grid_in_one_process(tmp_path, engine
         assert f"What it released before is in {folder / 'statement.txt'}" in run.err
     else:
         assert (run.status, run.err) == (0, "")
-        assert {path.name for path in folder.iterdir()} == {"config.toml", *RESULTS}
+        assert {path.name for path in folder.iterdir()} == set(RESULTS)
     assert ("Traceback" in log) == fail
     assert "\x1b" not in log
     lines = run.out.splitlines()
@@ -138,7 +139,7 @@ def test_both_engines_release_the_bits_of_a_grid_in_one_process(tmp_path, engine
     assert weights.tobytes() == alone.bits[-1]
     assert (folder / "statement.txt").read_text() == f"{alone.strategy.statement}\n"
     told = {"label": method.label, "greeting": greeting, "fail": fail}
-    assert tomllib.loads((folder / "config.toml").read_text()) == told
+    assert tomllib.loads((folder / "run-config.toml").read_text()) == told
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["replies"] for row in rows[1:]] == [report.replies for report in alone.strategy.rounds]
     assert [[row[key] for key in ("round", "epsilon", "delta")] for row in rows] == [

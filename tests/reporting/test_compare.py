@@ -26,7 +26,7 @@ def write(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         config = CONFIG | {key.replace("_", "-"): value for key, value in settings.items()} | {"output-dir": str(folder)}
-        (folder / "config.toml").write_text(tomli_w.dumps(config))
+        (folder / "run-config.toml").write_text(tomli_w.dumps(config))
         if lines is None:
             lines = [line(at, value, 0.5 * at if at else 0.0) for at, value in enumerate(accuracies)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -462,13 +462,13 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     broken = write("broken", [0.1])
-    (tmp_path / "broken" / "config.toml").write_text("= 3")
+    (tmp_path / "broken" / "run-config.toml").write_text("= 3")
     odd = write("odd", [0.1])
     (tmp_path / "odd" / "metrics.jsonl").write_text("[]\n")
     torn = write("torn", [0.1])
     (tmp_path / "torn" / "statement.json").write_text("{")
     for arguments, named in [
-        (["nowhere"], "nowhere: is not a run folder: it has no config.toml"),
+        (["nowhere"], "nowhere: is not a run folder: it has no run-config.toml"),
         ([good, str(empty)], f"{empty}: is not a run folder"),
         ([good, write("silent", [])], "silent: has no accuracy in metrics.jsonl"),
         ([good, broken], f"{broken}: can't be read"),

@@ -158,11 +158,11 @@ def test_runs_of_other_apps_are_refused(tmp_path):
     own = RunFolder.create(tmp_path / "own", {"num-rounds": 3, "lr": 0.1}, "own")
     own.finish(arrays)
     with pytest.raises(
-        ValueError, match=r"own: is not a run of a task of this flower-dp \(its config\.toml has no adult\.features"
+        ValueError, match=r"own: is not a run of a task of this flower-dp \(its run-config\.toml has no adult\.features"
     ):
         landscapes([read_past_run(tmp_path / "own")])
     more = recorded(tmp_path / "more", arrays, **{"model-fn": "own:model"})
-    with pytest.raises(ValueError, match=r"more: is not a run of a task of this flower-dp \(its config\.toml has model-fn\)"):
+    with pytest.raises(ValueError, match=r"more: is not a run of a task of this flower-dp \(its run-config\.toml has model-fn\)"):
         landscapes([more])
     lost = recorded(tmp_path / "lost", arrays, **{"data-dir": str(tmp_path / "gone")})
     with pytest.raises(ValueError, match=r"lost: .*gone"):

@@ -21,7 +21,7 @@ def write(tmp_path):
             "metrics": json.dumps({"round": 1, "accuracy": 0.5}) + "\n",
             "statement": json.dumps({"private": True, "epsilon": 1.5, "delta": 1e-3}),
         }
-        names = {"config": "config.toml", "metrics": "metrics.jsonl", "statement": "statement.json"}
+        names = {"config": "run-config.toml", "metrics": "metrics.jsonl", "statement": "statement.json"}
         for key, content in (honest | files).items():
             (tmp_path / names[key]).write_text(content, encoding="utf-8")
         return tmp_path

@@ -16,7 +16,7 @@ STATEMENT = {"private": True, "epsilon": 1.5, "noise": {"clip_norm": 0.5}}
 
 def recorded(folder, lines, statement=STATEMENT):
     folder.mkdir()
-    (folder / "config.toml").write_text(tomli_w.dumps({"method": "dp-fedavg"}))
+    (folder / "run-config.toml").write_text(tomli_w.dumps({"method": "dp-fedavg"}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"round": at} | line) + "\n" for at, line in enumerate(lines)))
     (folder / "statement.json").write_text(json.dumps(statement))
     return read_past_run(folder)

@@ -16,14 +16,14 @@ from flower_dp.running.run_folder import RunFolder
 def test_create_writes_the_config_whole(tmp_path):
     config = {"task": "mnist", "clip-norm": 0.3, "num-rounds": 5, "dense": True, "note": 'a "b" = c'}
     folder = RunFolder.create(tmp_path / "run", config, "main")
-    assert tomllib.loads((folder.path / "config.toml").read_text()) == config
-    assert [entry.name for entry in folder.path.iterdir()] == ["config.toml"]  # no part file is left
+    assert tomllib.loads((folder.path / "run-config.toml").read_text()) == config
+    assert [entry.name for entry in folder.path.iterdir()] == ["run-config.toml"]  # no part file is left
 
 
 def test_an_empty_folder_or_one_with_only_the_log_is_free(tmp_path):
     (tmp_path / "flower.log").write_text("starting")
     RunFolder.create(tmp_path, {}, "main")
-    with pytest.raises(ValueError, match=r"already holds config\.toml"):
+    with pytest.raises(ValueError, match=r"already holds run-config\.toml"):
         RunFolder.create(tmp_path, {}, "main")
 
 
@@ -35,9 +35,9 @@ def test_an_app_takes_the_folder_that_the_command_line_has_made(tmp_path, monkey
     (tmp_path / "run" / "config.toml").symlink_to(tmp_path / "config.toml")
     (tmp_path / "run" / "data").mkdir()
     assert RunFolder.create(None, {"a": 1}, "main").path == tmp_path / "run"
-    assert (tmp_path / "run" / "config.toml").read_text() == "a = 1\n"
-    assert (tmp_path / "config.toml").read_text() == "of = 'the app'"
-    with pytest.raises(ValueError, match=r"already holds config\.toml"):
+    assert (tmp_path / "run" / "run-config.toml").read_text() == "a = 1\n"
+    assert (tmp_path / "run" / "config.toml").read_text() == "of = 'the app'"
+    with pytest.raises(ValueError, match=r"already holds run-config\.toml"):
         RunFolder.create(None, {}, "main")
     assert RunFolder.create(tmp_path / "other", {}, "main").path == tmp_path / "other"
 
@@ -197,7 +197,7 @@ def test_a_new_folder_is_its_owners_alone(tmp_path, monkeypatch):
     finally:
         os.umask(before)
     assert [mode(folder) for folder in (named, unnamed)] == [0o700, 0o700]
-    assert mode(named / "config.toml") == 0o644  # a folder that its owner opens has files for all to read
+    assert mode(named / "run-config.toml") == 0o644  # a folder that its owner opens has files for all to read
 
 
 def test_a_folder_that_was_there_stays_as_open_as_it_was_and_its_log_is_its_owners_alone(tmp_path):

@@ -63,7 +63,7 @@ def test_an_app_of_ones_own(home, capsys):
     assert run.folder.parent == home / ".flower-dp" / "runs"
     assert (run.folder / "statement.txt").read_text() == f"{run.statement}\n"
     assert json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[2]) == run.rounds[2]
-    assert "seed = 3" in (run.folder / "config.toml").read_text()
+    assert "seed = 3" in (run.folder / "run-config.toml").read_text()
     assert "round 2/2" in repr(run)
     assert str(run.folder) in repr(run)
     assert "round 2/2  accuracy 50.0 %" in capsys.readouterr().out

@@ -97,7 +97,7 @@ def write(tmp_path):
 def finish(folder, config, accuracy=0.5, *, epsilon=2.0, finished=True, **more):
     """Write what a run leaves in its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(dict(config)))
+    (folder / "run-config.toml").write_text(tomli_w.dumps(dict(config)))
     rows = [{"round": at, "accuracy": accuracy * at, "epsilon": epsilon * at, "delta": 1e-3} | more for at in (0, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     statement = {"private": True, "epsilon": epsilon, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}

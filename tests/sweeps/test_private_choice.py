@@ -60,7 +60,7 @@ class Runs:
             statement = next(one.statement for one in self.sweep.candidates if one.run.point == run.point).to_dict()
             if len(self.made) - 1 in self.dear:
                 statement["adversaries"][0]["epsilon"] *= 1.01
-            (folder / "config.toml").write_text(tomli_w.dumps({**run.config, "output-dir": str(folder)}))
+            (folder / "run-config.toml").write_text(tomli_w.dumps({**run.config, "output-dir": str(folder)}))
             last = {} if score is None else {"private-accuracy": score}
             first = {} if score is None else {"private-accuracy": 0.99}
             rows = [{"round": 1} | first, {"round": 2, "seconds": 3.0, "elapsed": 9.0, "epsilon": 0.1} | last]
@@ -101,7 +101,7 @@ def shown(folder):
     return sorted(str(place.relative_to(folder)) for place in folder.rglob("*") if place.is_file())
 
 
-CHOSEN = [f"runs/chosen/{name}" for name in ("config.toml", "metrics.jsonl", "model.json", "model.safetensors")]
+CHOSEN = [f"runs/chosen/{name}" for name in ("run-config.toml", "metrics.jsonl", "model.json", "model.safetensors")]
 STATEMENTS = ["statement.json", "statement.txt"]
 WITH_A_RUN = sorted([*CHOSEN, *(f"runs/chosen/{name}" for name in STATEMENTS), *STATEMENTS, "sweep.lock", "sweep.toml"])
 
@@ -111,7 +111,7 @@ def test_the_best_run_alone_is_shown(made, scores, best):
     _, folder, runs = made(scores)
     assert shown(folder) == WITH_A_RUN
     assert (folder / "runs/chosen/model.safetensors").read_bytes() == str(scores[best]).encode()
-    config = tomllib.loads((folder / "runs/chosen/config.toml").read_text())
+    config = tomllib.loads((folder / "runs/chosen/run-config.toml").read_text())
     assert config["seed"] == runs.made[best].seed
     assert "output-dir" not in config
 
@@ -257,7 +257,7 @@ def test_the_smallest_score_may_be_the_best(write):
     sweep = PrivateSweep.read(write(FILE.replace("max", "min")))
     place = Drawn(sweep.path.parent / "none")
     (place.path / "one").mkdir(parents=True)
-    for name, text in {"config.toml": "", "model.safetensors": "", "model.json": "{}"}.items():
+    for name, text in {"run-config.toml": "", "model.safetensors": "", "model.json": "{}"}.items():
         (place.path / "one" / name).write_text(text)
     (place.path / "one" / "metrics.jsonl").write_text('{"round": 2, "private-accuracy": 0.25}\n')
     (place.path / "one" / "statement.json").write_text(json.dumps(sweep.candidates[0].statement.to_dict()))
