@@ -205,8 +205,8 @@ def _public_test(run: PastRun) -> PublicTest:
     if odd := sorted(app.defaults.keys() ^ run.config.keys()):
         what = f"has no {odd[0]}" if odd[0] in app.defaults else f"has {odd[0]}"
         raise ValueError(
-            f"{run.folder}: is not a run of a task of this flower-dp (its run-config.toml {what}): its model and test records are "
-            "not known here"
+            f"{run.folder}: is not a run of a task of this flower-dp (its run-config.toml {what}): its model and test records "
+            "are not known here"
         )
     with plugins.loaded(app, app.public_test) as public_test:
         try:
