@@ -482,14 +482,30 @@ def test_a_full_disk_loses_no_run(tmp_path, monkeypatch, caplog):
     """Of the checkpoints: what was charged is in the ledger. A ledger that can't be written ends the run."""
     case = stock_case(tmp_path / "run")
 
+    replace = Path.replace
+
+    def full(path: Path, target: Path) -> None:
+        if not CheckpointFolder(case.folder).is_empty:
+            raise OSError(28, "No space left on device")
+        replace(path, target)
+
+    monkeypatch.setattr("flower_dp.strategies.checkpoint.Path.replace", full)
+    assert case.start().statement.num_rounds == 4
+    assert "No space left on device; the one before it stays" in caplog.text
+    assert not list(case.folder.glob(".*"))
+
+
+def test_a_run_without_a_first_checkpoint_charges_nobody(tmp_path, monkeypatch):
+    """A run that is killed has its statement from a checkpoint and the ledger."""
+    case = stock_case(tmp_path / "run")
+
     def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("flower_dp.strategies.checkpoint.Path.replace", full)
-    assert case.start().statement.num_rounds == 4
-    assert "no checkpoint after round 0: [Errno 28] No space left on device" in caplog.text
-    assert CheckpointFolder(case.folder).is_empty
-    assert not list(case.folder.glob(".*"))
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*: \[Errno 28\] No space left on device"):
+        case.start()
+    assert not any(asks_to_train(message) for message in case.grid.sent)
 
 
 class OwnLoop(DPFedAvg):

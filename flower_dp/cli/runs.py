@@ -245,16 +245,20 @@ class _Screen:
     """Shows the metrics of a run, the app's log until the first metrics appear, and warnings that explain a useless result."""
 
     def __init__(self, display: "Display", *, quiet: bool) -> None:
+        from flower_dp.cli import screen
+
+        self._shown, self._echo = screen.shown, screen.echo
         self._display = display
         self._quiet = quiet
 
     def show(self, metrics: Mapping[str, Any]) -> None:
         self._quiet = True
-        self._display.show(metrics)
+        with self._shown():
+            self._display.show(metrics)
 
     def tell(self, line: str) -> None:
         if not self._quiet or any(text in line for text in _SHOWN):
-            typer.echo(line)
+            self._echo(line)
 
 
 def _remove_if_empty(folder: Path) -> None:

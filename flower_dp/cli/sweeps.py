@@ -38,6 +38,7 @@ def sweep(
 
     Exit status: 0 all runs ended, 1 a run failed, 2 bad options or settings, 130 interrupted.
     """
+    from flower_dp.cli.screen import echo
     from flower_dp.running.signals import Interrupted
     from flower_dp.running.superlink import LaunchError
     from flower_dp.sweeps.folder import SweepFolder
@@ -57,7 +58,7 @@ def sweep(
             _choose(file, folder, at_once)
             return
         plan = Sweep.read(file)
-        failed = plan.make(folder, typer.echo, at_once=at_once)
+        failed = plan.make(folder, echo, at_once=at_once)
     except ValueError as error:
         refuse(str(error))
     except Interrupted as signal:
@@ -72,6 +73,8 @@ def sweep(
     if failed:
         names = "\n".join(f"  {one.run.told}: {one.details}" for one in failed)
         fail(f"{len(failed)} of {len(plan.runs)} runs failed:\n{names}\nThe same command tries them again.", 1)
+    if unknown := plan.unknown(folder):
+        fail("\n".join([*unknown, f"Correct it in {file}: the same command then makes the tables anew, and no run."]), 2)
 
 
 def _show_commands(file: Path, *, private_selection: bool) -> None:
@@ -96,12 +99,13 @@ def _show_commands(file: Path, *, private_selection: bool) -> None:
 
 def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
     """Make the best of a random number of runs, and show it."""
+    from flower_dp.cli.screen import echo
     from flower_dp.running.run_folder import STATEMENT_TEXT
     from flower_dp.sweeps.folder import RUNS
     from flower_dp.sweeps.private_choice import CHOSEN, PrivateSweep
 
     plan = PrivateSweep.read(file)
-    plan.make(folder, typer.echo, at_once=at_once)
+    plan.make(folder, echo, at_once=at_once)
     typer.echo("\n" + (folder.path / STATEMENT_TEXT).read_text(encoding="utf-8"))
     chosen = folder.path / RUNS / CHOSEN
     typer.echo(f"chosen run: {chosen}" if chosen.is_dir() else "Nothing was chosen: no run was drawn, or none may be shown.")

@@ -25,7 +25,8 @@ class Run:
     """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
 
     `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
-    recorded; infinite: not private.
+    recorded; infinite: not private. `unit` is what it protects, with the relation, and `adversary` against whom, as the statement
+    says.
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class Run:
     epsilon: float
     delta: float | None
     unit: str
+    adversary: str
     finished: bool
 
 
@@ -118,6 +120,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         epsilon=epsilon,
         delta=past.delta,
         unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
+        adversary=str(statement.get("adversary", "unknown")),
         finished=past.finished,
     )
 
@@ -198,9 +201,13 @@ def notes(curves: Sequence[Curve]) -> list[str]:
     for curve in curves:
         if len({max(run.values) for run in curve.runs}) > 1:
             lines.append(f"{curve.label}: its runs end in different rounds; compared up to the last that all have")
-    private = [curve.runs[0] for curve in curves if curve.private]
+    private = [run for curve in curves if curve.private for run in curve.runs]
     if len({(run.delta, run.unit) for run in private}) > 1:
         lines.append("the epsilons hold for different deltas or protect different units: don't compare them with each other")
+    if len(adversaries := dict.fromkeys(run.adversary for run in private)) > 1:
+        lines.append(
+            f"the epsilons hold against different adversaries ({'; or '.join(adversaries)}): don't compare them with each other"
+        )
     if other := _tested_otherwise([curve.runs[0].config for curve in curves]):
         lines.append(
             f"the runs are tested on different records ({'; '.join(other)}): don't compare their metrics with each other"

@@ -95,6 +95,7 @@ def _record(curve: Curve) -> dict[str, Any]:
         "largest_epsilon": _finite(curve.epsilon),
         "delta": first.delta if private else None,
         "protects": first.unit if private else None,
+        "against": first.adversary if private else None,
         "runs": [str(run.folder) for run in curve.runs],
         "settings": dict(curve.differ),
     }

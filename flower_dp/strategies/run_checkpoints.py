@@ -188,13 +188,16 @@ class RunCheckpoints:
         """Take a snapshot after a round; what was charged before is part of it.
 
         Raises:
-            CheckpointError: if the run was to go on, and a loop of the strategy's own has begun it anew.
+            CheckpointError: if the run was to go on, and a loop of the strategy's own has begun it anew; or the first checkpoint
+                can't be written: whoever is charged by a run that is then killed would have no statement.
         """
         if self.found is not None and not self.went_on:
             raise CheckpointError("resume: this strategy has a loop of its own; a run goes on by super().start(...)")
         self._take(_Snapshot(server_round=server_round, is_over=is_over, state=self._run.state, arrays=arrays))
         if is_over and time.monotonic() >= self._due:
-            self._write(ended=False)
+            error = self._write(ended=False)
+            if error is not None and self._folder.is_empty:
+                raise CheckpointError(f"no checkpoint can be written in {self._folder.path}: {error}") from error
 
     def evaluated(self) -> None:
         """Clients have evaluated the model of the last snapshot: its state has changed, and their charge is finished."""
@@ -214,9 +217,10 @@ class RunCheckpoints:
     def _take(self, snapshot: _Snapshot) -> None:
         self._last, self._charges = snapshot, []
 
-    def _write(self, *, ended: bool) -> None:
+    def _write(self, *, ended: bool) -> OSError | None:
+        """Write the last snapshot; return why it could not be written."""
         if self.place is None or self._last is None:
-            return
+            return None
         now, started = self._last, time.monotonic()
         checkpoint = Checkpoint(
             setting=self._setting,
@@ -230,12 +234,15 @@ class RunCheckpoints:
         )
         if self.result is not None:
             checkpoint = replace(checkpoint, **metrics_of(self.result, now.server_round))
+        failed = None
         try:
             self._folder.write(checkpoint)
         except OSError as error:  # the ledger has what was charged
+            failed = error
             log.warning("no checkpoint after round %s: %s; the one before it stays", now.server_round, error)
         self._written = now
         self._due = time.monotonic() + (time.monotonic() - started) * (1 - _SHARE) / _SHARE
+        return failed
 
 
 def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ import importlib.util
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Results:
             row |= {"rounds": past.rows[-1].get("round"), "seconds": past.rows[-1].get("elapsed")}
             row |= last_metrics(past, self.metric)
             row |= {"epsilon": past.epsilon if past.statement else None, "delta": past.delta}
-            row["unit"] = past.statement.get("unit")
+            row |= {key: past.statement.get(key) for key in ("unit", "relation", "adversary")}
         return {**row, "folder": str(self.folder.of(run).relative_to(self.folder.path)), "command": run.command}
 
     def curves(self) -> list[Curve]:
@@ -96,7 +96,9 @@ class Results:
     def write_table(self, curves: Sequence[Curve], best: str) -> None:
         """Write `table.md`: mean and spread of each point, and the command of its first run."""
         finished = {run.folder.name for curve in curves for run in curve.runs}
-        lines = [tables.as_markdown(curves, self.metric, compare.notes(curves)) if curves else "No run has finished."]
+        lines = self.unknown((self.metric,)) or ["No run has finished."]
+        if curves:
+            lines = [tables.as_markdown(curves, self.metric, compare.notes(curves))]
         if missing := [run for run in self.runs if run.name not in finished]:
             lines.append(
                 f"Not in the table, since not finished or without {self.metric}: {'; '.join(run.told for run in missing)}."
@@ -111,6 +113,13 @@ class Results:
         commands = [f"# {run.told}\n{run.command}" for run in reversed(first.values())]
         lines.append("```bash\n" + "\n".join(commands) + "\n```")
         write_whole(self.folder.path / TABLE, ("\n\n".join(lines) + "\n").encode())
+
+    def unknown(self, metrics: Iterable[str]) -> list[str]:
+        """Return a line for each metric that no finished run has, while there are finished runs."""
+        past = [past for run in self.runs if (past := self.past(run)) is not None and past.finished]
+        known = ", ".join(dict.fromkeys(name for one in past for name in last_metrics(one, self.metric))) or "no metric"
+        missing = [metric for metric in dict.fromkeys(metrics) if not any(one.series(metric) for one in past)]
+        return [f"metric {metric!r}: is in no finished run; they have {known}" for metric in missing] if past else []
 
     def draw(self, curves: Sequence[Curve]) -> Path | None:
         """Draw the metric against epsilon, or over rounds where no run is private; None without matplotlib or curves."""

@@ -77,6 +77,12 @@ class Sweep:
                 self._write(results)
         return progress.failed
 
+    def unknown(self, folder: SweepFolder) -> list[str]:
+        """Return a line for each metric of the file that no finished run has, while there are finished runs."""
+        results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
+        chosen_by = () if self.file.choice is None else (self.file.choice.metric,)
+        return results.unknown((self.file.metric, *chosen_by))
+
     def _make(
         self, left: Sequence[PlannedRun], folder: SweepFolder, lock: int, at_once: int | None, progress: "_Progress"
     ) -> None:
@@ -117,10 +123,15 @@ class Sweep:
         results.draw(curves)
 
     def best(self, results: Results) -> str:
-        """Return which point is the best by the file's choice, with what that costs; empty without a choice or a point."""
+        """Return which point is the best by the file's choice, with what that costs; empty without a choice or a point.
+
+        If no finished run has the metric of the choice, that is said instead.
+        """
         choice = self.file.choice
-        if choice is None or (best := results.best(choice)) is None:
+        if choice is None:
             return ""
+        if (best := results.best(choice)) is None:
+            return "\n".join(f"select.{line}" for line in results.unknown((choice.metric,)))
         of = "of its one seed" if best.num_seeds == 1 else f"on the mean of {best.num_seeds} seeds"
         lines = [
             f"Best by {choice.metric} ({choice.mode}), {best.mean:.4g} {of}: {best.run.label or 'the only point'}.",

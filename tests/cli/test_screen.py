@@ -1,12 +1,17 @@
 """What the terminal shows of a run's log besides its rounds."""
 
 import logging
+import os
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from flower_dp.cli import screen
 from flower_dp.cli.runs import _Screen
 from flower_dp.core.sampling import FullSampling
+from flower_dp.running.signals import Interrupted
 from flower_dp.strategies import DPFedAvg, diagnostics
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.wire import MESSAGE_API, Hosted
@@ -38,3 +43,17 @@ def test_a_node_that_cannot_train_is_named(shown):
     manager = ClientManager(2, timeout=1, newcomers=False)
     manager._note({7: Hosted(names=("a",), methods=frozenset(), unable="the model does not take inputs")})
     assert shown() == "node 7 can't train: the model does not take inputs; its 1 clients send no update\n"
+
+
+def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
+    """What is written afterwards, such as where the statement is, fails no more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        shows = SimpleNamespace(show=lambda metrics: (closed.write("round 1\n"), closed.flush()))
+        with pytest.raises(Interrupted) as ended:
+            _Screen(shows, quiet=True).show({"round": 1})
+        assert ended.value.signum == signal.SIGPIPE
+        screen.echo("goes nowhere")
+        closed.flush()

@@ -157,6 +157,14 @@ def test_epsilons_of_different_guarantees_are_not_to_be_compared(write):
     assert compare.notes(same) == []
     record = write("c", [0.1], clip_norm=2.0, statement=STATEMENT | {"unit": "record"})
     assert "different units" in compare.notes([*same, *curves(record)])[0]
+    told = [
+        write(name, [0.1], clip_norm=norm, statement=STATEMENT | {"adversary": name}) for name, norm in (("d", 3.0), ("e", 4.0))
+    ]
+    assert compare.notes(curves(*told)) == [
+        "the epsilons hold against different adversaries (d; or e): don't compare them with each other"
+    ]
+    assert compare.notes(curves(told[0])) == []
+    assert json.loads(tables.as_json(curves(told[0]), "accuracy"))["curves"][0]["against"] == "d"
 
 
 def test_runs_of_different_tasks_are_not_to_be_compared(write):

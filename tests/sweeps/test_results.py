@@ -46,6 +46,7 @@ def test_a_row_for_each_run(made):
     assert found[0]["folder"] == f"runs/{made.runs[0].name}"
     assert found[0]["command"] == made.runs[0].command
     assert (found[0]["delta"], found[0]["unit"], found[0]["private-loss"]) == ("0.001", "client", "0.3")
+    assert (found[0]["relation"], found[0]["adversary"]) == ("add-or-remove-one", "outsiders")
     commands = (made.folder.path / "commands.txt").read_text()
     assert f"# dp-fedsam.epsilon=1.0, seed 1\n{made.runs[2].command}\n" in commands
 
@@ -82,6 +83,21 @@ def test_the_table_has_mean_and_spread(made):
     assert made.draw(curves).read_bytes().startswith(b"\x89PNG")
     made.write_table([], "")
     assert made.draw([]) is None
+
+
+def test_a_metric_that_no_run_has_is_named(made, write):
+    wrong = replace(made, metric="acuracy")
+    assert wrong.curves() == []
+    wrong.write_table([], "")
+    line = "metric 'acuracy': is in no finished run; they have accuracy, validation-accuracy, private-loss"
+    assert (made.folder.path / "table.md").read_text().startswith(f"{line}\n")
+    sweep = Sweep.read(write(f"metric = 'acuracy'\nselect = {{metric = 'los', mode = 'max'}}\n{GRID}"))
+    assert sweep.best(wrong) == f"select.{line}".replace("acuracy", "los")
+    assert sweep.unknown(made.folder) == [line, line.replace("acuracy", "los")]
+    assert Sweep.read(write(GRID)).unknown(made.folder) == []
+    none = replace(wrong, runs=made.runs[3:])
+    none.write_table([], "")
+    assert (made.folder.path / "table.md").read_text().startswith("No run has finished.\n")
 
 
 def test_the_best_point_has_all_its_runs(made, write):
