@@ -22,7 +22,7 @@ from flower_dp.privacy.private_file import why_not_own
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError, CheckpointFolder
-from flower_dp.strategies.run_checkpoints import LEDGER
+from flower_dp.strategies.run_checkpoints import LEDGER, CheckpointPlace, RunCheckpoints
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
 from tests.contracts import METHODS, Method, Words
@@ -506,6 +506,15 @@ def test_a_run_without_a_first_checkpoint_charges_nobody(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*: \[Errno 28\] No space left on device"):
         case.start()
     assert not any(asks_to_train(message) for message in case.grid.sent)
+
+
+def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_path):
+    """The checkpoints may be gone, and the ledger has charges."""
+    made = DPFedAvg(**WORDS, sampling=FullSampling())
+    with pytest.raises(
+        CheckpointError, match=r"so no statement can be made; `flower-dp ledger .*ledger\.sqlite` says what was charged"
+    ):
+        RunCheckpoints(made._run, CheckpointPlace(folder=tmp_path / "run", only_state=True))
 
 
 class OwnLoop(DPFedAvg):

@@ -8,7 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
+from click.core import ParameterSource
 
 from flower_dp.cli.errors import fail, refuse
 
@@ -81,9 +83,8 @@ def run(
     Exit status: 0 the app ran to its end, 1 it failed, 2 bad options, 130 interrupted.
     """
     if resume is not None:
-        others = {"PRESET": target, "--set": setting, "--output-dir": output_dir}
-        if given := [name for name, value in others.items() if value]:
-            refuse(f"{given[0]}: a run that goes on keeps its app, its settings and its folder")
+        if given := _given(target="PRESET") - {"--resume", "--workers", "--ray-address"}:
+            refuse(f"{min(given)}: a run that goes on keeps its app, settings, folder, engine, SuperNodes and GPUs")
         _go_on(resume, workers, ray_address)
         return
     from flower_dp.running import apps, launched, plugins, preflight, run_folder
@@ -130,6 +131,14 @@ def run(
         if supernodes is None and num_supernodes > num_workers:
             typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
         _launch(begun, folder, check=check)
+
+
+def _given(**arguments: str) -> set[str]:
+    """Return the options on the command line; arguments by what they are called here."""
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    options = {param.name: param.opts[0] for param in context.command.params}
+    return {arguments.get(name, options[name]) for name in given}
 
 
 def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str) -> int:

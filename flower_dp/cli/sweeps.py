@@ -51,6 +51,8 @@ def sweep(
     folder = SweepFolder(output_dir.expanduser().absolute())
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
     left = f"the runs so far are in {folder.path}"
+    if at_once is not None:
+        again = f"{again} --at-once {at_once}"
     if private_selection:
         again, left = f"{again} --private-selection", "what is in the folder may not be looked at before the choice is made"
     try:

@@ -95,7 +95,10 @@ class RunCheckpoints:
             self.found = self._folder.read()
             self._began -= self.found.elapsed
         elif place.only_state:
-            raise CheckpointError(f"{place.folder}: has no checkpoint: nothing was charged for a run here")
+            ledger = place.folder / LEDGER
+            raise CheckpointError(
+                f"{place.folder}: has no checkpoint, so no statement can be made; `flower-dp ledger {ledger}` says what was charged"
+            )
         elif place.resume:
             log.info("%s has no checkpoint: a new run begins", place.folder)
         self._folder.create()

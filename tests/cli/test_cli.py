@@ -415,6 +415,11 @@ def test_a_folder_is_an_app(checkout):
         (["--set", "verbose=1"], "verbose=1: must be true or false"),
         (["--set", "verbose"], "--set verbose: must be key=value"),
         (["--set", "output-dir=a", "--output-dir", "b"], "output-dir"),
+        (["quick", "--resume", "x"], "PRESET: a run that goes on keeps its app"),
+        (["--resume", "x", "--engine", "ray"], "--engine: a run that goes on keeps its app"),
+        (["--resume", "x", "--supernodes", "2"], "--supernodes: a run that goes on keeps its app"),
+        (["--resume", "x", "--gpus-per-worker", "0"], "--gpus-per-worker: a run that goes on keeps its app"),
+        (["--resume", "x", "--workers", "2", "--ray-address", "auto"], "x: holds no run that `flower-dp run` has begun"),
     ],
 )
 def test_bad_targets_and_settings(checkout, call, arguments, named):
