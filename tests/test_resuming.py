@@ -512,7 +512,7 @@ def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_pat
     """The checkpoints may be gone, and the ledger has charges."""
     made = DPFedAvg(**WORDS, sampling=FullSampling())
     with pytest.raises(
-        CheckpointError, match=r"so no statement can be made; `flower-dp ledger .*ledger\.sqlite` says what was charged"
+        CheckpointError, match=r"has no checkpoint for a statement; `flower-dp ledger .*ledger\.sqlite` says what was charged"
     ):
         RunCheckpoints(made._run, CheckpointPlace(folder=tmp_path / "run", only_state=True))
 

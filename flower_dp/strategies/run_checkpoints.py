@@ -97,7 +97,7 @@ class RunCheckpoints:
         elif place.only_state:
             ledger = place.folder / LEDGER
             raise CheckpointError(
-                f"{place.folder}: has no checkpoint, so no statement can be made; `flower-dp ledger {ledger}` says what was charged"
+                f"{place.folder}: has no checkpoint for a statement; `flower-dp ledger {ledger}` says what was charged"
             )
         elif place.resume:
             log.info("%s has no checkpoint: a new run begins", place.folder)
