@@ -10,10 +10,12 @@ Value = bool | int | float | str
 _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 # How alike two names must be for one to be suggested as what was meant.
 _ALIKE = 0.6
+# Of keys whose values are paths.
+_PATHS = ("-dir", "-ledger")
 
 
 def from_toml(key: str, value: Any, default: Value, base: Path) -> Value:
-    """Return a value in the type of the setting's default; a relative folder is one in `base`.
+    """Return a value in the type of the setting's default; a relative path starts at `base`.
 
     Raises:
         ValueError: it is of another type.
@@ -69,7 +71,7 @@ def suggested(key: str, known: Mapping[str, Any], method: str) -> str:
 
 def _absolute(key: str, value: Value, base: Path) -> Value:
     # The app runs in another working directory, where a relative path would be wrong.
-    if not isinstance(value, str) or not key.endswith("-dir"):
+    if not isinstance(value, str) or not key.endswith(_PATHS):
         return value
     # A prefix before a colon says how the folder is to be filled; a single letter is a drive.
     how = prefix.group() if (prefix := re.match("[a-z]{2,}:", value)) else ""

@@ -324,6 +324,7 @@ verbose = false
 model = "logistic"
 data-dir = ""
 output-dir = ""
+server-ledger = ""
 nested.depth = 1
 """
 
@@ -370,6 +371,11 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
 def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
     here = str(checkout / "deep" / "er")
     assert apps.resolve(None, [f"data-dir={given}"]).overrides["data-dir"] == absolute.replace("HERE", here)
+
+
+def test_a_relative_ledger_is_where_the_command_is(checkout):
+    here = checkout / "deep" / "er"
+    assert apps.resolve(None, ["server-ledger=a.sqlite"]).overrides["server-ledger"] == str(here / "a.sqlite")
 
 
 def test_a_checkout_is_bundled_without_what_is_not_the_apps(checkout):
