@@ -517,6 +517,20 @@ def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_pat
         RunCheckpoints(made._run, CheckpointPlace(folder=tmp_path / "run", only_state=True))
 
 
+def test_no_new_run_takes_the_place_of_one_whose_checkpoints_are_gone(tmp_path):
+    """Its statement would leave out what the ledger beside it has."""
+    case = stock_case(tmp_path / "run")
+    case.fails = 2
+    case.start(resume=False)
+    for name in (NEWEST, PREVIOUS):
+        (case.folder / name).unlink(missing_ok=True)
+    sent = len(case.grid.sent)
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match="has charges of a run without a checkpoint"):
+            case.start(resume=resume)
+    assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
+
+
 class OwnLoop(DPFedAvg):
     def start(self, grid, initial_arrays, num_rounds=3, timeout=3600, evaluate_fn=None, checkpoint_dir=None, resume=False):
         current = initial_arrays

@@ -140,12 +140,22 @@ class RunCheckpoints:
 
         Raises:
             LedgerError: if it can't be made.
+            CheckpointError: it has charges, and there is no checkpoint from which their run could go on.
         """
         if self.place is None:
             return None
         path = self._folder.path / LEDGER
-        if self.found is None and not path.exists():
+        if self.found is not None:
+            return path
+        if not path.exists():
             ServerLedger.create(path)
+            return path
+        with ServerLedger(path, read_only=True) as ledger:
+            charged = any(ledger.charges(run.name) for run in ledger.runs)
+        if charged:
+            raise CheckpointError(
+                f"{path}: has charges of a run without a checkpoint, which can't go on; a new run needs another folder"
+            )
         return path
 
     @property
