@@ -236,7 +236,7 @@ def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(played, tmp
 
 @pytest.mark.slow
 def test_the_command_refuses_in_one_line(played, tmp_path, capsys):
-    config = tmp_path / "config.toml"
+    config = tmp_path / "run-config.toml"
     config.write_text(tomli_w.dumps({"num-rounds": 3}))
     (tmp_path / "statement.json").write_text(json.dumps(PRIVATE))
     for arguments, match in [
