@@ -13,6 +13,7 @@ import typer
 from click.core import ParameterSource
 
 from flower_dp.cli.errors import fail, refuse
+from flower_dp.cli.screen import echo, shown
 
 if TYPE_CHECKING:
     from flower_dp.running.launched import Launched
@@ -254,20 +255,17 @@ class _Screen:
     """Shows the metrics of a run, the app's log until the first metrics appear, and warnings that explain a useless result."""
 
     def __init__(self, display: "Display", *, quiet: bool) -> None:
-        from flower_dp.cli import screen
-
-        self._shown, self._echo = screen.shown, screen.echo
         self._display = display
         self._quiet = quiet
 
     def show(self, metrics: Mapping[str, Any]) -> None:
         self._quiet = True
-        with self._shown():
+        with shown():
             self._display.show(metrics)
 
     def tell(self, line: str) -> None:
         if not self._quiet or any(text in line for text in _SHOWN):
-            self._echo(line)
+            echo(line)
 
 
 def _remove_if_empty(folder: Path) -> None:

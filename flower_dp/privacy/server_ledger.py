@@ -133,6 +133,11 @@ class ServerLedger:
         return tuple(self._content.runs.values())
 
     @property
+    def has_charges(self) -> bool:
+        """Whether any run was charged."""
+        return any(self.charges(run.name) for run in self.runs)
+
+    @property
     def num_runs_by_scope(self) -> dict[Scope, int]:
         """How many runs were charged, by what their costs add up with."""
         found: dict[Scope, set[int]] = {}

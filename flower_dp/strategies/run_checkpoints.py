@@ -151,7 +151,7 @@ class RunCheckpoints:
             ServerLedger.create(path)
             return path
         with ServerLedger(path, read_only=True) as ledger:
-            charged = any(ledger.charges(run.name) for run in ledger.runs)
+            charged = ledger.has_charges
         if charged:
             raise CheckpointError(
                 f"{path}: has charges of a run without a checkpoint, which can't go on; a new run needs another folder"

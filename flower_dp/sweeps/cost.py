@@ -209,7 +209,7 @@ def has_charges(folder: Path) -> bool:
         return False
     try:
         with ServerLedger(ledger, read_only=True) as file:
-            return any(file.charges(run.name) for run in file.runs)
+            return file.has_charges
     except LedgerError:
         return True
 

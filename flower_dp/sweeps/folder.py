@@ -130,7 +130,7 @@ class SweepFolder:
                 continue
             goes_on = any((folder / CHECKPOINT).glob("checkpoint*"))
             if not goes_on:
-                # The first checkpoint is written before the first round; only where none could be written was anything charged.
+                # The first checkpoint is written before the first round; only where it was removed can anything be charged.
                 if has_charges(folder):
                     folder.rename(self._aside(folder))
                 shutil.rmtree(folder, ignore_errors=True)

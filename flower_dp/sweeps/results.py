@@ -96,9 +96,10 @@ class Results:
     def write_table(self, curves: Sequence[Curve], best: str) -> None:
         """Write `table.md`: mean and spread of each point, and the command of its first run."""
         finished = {run.folder.name for curve in curves for run in curve.runs}
-        lines = self.unknown((self.metric,)) or ["No run has finished."]
         if curves:
             lines = [tables.as_markdown(curves, self.metric, compare.notes(curves))]
+        else:
+            lines = self.unknown((self.metric,)) or ["No run has finished."]
         if missing := [run for run in self.runs if run.name not in finished]:
             lines.append(
                 f"Not in the table, since not finished or without {self.metric}: {'; '.join(run.told for run in missing)}."
