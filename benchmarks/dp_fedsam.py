@@ -10,7 +10,7 @@ The same command goes on where it was. With --minutes it stops after so long by 
 lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a setting of all runs: another task, model, number
 of rounds. --clips and --partitions leave a part out; --clip-norms and --learning-rates are what fixed clip norms and all
 learning rates are chosen from, --sam-radius is that of DP-FedSAM in all sweeps but `radii`. With --epsilon the noise of all
-but `epsilons` is calibrated for it.
+but `epsilons` is calibrated for it. --stages names the sweeps to make, in place of all five; all but `tune` need that one.
 
 Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
 """
@@ -421,6 +421,7 @@ def main() -> None:
     parser.add_argument("--sam-radius", type=float, help="of DP-FedSAM; default: the grid's")
     parser.add_argument("--epsilon", type=float, help="to calibrate the noise for; default: the grid's noise multiplier")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=tuple(PARTITIONS), help="of tables")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="the sweeps to make")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
     parser.add_argument("--gpus-per-worker", type=float, default=0.0)
     parser.add_argument("--at-once", type=int, default=0, help="runs at the same time, without --in-process")
@@ -440,7 +441,7 @@ def main() -> None:
         options.epsilon,
         options.at_once,
     )
-    for stage in STAGES:
+    for stage in (one for one in STAGES if one in options.stages):
         file, content = place / f"{stage}.toml", tune
         if stage != TUNE:
             tuned = finished(place / f"{TUNE}.toml", place / TUNE)

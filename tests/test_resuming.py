@@ -17,11 +17,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_dp.clients import model_arrays
+from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.private_file import why_not_own
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
-from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError, CheckpointFolder
+from flower_dp.strategies.checkpoint import NEWEST, OWN_LOOP, PREVIOUS, CheckpointError, CheckpointFolder
 from flower_dp.strategies.run_checkpoints import LEDGER, CheckpointPlace, RunCheckpoints
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
@@ -425,10 +426,10 @@ def test_a_run_with_a_fixed_seed_does_not_become_private_when_it_goes_on(tmp_pat
     case.fails = 2
     case.start(resume=False)
     fresh = stock_case(case.folder, noise_seed=None)
-    with pytest.raises(LedgerError, match="noise_seed: the run began with a fixed one"):
+    with pytest.raises(SettingsError, match="noise_seed: the run began with a fixed one"):
         fresh.start()
     assert not case.start().statement.private
-    with pytest.raises(LedgerError, match="noise_seed: the run began with a fixed one"):
+    with pytest.raises(SettingsError, match="noise_seed: the run began with a fixed one"):
         fresh.start()  # nor when it has ended
 
 
@@ -437,7 +438,7 @@ def test_a_private_run_does_not_go_on_with_a_fixed_seed(tmp_path):
     case = stock_case(tmp_path / "run", noise_seed=None)
     case.fails = 2
     case.start(resume=False)
-    with pytest.raises(LedgerError, match="noise_seed: the run began without one: it goes on so alone"):
+    with pytest.raises(SettingsError, match="noise_seed: the run began without one: it goes on so alone"):
         stock_case(case.folder).start()
     assert case.start().statement.private
 
@@ -547,7 +548,22 @@ def test_a_loop_of_ones_own_does_not_begin_anew_in_the_place_of_a_run(tmp_path):
     case.fails = 2
     case.start(resume=False)
     sent = len(case.grid.sent)
-    with pytest.raises(CheckpointError, match="this strategy has a loop of its own"):
+    assert CheckpointFolder(case.folder).why_stuck() == OWN_LOOP
+    own, plain = case.make, lambda: DPFedAvg(**WORDS, sampling=FullSampling())
+    for case.make in (own, plain):  # the other one would go on from a run that it has not planned
+        with pytest.raises(CheckpointError, match=r"can't go on: its strategy has a loop of its own.*needs another folder"):
+            case.start()
+    assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
+
+
+def test_nor_in_the_place_of_one_that_could_go_on(tmp_path):
+    case = stock_case(tmp_path / "run")
+    case.fails = 2
+    case.start(resume=False)
+    assert CheckpointFolder(case.folder).why_stuck() == ""
+    sent = len(case.grid.sent)
+    case.make = lambda: OwnLoop(**WORDS, sampling=FullSampling(), noise_seed=3)
+    with pytest.raises(CheckpointError, match="can't go on: its strategy has a loop of its own"):
         case.start()
     assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
 

@@ -197,7 +197,6 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
     from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
     from flower_dp.running.signals import Interrupted
 
-    again = f"It goes on with: flower-dp run --resume {shlex.quote(str(folder))}"
     try:
         app, address = begun.target.app, ""
         if begun.ray_address and resume != STATED:
@@ -226,29 +225,34 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
     except ValueError as error:
         refuse(str(error))
     except Interrupted as signal:
-        text = _told(folder)
         where = f"; its folder is {folder}" if folder.exists() else ""
-        more = f"\n{text}{again}" if text else ""
-        fail(f"{signal}; nothing is left running{where}{more}", 128 + signal.signum)
+        fail(f"{signal}; nothing is left running{where}\n{_left(folder)}".rstrip(), 128 + signal.signum)
     except (superlink.LaunchError, OSError) as error:
         fail(str(error), 1)
-    text = _told(folder)
     if not outcome.completed:
-        more = again if text and resume != STATED else ""
         what = "no statement was made" if resume == STATED else "the run failed"
-        fail(f"{what}: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{text}{more}".rstrip(), 1)
+        left = _left(folder, only_stated=resume == STATED)
+        fail(f"{what}: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{left}".rstrip(), 1)
     statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"results: {folder}")
 
 
-def _told(folder: Path) -> str:
-    """Return where the statement of a run that did not end is."""
+def _left(folder: Path, *, only_stated: bool = False) -> str:
+    """Return where the statement of a run that did not end is, and how the run goes on; empty if it has none."""
     from flower_dp.running import run_folder
+    from flower_dp.strategies.checkpoint import CheckpointFolder
 
     statement = folder / run_folder.STATEMENT_TEXT
-    return f"What it released before is in {statement}\n" if statement.is_file() else ""
+    if not statement.is_file():
+        return ""
+    told = f"What it released before is in {statement}\n"
+    if only_stated:
+        return told
+    if why := CheckpointFolder(folder / run_folder.CHECKPOINT).why_stuck():
+        return f"{told}It can't go on: {why}"
+    return f"{told}It goes on with: flower-dp run --resume {shlex.quote(str(folder))}"
 
 
 class _Screen:

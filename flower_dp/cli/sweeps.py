@@ -74,7 +74,10 @@ def sweep(
     typer.echo(f"results: {folder.path}")
     if failed:
         names = "\n".join(f"  {one.run.told}: {one.details}" for one in failed)
-        fail(f"{len(failed)} of {len(plan.runs)} runs failed:\n{names}\nThe same command tries them again.", 1)
+        again = "The same command tries them again."
+        if any(one.status == "refused" for one in failed):
+            again = f"{again} One that was refused needs its app as it was when the run began, or another --output-dir."
+        fail(f"{len(failed)} of {len(plan.runs)} runs failed:\n{names}\n{again}", 1)
     if unknown := plan.unknown(folder):
         fail("\n".join([*unknown, f"Correct it in {file}: the same command then makes the tables anew, and no run."]), 2)
 

@@ -1,5 +1,6 @@
 """The log of a run: without colours, and why the run failed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from flower_dp.running.run_folder import write_whole
@@ -16,8 +17,8 @@ def why_of(details: str, log_text: str) -> str:
     """Return why a run failed: Flower's details, and the exception or the last lines of the log."""
     lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
     details = "" if details == "N/A" else details.strip()
-    if traces := [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]:
-        last = [line for line in lines[traces[-1] + 1 :] if not line[0].isspace()][:1]
+    if (error := _last_error(lines)) is not None:
+        last = [error] if error else []
         # Flower's details repeat the exception's message without its type.
         message = last[0].partition(": ")[2] if last else ""
         return "\n".join(last if message and details.endswith(message) else filter(None, [details, *last]))
@@ -26,3 +27,16 @@ def why_of(details: str, log_text: str) -> str:
     if boxes := [at for at, line in enumerate(lines) if line.startswith("\u256d")]:  # how `flwr` shows its errors
         return " ".join(" ".join(lines[boxes[-1] + 1 : -1]).replace("\u2502", " ").split())
     return "\n".join(line.strip() for line in lines[-3:]) or "no reason given"
+
+
+def is_refusal(log_text: str) -> bool:
+    """Return whether a run has failed since its settings, or its checkpoint, were refused: it would be refused again."""
+    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
+    kind = (_last_error(lines) or "").partition(":")[0].rpartition(".")[2]
+    return kind in ("SettingsError", "CheckpointError")
+
+
+def _last_error(lines: Sequence[str]) -> str | None:
+    """Return the first line of the last exception in a log; None without one, empty if the log ends in its traceback."""
+    traces = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return next((line for line in lines[traces[-1] + 1 :] if not line[0].isspace()), "") if traces else None

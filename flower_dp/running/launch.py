@@ -22,7 +22,7 @@ import tomli_w
 from flower_dp.core import checks
 from flower_dp.core.environment import STATED
 from flower_dp.running.apps import read_app
-from flower_dp.running.flower_log import why_of, without_colours
+from flower_dp.running.flower_log import is_refusal, why_of, without_colours
 from flower_dp.running.processes import Programs
 from flower_dp.running.ray_process import RayProcess
 from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, new_log
@@ -223,6 +223,8 @@ class _Run:
             if status == "lost":
                 with log.open("ab") as output:
                     output.write(f"\n--- SuperLink ---\n{superlink.log_text()}".encode())
+        if self.resume and status == "failed" and is_refusal(log.read_text(encoding="utf-8", errors="replace")):
+            return "refused", details
         return status, details
 
     def on_ray(self, signals: "Signals | _Deadline", read: Callable[[], None]) -> tuple[str, str]:

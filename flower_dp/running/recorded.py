@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME, RUN_CONFIG, STATED
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
@@ -107,8 +108,12 @@ class Recording:
             self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
             return
-        log.info("The run did not end. It goes on with resume=True and this folder: %s", self.folder.path)
-        if not (kept := CheckpointFolder(self.checkpoints.folder)).is_empty:
+        kept = CheckpointFolder(self.checkpoints.folder)
+        if why := kept.why_stuck():
+            log.info("The run did not end, and can't go on: %s", why)
+        else:
+            log.info("The run did not end. It goes on with resume=True and this folder: %s", self.folder.path)
+        if not kept.is_empty:
             found = kept.read()
             self.folder.finish(found.arrays, self.others, unfinished=f"after round {found.server_round}")
 
@@ -190,14 +195,19 @@ def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:
     """Return what records a run of an app that calls `strategy.start` itself.
 
     Nothing, if the folder can't be used, as where another run of the app has it; the log then says why. No error of the folder
-    ends the run.
+    ends the run, but a run that was to go on with other settings does not begin: it would be another one.
 
     Args:
         config: the run's settings.
         name: the name of the run, used in the name of a new folder.
+
+    Raises:
+        SettingsError: the run is to go on, and had other settings.
     """
     try:
         recording = Recording.begin(None, config, name)
+    except SettingsError:
+        raise
     except Exception as error:
         log.warning("this run has no run folder: %s", error)
         return ()

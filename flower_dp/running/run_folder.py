@@ -94,11 +94,11 @@ class RunFolder:
             config: The run's settings, those with which it began.
 
         Raises:
-            ValueError: There is no such run, or it had other settings.
+            SettingsError: There is no such run, or it had other settings.
         """
         place = os.environ.get(RUN_FOLDER) if path is None else path
         if not place:
-            raise ValueError("resume: needs the path of the run folder")
+            raise checks.SettingsError("resume: needs the path of the run folder")
         folder = cls(path=Path(place).absolute())
         file = folder.path / CONFIG
         if file.is_file():
@@ -106,7 +106,7 @@ class RunFolder:
             now = tomllib.loads(tomli_w.dumps(dict(config)))
             for key, value in before.items():  # a newer release may have more settings
                 if key not in _FREE and now.get(key, value) != value:
-                    raise ValueError(f"{key}={now[key]!r}: was {value!r} in {folder.path}: it can't change")
+                    raise checks.SettingsError(f"{key}={now[key]!r}: was {value!r} in {folder.path}: it can't change")
         return folder
 
     def cut(self, last: int) -> list[dict[str, Any]]:

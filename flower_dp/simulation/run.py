@@ -24,6 +24,7 @@ from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.modules import client_of, components, forget, own_client_app
 from flower_dp.simulation.worker import Value
 from flower_dp.simulation.workers import Workers, default_workers, session_of, start_ray, stop_ray
+from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS
 
 
@@ -166,7 +167,8 @@ def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
     except (Exception, KeyboardInterrupt) as error:
         if watch.statement is not None and watch.folder is not None:
             error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
-            error.add_note(f"It goes on with simulate(..., resume={str(watch.folder)!r})")
+            if not isinstance(error, checks.SettingsError) and not CheckpointFolder(watch.folder / CHECKPOINT).why_stuck():
+                error.add_note(f"It goes on with simulate(..., resume={str(watch.folder)!r})")
         raise
     finally:
         OBSERVERS.reset(observers)

@@ -12,6 +12,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
+from flower_dp.core.checks import SettingsError
 from flower_dp.core.stored import packed, stored, unpacked
 from flower_dp.privacy.private_file import why_not_own
 from flower_dp.strategies.run_state import RunState
@@ -23,8 +24,12 @@ NEWEST, PREVIOUS = "checkpoint.state", "checkpoint.previous.state"
 Metrics = Mapping[int, Mapping[str, Any]]
 
 
-class CheckpointError(ValueError):
-    """A checkpoint can't be used: it is damaged, of another run, or there is none."""
+class CheckpointError(SettingsError):
+    """A checkpoint can't be used: it is damaged, of another run, or there is none. Nothing was charged."""
+
+
+# Its loop would begin anew, and ask a second time.
+OWN_LOOP = "its strategy has a loop of its own, without super().start(...)"
 
 
 @stored
@@ -35,7 +40,8 @@ class Checkpoint:
     It holds numbers that must stay on the server, as `RunState` does.
 
     Attributes:
-        setting: what the run must have again to go on, by name, as text: its method, its model, and so on.
+        setting: what the run must have again to go on, by name, as text: its method, its model, and so on. Empty where the
+            strategy's `start` has a loop of its own: such a run can't go on.
         server_round: the last round that was learnt from; 0 before the first.
         is_over: whether that round was evaluated as well, and told to everyone.
         state: all that the strategy needs to go on.
@@ -157,6 +163,13 @@ class CheckpointFolder:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def why_stuck(self) -> str:
+        """Return why no run can go on from here; empty if one can, with the same settings, or none has begun."""
+        try:
+            return "" if self.is_empty or self.read().setting else OWN_LOOP
+        except (CheckpointError, OSError) as error:
+            return str(error)
 
     def read(self, usable: Callable[[Checkpoint], None] = lambda checkpoint: None) -> Checkpoint:
         """Return the newest checkpoint; the previous one if the newest is damaged.

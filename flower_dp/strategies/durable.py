@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-from flower_dp.core import dp
+from flower_dp.core import checks, dp
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.joint_cost import EVERYONE, Accounts, Scope
@@ -103,7 +103,8 @@ class OnLedger:
         run: the id of a run that goes on; empty for a new one.
 
     Raises:
-        LedgerError: if the ledger can't be used, has no such run, or only one of that run and this has noise from a fixed seed.
+        LedgerError: if the ledger can't be used, or has no such run.
+        SettingsError: only one of that run and this has noise from a fixed seed.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool, run: str = "") -> None:
@@ -117,7 +118,7 @@ class OnLedger:
                 began = (
                     "without one: it goes on so" if not private else "with a fixed one, and is not private: it goes on with one"
                 )
-                raise LedgerError(f"noise_seed: the run began {began} alone")
+                raise checks.SettingsError(f"noise_seed: the run began {began} alone")
             for scope in {Scope(unit=charge.unit, relation=charge.relation) for _, charge in own}:
                 self._earlier[scope] -= 1  # this run is not before itself
         except BaseException:

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.charge import Charge
 from flower_dp.privacy.server_ledger import ServerLedger
-from flower_dp.strategies.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, metrics_of
+from flower_dp.strategies.checkpoint import OWN_LOOP, Checkpoint, CheckpointError, CheckpointFolder, metrics_of
 from flower_dp.strategies.durable import OnLedger
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import numpy_arrays
@@ -93,6 +93,8 @@ class RunCheckpoints:
             if not place.resume:
                 raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
             self.found = self._folder.read()
+            if not (self.found.setting or self.found.ended or place.only_state):
+                raise CheckpointError(f"{place.folder}: this run can't go on: {OWN_LOOP}; a new run needs another folder")
             self._began -= self.found.elapsed
         elif place.only_state:
             ledger = place.folder / LEDGER
@@ -205,7 +207,7 @@ class RunCheckpoints:
                 can't be written: whoever is charged by a run that is then killed would have no statement.
         """
         if self.found is not None and not self.went_on:
-            raise CheckpointError("resume: this strategy has a loop of its own; a run goes on by super().start(...)")
+            raise CheckpointError(f"{self._folder.path}: the run there can't go on: {OWN_LOOP}; a new run needs another folder")
         self._take(_Snapshot(server_round=server_round, is_over=is_over, state=self._run.state, arrays=arrays))
         if is_over and time.monotonic() >= self._due:
             error = self._write(ended=False)

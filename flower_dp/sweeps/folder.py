@@ -121,17 +121,18 @@ class SweepFolder:
 
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
         """Return the runs that have not finished, each with its folder, and whether it goes on; new ones get a new folder."""
-        from flower_dp.sweeps.cost import has_charges  # noqa: PLC0415  (slow to import)
+        from flower_dp.strategies.checkpoint import CheckpointFolder  # noqa: PLC0415  (slow to import)
+        from flower_dp.sweeps.cost import has_charges  # noqa: PLC0415
 
         found = []
         for run in runs:
             folder = self.of(run)
             if is_finished(folder):
                 continue
-            goes_on = any((folder / CHECKPOINT).glob("checkpoint*"))
+            kept = CheckpointFolder(folder / CHECKPOINT)
+            goes_on = not (kept.is_empty or kept.why_stuck())
             if not goes_on:
-                # The first checkpoint is written before the first round; only where it was removed can anything be charged.
-                if has_charges(folder):
+                if has_charges(folder) or not kept.is_empty:  # damaged, or of a loop that would begin anew
                     folder.rename(self._aside(folder))
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700)
@@ -145,7 +146,7 @@ class SweepFolder:
 
     def _aside(self, folder: Path) -> Path:
         """Return a new place for a run that can't go on: its charges stay in the sweep's statement."""
-        places = (folder.with_name(f"{folder.name}-without-checkpoint-{number}") for number in count(1))
+        places = (folder.with_name(f"{folder.name}-can-not-go-on-{number}") for number in count(1))
         return next(place for place in places if not place.exists())
 
 

@@ -2,8 +2,10 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import dp_accounting
@@ -13,6 +15,9 @@ from scipy.stats import norm
 
 import flower_dp
 from flower_dp.running import apps, progress
+from flower_dp.running.signals import Interrupted
+from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
+from flower_dp.strategies.run_state import RunState
 
 TINY = Path(__file__).parents[1] / "foreign" / "tiny"
 
@@ -595,6 +600,42 @@ def test_the_apps_own_settings_are_checked_before_the_launch(call, launched, mon
         status, _, err = call("run", "--engine", "flower", "--set", setting)
         assert (status, err.count("\n")) == (2, 1)
         assert named in err
+
+
+# a run that does not end
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"method": "DP-FedAvg"}, "It goes on with: flower-dp run --resume FOLDER"),
+        ({}, "It can't go on: its strategy has a loop of its own, without super().start(...)"),
+        (None, "It can't go on: FOLDER/checkpoint: checkpoint.state is damaged: its SHA-256 is not the one in it"),
+    ],
+)
+@pytest.mark.parametrize("how", ["failed", "interrupted"])
+def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launched, monkeypatch, how, setting, told):
+    from flower_dp.running import launch
+
+    def act(*, output_dir, **keywords):
+        kept = CheckpointFolder(output_dir / "checkpoint")
+        kept.create()
+        kept.write(Checkpoint(setting=setting or {}, server_round=1, is_over=True, state=RunState(), arrays={}))
+        if setting is None:
+            (kept.path / NEWEST).write_bytes((kept.path / NEWEST).read_bytes()[:-1])
+        (output_dir / "statement.txt").write_text("said")
+        if how == "interrupted":
+            raise Interrupted(signal.SIGINT)
+
+    launched(act)
+    if how == "failed":
+        outcome = partial(launch.Outcome, status="failed", details="no data", seconds=1.0)
+        monkeypatch.setattr(launch, "Outcome", lambda **_: outcome())
+    folder = tmp_path / "run"
+    status, _, err = call("run", str(foreign), "--output-dir", str(folder))
+    assert status == (130 if how == "interrupted" else 1)
+    assert f"What it released before is in {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
+    assert err.count("\n") == (3 if how == "interrupted" else 4)
 
 
 # progress

@@ -169,6 +169,21 @@ def test_why(details, log, why):
     assert flower_log.why_of(details, log) == why
 
 
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        ("flower_dp.core.checks.SettingsError: seed=1: was 2", True),
+        ("flower_dp.strategies.checkpoint.CheckpointError: model was a, and is b", True),
+        ("TimeoutError: SettingsError", False),
+        ("ValueError: flower_dp.core.checks.SettingsError: no", False),
+    ],
+)
+def test_a_run_that_was_refused_is_known_by_the_last_error_of_its_log(error, refused):
+    assert flower_log.is_refusal(TRACE.format(error="OSError: full") + TRACE.format(error=error)) is refused
+    assert not flower_log.is_refusal(TRACE.format(error=error) + TRACE.format(error="OSError: full"))
+    assert not flower_log.is_refusal("no error")
+
+
 # what Flower's programs get
 
 

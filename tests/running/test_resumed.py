@@ -8,6 +8,7 @@ import pytest
 from flwr.app import MetricRecord
 
 from flower_dp import record_run
+from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling
 from flower_dp.running.launched import Launched
 from flower_dp.strategies import DPFedAvg, run_checkpoints
@@ -95,9 +96,12 @@ def test_lines_of_rounds_after_the_checkpoint_are_dropped(tmp_path, monkeypatch)
     assert "rounds 1 to 3 were charged and not finished" in (folder / "statement.txt").read_text()
 
 
-def test_other_settings_are_refused_and_the_statement_stays(tmp_path):
+def test_other_settings_are_refused_and_the_statement_stays(tmp_path, caplog):
+    caplog.set_level("INFO", "flwr")
     folder = tmp_path / "run"
     interrupted(folder)
+    assert f"It goes on with resume=True and this folder: {folder}" in caplog.text
+    caplog.clear()
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     with pytest.raises(ValueError, match=r"rate=0.2: was 0.1 in"):
         recorded(folder, resume=True, config={"rate": 0.2})
@@ -106,6 +110,7 @@ def test_other_settings_are_refused_and_the_statement_stays(tmp_path):
     with pytest.raises(ValueError, match="already holds"):
         recorded(folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+    assert "goes on with" not in caplog.text
 
 
 def test_no_statement_is_left_of_less_than_was_charged(tmp_path):
@@ -159,6 +164,16 @@ def test_an_app_that_starts_a_strategy_itself_goes_on(launched, monkeypatch):
     other.start(asked, model(), num_rounds=1)
     assert asked.sent
     assert [line["round"] for line in lines_of(launched)] == [0, 1, 2, 3, 4]
+
+
+def test_an_app_whose_settings_have_changed_begins_no_other_run_instead(launched, monkeypatch):
+    monkeypatch.setenv("FLOWER_DP_RESUME", "resume")
+    monkeypatch.setenv("FLOWER_DP_RUN_CONFIG", '{"num-rounds": 5}')
+    asked = grid()
+    with pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"):
+        strategy().start(asked, model(), num_rounds=5)
+    assert not asked.sent
+    assert json.loads((launched / "statement.json").read_text())["num_rounds"] == 3
 
 
 class OwnLoop(DPFedAvg):

@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 import flower_dp
+from flower_dp.core.checks import SettingsError
 from flower_dp.simulation import run as simulation
 from flower_dp.simulation import workers
 from tests.simulation.obedient import pair
@@ -44,12 +45,12 @@ def make_model():
     return torch.nn.Linear(3, 2)
 
 
-def own_app(shift=0.0):
+def own_app(shift=0.0, evaluate=lambda model: {"accuracy": 0.5}):
     def records(client, num_clients):
         rng = torch.Generator().manual_seed(client)
         return torch.randn(8, 3, generator=rng) + shift, torch.randint(2, (8,), generator=rng)
 
-    return flower_dp.app(model_fn=make_model, data_fn=records, evaluate_fn=lambda model: {"accuracy": 0.5})
+    return flower_dp.app(model_fn=make_model, data_fn=records, evaluate_fn=evaluate)
 
 
 @pytest.mark.flwr_run
@@ -67,6 +68,22 @@ def test_an_app_of_ones_own(home, capsys):
     assert "round 2/2" in repr(run)
     assert str(run.folder) in repr(run)
     assert "round 2/2  accuracy 50.0 %" in capsys.readouterr().out
+
+
+@pytest.mark.flwr_run
+@pytest.mark.usefixtures("ray_here", "home")
+def test_how_a_run_goes_on_is_said_only_if_it_can():
+    left = [0, 1]
+    app = own_app(evaluate=lambda model: {"accuracy": 0.5 / left.pop() if left else 0.5})  # the second call fails
+    with pytest.raises(RuntimeError, match="ZeroDivisionError") as failed:
+        flower_dp.simulate(app, run_config=SETTINGS, progress=False)
+    released, goes_on = failed.value.__notes__
+    assert "What the run released before is in" in released
+    folder = re.fullmatch(r"It goes on with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
+    with pytest.raises(SettingsError, match="batch-size=2: was 4 in") as refused:
+        flower_dp.simulate(app, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
+    assert not hasattr(refused.value, "__notes__")
+    assert flower_dp.simulate(app, run_config=SETTINGS, resume=folder, progress=False).statement.num_rounds == 2
 
 
 @pytest.mark.flwr_run

@@ -11,6 +11,8 @@ import pytest
 from flower_dp.core.checks import SettingsError
 from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.running.run_folder import is_finished
+from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, Checkpoint, CheckpointFolder
+from flower_dp.strategies.run_state import RunState
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.file import read
@@ -27,6 +29,15 @@ def folder(tmp_path):
     return found
 
 
+def checkpoint(run, setting=None):
+    """Write a checkpoint of a run that did not end, and return it."""
+    found = CheckpointFolder(run / "checkpoint")
+    found.create()
+    setting = {"method": "DP-FedAvg"} if setting is None else setting
+    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}))
+    return found.path / NEWEST
+
+
 @pytest.fixture
 def runs(write):
     def planned(text):
@@ -40,7 +51,7 @@ def test_finished_runs_are_left_alone_and_others_go_on_or_begin(folder, runs):
     finish(folder.of(three[0]), three[0].config)
     begun = finish(folder.of(three[1]), three[1].config, finished=False)
     three[1].launched.write(begun)
-    (begun / "checkpoint" / "checkpoint.state").write_bytes(b"")
+    checkpoint(begun)
     (folder.of(three[2]) / "rubbish").mkdir(parents=True)
     found = folder.left([replace(run, launched=replace(run.launched, workers=7)) for run in three])
     assert [(run.seed, place.name, goes_on) for run, place, goes_on in found] == [
@@ -57,9 +68,22 @@ def test_finished_runs_are_left_alone_and_others_go_on_or_begin(folder, runs):
 def test_a_run_whose_charges_may_be_on_the_disk_is_not_removed(folder, runs):
     (run,) = runs("")
     run.launched.write(finish(folder.of(run), run.config, finished=False))
-    (folder.of(run) / "checkpoint" / "checkpoint.previous.state").write_bytes(b"")
+    checkpoint(folder.of(run)).rename(folder.of(run) / "checkpoint" / PREVIOUS)
     assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
     assert (folder.of(run) / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("why", ["damaged", "a loop of its own"])
+def test_a_run_that_would_be_refused_for_ever_begins_anew_and_stays_in_the_statement(folder, runs, why):
+    (run,) = runs("")
+    run.launched.write(finish(folder.of(run), run.config, finished=False))
+    written = checkpoint(folder.of(run), setting={} if why == "a loop of its own" else {"method": "DP-FedAvg"})
+    if why == "damaged":
+        written.write_bytes(written.read_bytes()[:-1])
+    assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
+    (aside,) = [one for one in folder.runs() if one.name != run.name]
+    assert aside.name == f"{run.name}-can-not-go-on-1"
+    assert (aside / "checkpoint" / NEWEST).exists()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -78,7 +102,7 @@ def test_a_run_with_charges_and_without_a_checkpoint_stays_in_the_statement(fold
         path.write_bytes(b"no ledger")
     assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
     (aside,) = [one for one in folder.runs() if one.name != run.name]
-    assert aside.name == f"{run.name}-without-checkpoint-1"
+    assert aside.name == f"{run.name}-can-not-go-on-1"
     assert has_charges(aside)
 
 

@@ -227,6 +227,8 @@ def test_another_seed_may_be_added_and_other_settings_not(finished, write):
 class Failing:
     """Stands for the lanes: all runs fail."""
 
+    status = "failed"
+
     def __init__(self, *_, **__):
         pass
 
@@ -238,7 +240,7 @@ class Failing:
 
     def make(self, runs, on_end):
         for run, _, _ in runs:
-            on_end(Ended(run=run, status="failed", details="told to fail", seconds=1.0))
+            on_end(Ended(run=run, status=self.status, details="told to fail", seconds=1.0))
 
 
 def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
@@ -248,7 +250,10 @@ def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
     status, said = in_this_process(path, "--output-dir", folder.path)
     assert status == 1, said
     assert "[3/4] seed 2: FAILED: told to fail; its log is" in said
-    assert "2 of 4 runs failed:\n  seed 2: told to fail\n  seed 3: told to fail\nThe same command tries them again." in said
+    assert "2 of 4 runs failed:\n  seed 2: told to fail\n  seed 3: told to fail\nThe same command tries them again.\n" in said
+    monkeypatch.setattr(Failing, "status", "refused")
+    said = in_this_process(path, "--output-dir", folder.path)[1]
+    assert "tries them again. One that was refused needs its app as it was" in said
 
 
 def test_bad_settings_start_nothing(call, write, tmp_path):
