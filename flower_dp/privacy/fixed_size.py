@@ -43,13 +43,8 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
         OverflowError: if the grid is too fine for losses of this size.
     """
     distance = 1 / release.noise_multiplier
-    if isinstance(release, dp.GaussianDpEvent):
-        profile, largest = gaussian_profile(distance), distance * (distance / 2 + _TAIL)
-    else:
-        profile, largest = laplace_profile(distance), distance
-    last = max(1, math.ceil(_amplified(largest, rate) / grid))
-    if last > MOST_POINTS:
-        raise OverflowError(f"{release}: losses up to {last * grid:g} on a grid of {grid:g} are too many")
+    profile = gaussian_profile(distance) if isinstance(release, dp.GaussianDpEvent) else laplace_profile(distance)
+    last = num_points(release, rate, grid)
     epsilons = grid * np.arange(last + 1)
     above = amplified(profile, rate, epsilons)
     below = mirrored(above[:0:-1], epsilons[:0:-1])
@@ -57,6 +52,20 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
     # The builder joins the points by straight lines in e^epsilon, where the profile is convex, and goes on level beyond the last
     # one: nowhere below the profile.
     return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, -last, last, deltas))
+
+
+def num_points(release: dp.DpEvent, rate: float, grid: float) -> int:
+    """Return how many losses above 0 a Gaussian or Laplace release on a sample has, on a grid.
+
+    Raises:
+        OverflowError: if they are too many.
+    """
+    distance = 1 / release.noise_multiplier
+    largest = distance * (distance / 2 + _TAIL) if isinstance(release, dp.GaussianDpEvent) else distance
+    last = max(1, math.ceil(_amplified(largest, rate) / grid))
+    if last > MOST_POINTS:
+        raise OverflowError(f"{release}: losses up to {last * grid:g} on a grid of {grid:g} are too many")
+    return last
 
 
 def amplified(profile: Profile, rate: float, epsilons: np.ndarray) -> np.ndarray:

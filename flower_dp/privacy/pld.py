@@ -103,9 +103,11 @@ def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
     if isinstance(inner, dp.GaussianDpEvent):
         if rate < 1:
             return poisson.distribution(inner, rate, grid, relation)
+        fixed_size.num_points(inner, rate, grid)
         return privacy_loss_distribution.from_gaussian_mechanism(inner.noise_multiplier, value_discretization_interval=grid)
     if relation == "replace-one":
         return None
+    fixed_size.num_points(inner, rate, grid)
     return privacy_loss_distribution.from_laplace_mechanism(
         inner.noise_multiplier, value_discretization_interval=grid, sampling_prob=rate
     )

@@ -154,6 +154,38 @@ def test_pure_epsilon_of_laplace_releases() -> None:
     assert epsilon(event, delta=1e-3, relation=ADD).epsilon < 4.0
 
 
+@pytest.mark.parametrize(
+    ("gaussian", "laplace", "relation", "delta"),
+    [
+        (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), REPLACE, 1e-5),
+        (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), ADD, 1e-5),
+        (Poisson(0.1, Gaussian(1.0)), Laplace(1e-5), REPLACE, 1e-5),
+        (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), REPLACE, 1e-11),
+        (fixed_size(1000, 10, Gaussian(1.0)), Poisson(0.1, Laplace(1.0)), REPLACE, 1e-5),
+    ],
+)
+def test_pure_epsilons_and_the_rest_add_up(gaussian: Any, laplace: Any, relation: Relation, delta: float) -> None:
+    """No other accountant has a bound of these, or one that takes less than gigabytes."""
+    parts = [epsilon(one, delta=delta, relation=relation) for one in (gaussian, laplace)]
+    both = epsilon(Compose([gaussian, laplace]), delta=delta, relation=relation)
+    alone = accounting._pure([(laplace, 1)], relation)
+    assert both.accountant == "sum"
+    assert both.epsilon == pytest.approx(parts[0].epsilon + alone, rel=1e-12)
+    assert max(one.epsilon for one in parts) < both.epsilon
+    small = epsilon(Compose([gaussian, Laplace(50.0)]), delta=1e-5, relation=relation)
+    assert small.accountant == "pld"
+
+
+@pytest.mark.parametrize("release", [Gaussian(0.5), Laplace(0.5), Poisson(0.5, Gaussian(0.5)), Poisson(0.5, Laplace(0.5))])
+def test_a_grid_that_takes_too_much_memory_is_refused(release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("fixed_size", "poisson"):
+        monkeypatch.setattr(f"flower_dp.privacy.{module}.MOST_POINTS", 1000)
+    pld._leaf_pld.cache_clear()
+    with pytest.raises(OverflowError, match=r"on a grid of .* are too many"):
+        pld.on_grid([(release, 1)], 1e-5, ADD, 1e-4)
+    assert pld.on_grid([(release, 1)], 1e-5, ADD, 0.05) > 0
+
+
 def test_rounding_of_many_sampled_laplace_releases_is_set_aside() -> None:
     """The exact epsilon is from an inversion of the moment generating function, with 30 digits."""
     event = Repeat(Poisson(0.06700740462204344, Laplace(14.068856339739023)), 133_754)
