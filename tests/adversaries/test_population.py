@@ -314,6 +314,22 @@ def test_a_reply_slightly_longer_than_its_bound_is_clipped():
         assert np.linalg.norm(limits.accepted(update * 3, ["a", "b", "c"])) <= 1.5 * (1 + 1e-15)
 
 
+def test_a_row_off_the_lattice_does_not_make_the_sums_last_bits_tell_of_single_rows():
+    """Where clients add shares of the noise, a single row has its share alone; the sum is all that anybody may learn."""
+    limits = Limits(length=8, step=2.0**-20, honest_norm=lambda names: 100.0)
+    honest = np.array([np.full(8, 4 - 2.0**-9), np.full(8, 1.0)])
+    moved = np.array([np.full(8, 2.0**-8), np.full(8, -(2.0**-8))])  # another pair of rows with this sum, beyond 4
+    forged = np.pi * np.arange(1, 9) * 2.0**-22
+    sums = []
+    for rows in (honest, honest + moved):
+        total = np.zeros(8)
+        for row in (rows[0], forged, rows[1]):
+            total += limits.accepted(row, ["a"])
+        sums.append(total)
+    np.testing.assert_array_equal(*sums)
+    np.testing.assert_array_equal(limits.accepted(honest[0], ["a"]), honest[0])
+
+
 def test_a_node_of_several_clients_is_clipped_to_as_many_clip_norms():
     def forge(node, reply):
         record = next(iter(reply.content.array_records.values()))

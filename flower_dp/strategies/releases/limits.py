@@ -23,7 +23,9 @@ class Limits:
             own noise, so that only the client can have clipped.
         honest_indicator: where the last entry of a vector adds up indicators: the largest magnitude that it has for these
             clients, but for noise of a probability below 1e-20; None where there is none. `clip_norm` bounds the other entries.
-        step: of the lattice to which the server rounds clipped vectors, toward zero; 0 for none.
+        step: of the lattice to which the server rounds what it adds up: clipped vectors toward zero, others, which honest clients
+            have rounded already, to the nearest multiple. So the sum is exact, and its last bits tell of no single row; 0 for
+            none.
         honest_norm: where clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with a probability
             below 1e-20. A reply of more than twice that is refused.
     """
@@ -53,7 +55,7 @@ class Limits:
             raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
         if self.honest_indicator is not None and abs(vector[-1]) > self.honest_indicator(clients):
             raise ValueError(f"indicator is {vector[-1]:.3g}: further from 0 than that of any honest update")
-        return vector
+        return np.asarray(noise.nearest(np.asarray(vector, np.float64), self.step))
 
     def _clipped(self, vector: np.ndarray, clients: Sequence[str], bound: float) -> np.ndarray:
         """Return the vector with an L2 norm of at most the bound, and its indicator with the magnitude of honest ones."""
