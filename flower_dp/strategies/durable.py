@@ -7,7 +7,8 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 from flower_dp.core import checks, dp
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
@@ -54,31 +55,35 @@ class InMemory:
     """
 
     def __init__(self, *, private: bool, before: InMemory | None = None) -> None:
-        self.run, self._private = uuid.uuid4().hex, private
+        self._own, self._private = _Counts(uuid.uuid4().hex), private
         self._accounts: Accounts = Accounts() if before is None else before._accounts
         self._owners: dict[str, int] = {EVERY_CLIENT: EVERYONE} if before is None else before._owners
         self._earlier: Counter[Scope] = Counter() if before is None else before._earlier + Counter(before._scopes)
         self._scopes: set[Scope] = set()
-        self._numbers: dict[str, int] = {}
+
+    @property
+    def run(self) -> str:  # noqa: D102
+        return self._own.run
 
     def charge(self, charge: Charge, server_round: int) -> None:
         """Count a charge.
 
         Raises:
-            LedgerError: if it was made before: then the state of the run is an older one, and would spend its budget again.
+            LedgerError: if it was made before: then the state of the run is an older one, or a copy of the strategy has gone on
+                with it, and its budget would be spent again.
         """
-        last = self._numbers.get(charge.release, 0)
+        last = self._own.numbers.get(charge.release, 0)
         if charge.number <= last:
             raise LedgerError(
                 f"state: {charge.release} was charged {last} times in this run, and the state has {charge.number - 1} of them: "
-                "it is an older one"
+                "it is an older one, or a copy of this strategy has gone on; begin() begins a new run"
             )
         scope = Scope(unit=charge.unit, relation=charge.relation)
         histories = self._accounts.of(scope)
         places = {event: histories.place(event if self._private else dp.NonPrivateDpEvent()) for event in set(charge.events)}
         for owner, event in zip(charge.owners, charge.events, strict=True):
             histories.charge(self._owners.setdefault(owner, len(self._owners)), places[event])
-        self._numbers[charge.release] = charge.number
+        self._own.numbers[charge.release] = charge.number
         self._scopes.add(scope)
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
@@ -87,6 +92,26 @@ class InMemory:
 
     def close(self) -> None:
         """Nothing."""
+
+
+class _Counts:
+    """How often the releases of a run were charged in this process. Copies of a run share it: of several one goes on."""
+
+    _of_runs: ClassVar[WeakValueDictionary[str, _Counts]] = WeakValueDictionary()
+
+    def __init__(self, run: str, numbers: Mapping[str, int] | None = None) -> None:
+        self.run, self.numbers = run, dict(numbers or {})
+        self._of_runs[run] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Counts._copied, (self.run, self.numbers)
+
+    @classmethod
+    def _copied(cls, run: str, numbers: Mapping[str, int]) -> _Counts:
+        """Return those of a run that was copied or pickled: before its first charge it is another run."""
+        if not numbers:
+            return cls(uuid.uuid4().hex)
+        return cls._of_runs.get(run) or cls(run, numbers)
 
 
 class OnLedger:

@@ -212,6 +212,31 @@ def test_of_several_copies_one_alone_releases_a_round_that_was_charged_once(how,
     assert strategy._run.asked
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("first", ["the copy", "the original"])
+def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
+    """Each of the statements would tell of its own rounds alone."""
+    strategy, grid = DPFedAvg(**PRIVATE), grid_of_four()
+    rounds(strategy, MODEL, range(1, 3))
+    one, other = (how(strategy), strategy) if first == "the copy" else (strategy, how(strategy))
+    rounds(one, MODEL, range(3, 4))
+    with pytest.raises(LedgerError, match="the state has 2 of them: it is an older one, or a copy of this strategy has gone on"):
+        other.configure_train(3, MODEL, ConfigRecord(), grid)
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+    other.begin()
+    rounds(other, MODEL, range(1, 2))
+    assert other.statement.joint.num_runs == 2
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
+def test_copies_of_a_strategy_that_has_charged_nothing_are_different_runs(how):
+    strategy = DPFedAvg(**PRIVATE)
+    copied = [strategy, how(strategy), how(how(strategy))]
+    assert len({one._run.durable.run for one in copied}) == 3
+    for one in copied:
+        rounds(one, MODEL, range(1, 2))
+
+
 def test_an_earlier_state_of_this_run_spends_no_budget_again():
     strategy = DPFedAvg(**PRIVATE)
     rounds(strategy, MODEL, range(1, 2))
