@@ -53,8 +53,8 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
     """Return the least epsilon that can be proved for an event; infinite where there is no privacy.
 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
-    conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0), `sum` (that of
-    the Laplace releases, and another one's epsilon of the rest).
+    conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0), `pure + ...`
+    (that of the Laplace releases, and another one's epsilon of the rest).
     Sampling without replacement has a bound under replace-one only, with sensitivity 2 C: `pld` by Balle, Barthe & Gaboardi 2018,
     Theorem 9 (`flower_dp.privacy.fixed_size`), `rdp` by Wang, Balle & Kasiviswanathan 2019.
 
@@ -228,8 +228,8 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
         return  # it is the least epsilon there is
     by_renyi = renyi.epsilon_of(leaves, delta, relation)
     yield "rdp", math.nan if by_renyi is None else by_renyi
-    summed = _sum(leaves, delta, relation, grid)
-    yield "sum", summed
+    summed, name = _sum(leaves, delta, relation, grid)
+    yield name, summed
     if delta >= pld.SMALLEST_DELTA:
         finite = [one for one in (pure, gaussian, by_renyi, summed) if one is not None and math.isfinite(one)]
         yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
@@ -255,13 +255,13 @@ def _pure(leaves: Leaves, relation: Relation) -> float:
     return total
 
 
-def _sum(leaves: Leaves, delta: float, relation: Relation, grid: float) -> float:
-    """The pure epsilons of Laplace releases, and the least epsilon of all others at delta: these add up."""
+def _sum(leaves: Leaves, delta: float, relation: Relation, grid: float) -> tuple[float, str]:
+    """The pure epsilons of Laplace releases and the least epsilon of all others at delta, which add up; NaN without both."""
     laplace = [(leaf, count) for leaf, count in leaves if isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent)]
     others = tuple(pair for pair in leaves if pair not in laplace)
     if not (laplace and others) or (rest := _least(others, delta, relation, grid)) is None:
-        return math.nan
-    return _pure(laplace, relation) + max(0.0, rest[0])
+        return math.nan, ""
+    return _pure(laplace, relation) + max(0.0, rest[0]), f"pure + {rest[1]}"
 
 
 def _amplified(pure: float, rate: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flower_dp.core import dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
+from flower_dp.privacy.events import Relation
 from flower_dp.privacy.server_ledger_format import JointBudget
 
 # Owner of what every client is charged with: the others' ids are above 0.
@@ -146,7 +146,7 @@ class Histories:
             least = max(_AHEAD, sum(dict(self._counts[one]).get(place, 0) for one in (history, everyone)))
             left = 0
             while least and not left:  # a few more than one need no exact number
-                left = least if joint_cost(ahead(least), budget.delta, self._relation).epsilon <= budget.epsilon else 0
+                left = least if self._composed(ahead(least), budget.delta).epsilon <= budget.epsilon else 0
                 least //= 2
             self._left[key] = left
         return self._left[key]
@@ -173,37 +173,11 @@ class Histories:
         counts = (*self._counts[history], *self._counts[everyone])
         return dp.ComposedDpEvent([dp.SelfComposedDpEvent(self._events[place], count) for place, count in counts])
 
+    def _composed(self, event: dp.DpEvent, delta: float) -> Cost:
+        return accounting.epsilon(event, delta=delta, relation=self._relation)
+
     def _cost(self, history: int, delta: float) -> Cost:
         key = (history, self._of[EVERYONE], delta)
         if key not in self._costs:
-            self._costs[key] = joint_cost(self._event(*key[:2]), delta, self._relation)
+            self._costs[key] = self._composed(self._event(*key[:2]), delta)
         return self._costs[key]
-
-
-def joint_cost(event: dp.DpEvent, delta: float, relation: Relation) -> Cost:
-    """Return the least epsilon that can be proved of a composition.
-
-    Where no accountant takes all of it, epsilons add up: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
-
-    Raises:
-        UnsupportedEventError: if a part alone has no bound at this delta.
-    """
-    try:
-        return accounting.epsilon(event, delta=delta, relation=relation)
-    except UnsupportedEventError:
-        leaves = leaves_of(event)
-    pure = [(leaf, count) for leaf, count in leaves if isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent)]
-    parts = [
-        [dp.SelfComposedDpEvent(leaf, count) for leaf, count in some]
-        for some in (pure, [one for one in leaves if one not in pure])
-    ]
-    first, second = (
-        accounting.epsilon(dp.ComposedDpEvent(part), delta=at, relation=relation)
-        for part, at in zip(parts, (0.0, delta), strict=True)
-    )
-    return Cost(
-        epsilon=first.epsilon + second.epsilon,
-        delta=delta,
-        relation=relation,
-        accountant=f"{first.accountant} + {second.accountant}",
-    )

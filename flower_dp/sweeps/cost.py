@@ -16,10 +16,11 @@ from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpE
 
 from flower_dp.core import checks
 from flower_dp.core.words import delta_in_words, epsilon_in_words
+from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
-from flower_dp.privacy.joint_cost import Scope, joint_cost
+from flower_dp.privacy.joint_cost import Scope
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, write_whole
 
@@ -192,10 +193,13 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
         total: Counter[DpEvent] = Counter()
         for one in known:
             total.update(one)
-        return joint_cost(_event(total), delta, scope.relation)
+        return accounting.epsilon(_event(total), delta=delta, relation=scope.relation)
     part = delta / len(runs)
     costs = [
-        max((joint_cost(_event(one), part, scope.relation) for one in run.histories), key=lambda cost: cost.epsilon)
+        max(
+            (accounting.epsilon(_event(one), delta=part, relation=scope.relation) for one in run.histories),
+            key=lambda cost: cost.epsilon,
+        )
         for run in runs
     ]
     how = f"sum of the runs' epsilons at delta / {len(runs)}"

@@ -169,7 +169,7 @@ def test_pure_epsilons_and_the_rest_add_up(gaussian: Any, laplace: Any, relation
     parts = [epsilon(one, delta=delta, relation=relation) for one in (gaussian, laplace)]
     both = epsilon(Compose([gaussian, laplace]), delta=delta, relation=relation)
     alone = accounting._pure([(laplace, 1)], relation)
-    assert both.accountant == "sum"
+    assert both.accountant == f"pure + {parts[0].accountant}"
     assert both.epsilon == pytest.approx(parts[0].epsilon + alone, rel=1e-12)
     assert max(one.epsilon for one in parts) < both.epsilon
     small = epsilon(Compose([gaussian, Laplace(50.0)]), delta=1e-5, relation=relation)
