@@ -34,6 +34,13 @@ def ledger(
             show_default=False,
         ),
     ] = None,
+    fully_adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--fully-adaptive",
+            help="With --budget: it holds also if settings of a run are chosen by what earlier ones released. Fewer rounds fit.",
+        ),
+    ] = False,
     delta: Annotated[
         float | None,
         typer.Option(
@@ -60,10 +67,12 @@ def ledger(
             checks.number("--delta", delta, above=0, below=1)
         if budget is not None and not create_server:
             raise ValueError("--budget: is of a server's ledger; add --create-server")
+        if fully_adaptive and not create_server:
+            raise ValueError("--fully-adaptive: is of a server's ledger; add --create-server")
         if create and create_server:
             raise ValueError("--create: is of a device's ledger; leave out --create-server")
         if create_server:
-            server_ledger.create(path, budget, delta)
+            server_ledger.create(path, budget, delta, fully_adaptive=fully_adaptive)
         place = _found(path)
         if create or not server_ledger.is_server_ledger(place):
             told, lines = device_ledger.read(path, create, 1e-5 if delta is None else delta)

@@ -1,6 +1,7 @@
 """A server's ledger in words and numbers."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ def is_server_ledger(path: Path) -> bool:
         return path.suffix == ".sqlite"
 
 
-def create(path: str, budget: float | None, delta: float | None) -> None:
+def create(path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool) -> None:
     """Create a server's ledger.
 
     Raises:
@@ -34,7 +35,11 @@ def create(path: str, budget: float | None, delta: float | None) -> None:
 
     if budget is not None and delta is None:
         raise ValueError("--delta: a budget has no meaning without it; give the delta of the runs")
-    limit = None if budget is None or delta is None else JointBudget(epsilon=budget, delta=delta)
+    if fully_adaptive and budget is None:
+        raise ValueError("--fully-adaptive: is of a budget; add --budget")
+    limit = None
+    if budget is not None and delta is not None:
+        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive)
     ServerLedger.create(path, limit)
 
 
@@ -52,7 +57,7 @@ def read(path: Path, delta: float | None) -> tuple[dict[str, Any], list[str]]:
         runs, clients = _runs(ledger, at), _clients(ledger, at)
         joint = _joint(ledger.accounts, at, ledger.num_runs_by_scope)
     told = {
-        "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
+        "budget": None if budget is None else asdict(budget),
         "delta": at,
         "runs": runs,
         "clients": clients,
@@ -68,7 +73,8 @@ def read(path: Path, delta: float | None) -> tuple[dict[str, Any], list[str]]:
     if len(joint) > 1:
         lines.append("no accountant adds up costs of different units or relations: they are apart")
     if budget is not None:
-        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {delta_in_words(budget.delta)}")
+        holds = ", whatever decides the settings of a run (fully adaptive)" if budget.fully_adaptive else ""
+        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {delta_in_words(budget.delta)}{holds}")
     return told, lines
 
 

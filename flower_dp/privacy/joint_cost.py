@@ -54,7 +54,7 @@ class Accounts:
         """Return why a budget does not cover charges, each an owner and a place; None if it does, or there is none."""
         if budget is None:
             return None
-        limit = f"the ledger's budget, epsilon {budget.epsilon:g} at delta {budget.delta:g} for all runs together"
+        limit = f"the ledger's budget, {budget}"
         if others := [other for other in self.scopes if other != scope]:
             return f"charges {scope} don't add up with those {others[0]} under {limit}"
         if not private:
@@ -138,18 +138,28 @@ class Histories:
         """Return how many more of an event a history can be charged with; a lower bound above 0, or 0."""
         key = (history, everyone, place)
         if key not in self._left:
-            before = self._event(history, everyone)
+            if budget.fully_adaptive:
+                from flower_dp.privacy import renyi_filter  # noqa: PLC0415  (slow to import)
 
-            def ahead(count: int) -> dp.DpEvent:
-                return dp.ComposedDpEvent([before, dp.SelfComposedDpEvent(self._events[place], count)])
-
-            least = max(_AHEAD, sum(dict(self._counts[one]).get(place, 0) for one in (history, everyone)))
-            left = 0
-            while least and not left:  # a few more than one need no exact number
-                left = least if self._composed(ahead(least), budget.delta).epsilon <= budget.epsilon else 0
-                least //= 2
-            self._left[key] = left
+                before = self._event(history, everyone)
+                self._left[key] = renyi_filter.num_affordable(before, self._events[place], budget, self._relation)
+            else:
+                self._left[key] = self._covered(budget, *key)
         return self._left[key]
+
+    def _covered(self, budget: JointBudget, history: int, everyone: int, place: int) -> int:
+        """Return how many more of an event a budget of known releases has left; a lower bound above 0, or 0."""
+        before = self._event(history, everyone)
+
+        def ahead(count: int) -> dp.DpEvent:
+            return dp.ComposedDpEvent([before, dp.SelfComposedDpEvent(self._events[place], count)])
+
+        least = max(_AHEAD, sum(dict(self._counts[one]).get(place, 0) for one in (history, everyone)))
+        left = 0
+        while least and not left:  # a few more than one need no exact number
+            left = least if self._composed(ahead(least), budget.delta).epsilon <= budget.epsilon else 0
+            least //= 2
+        return left
 
     def _next(self, history: int, place: int) -> int:
         """Return the history with one event more."""

@@ -40,7 +40,7 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None
 
     @cache
     def bound(place: int) -> float:
-        total = sum(count * _divergence(leaf, relation, place) for leaf, count in leaves)
+        total = sum(count * _divergence(leaf, relation, ORDERS[place]) for leaf, count in leaves)
         # The library takes NaN for no cost.
         return math.inf if math.isnan(total) else float(compute_epsilon([ORDERS[place]], [total], delta)[0])
 
@@ -55,9 +55,15 @@ def curve_of(leaves: Leaves, relation: Relation) -> np.ndarray | None:
     if not _is_bounded(leaves, relation):
         return None
     with without_warnings():
-        return np.asarray(
-            [sum(count * _divergence(leaf, relation, place) for leaf, count in leaves) for place in range(len(ORDERS))]
-        )
+        return np.asarray([sum(count * _divergence(leaf, relation, order) for leaf, count in leaves) for order in ORDERS])
+
+
+def divergence_of(leaf: dp.DpEvent, relation: Relation, order: float) -> float | None:
+    """Return an upper bound of the Renyi divergence of one release at an order, or None where the library has none."""
+    if library_event(leaf, relation) is None:
+        return None
+    with without_warnings():
+        return _divergence(leaf, relation, order)
 
 
 def accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAccountant:
@@ -92,9 +98,8 @@ def _is_bounded(leaves: Leaves, relation: Relation) -> bool:
 
 
 @lru_cache(maxsize=2**15)
-def _divergence(leaf: dp.DpEvent, relation: Relation, place: int) -> float:
-    """Return the Renyi divergence of one release that the library bounds, at one of `ORDERS`."""
-    order = ORDERS[place]
+def _divergence(leaf: dp.DpEvent, relation: Relation, order: float) -> float:
+    """Return the Renyi divergence of one release that the library bounds."""
     divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
     # What is left of a small divergence may be 0, which the conversion takes for no cost at all.
     return divergence if inner_of(leaf)[1] == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)

@@ -19,9 +19,11 @@ from flower_dp.privacy.events import RELATIONS, Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
 
 APPLICATION = int.from_bytes(b"fldp", "big")
-FORMAT = 1
+# The second one is of ledgers with a fully adaptive budget, which an earlier release would take for a plain one.
+PLAIN, ADAPTIVE = FORMATS = (1, 2)
+_LEDGER = {PLAIN: "id TEXT NOT NULL, epsilon REAL, delta REAL"}
+_LEDGER[ADAPTIVE] = f"{_LEDGER[PLAIN]}, renyi_order REAL NOT NULL"
 _TABLES = {
-    "ledger": "id TEXT NOT NULL, epsilon REAL, delta REAL",
     "runs": "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, method TEXT NOT NULL, delta REAL NOT NULL, "
     "started TEXT NOT NULL, private INTEGER NOT NULL",
     "releases": "id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, kind TEXT NOT NULL, "
@@ -39,7 +41,14 @@ Unit = Literal["client", "record"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointBudget:
-    """What all runs on a ledger together may cost any client, if no run's settings are chosen by what earlier ones released.
+    """What all runs on a ledger together may cost any client.
+
+    Attributes:
+        epsilon: what they may cost, at delta.
+        delta: in [0, 1).
+        fully_adaptive: whether this holds also if mechanism, noise, sampling, or number of runs are chosen by what earlier ones
+            released. Fewer rounds fit: a filter adds up Renyi divergences at one order (`flower_dp.privacy.renyi_filter`).
+        renyi_order: that order; None for the one at which most Gaussian releases fit. A ledger keeps the one it was created with.
 
     Raises:
         ValueError: for a value that makes no sense.
@@ -47,10 +56,28 @@ class JointBudget:
 
     epsilon: float
     delta: float
+    fully_adaptive: bool = False
+    renyi_order: float | None = None
 
     def __post_init__(self) -> None:
         checks.number("epsilon", self.epsilon, above=0)
         checks.number("delta", self.delta, at_least=0, below=1)
+        if not checks.flag("fully_adaptive", self.fully_adaptive):
+            if self.renyi_order is not None:
+                raise ValueError(f"renyi_order={self.renyi_order!r}: is of a fully adaptive budget alone")
+            return
+        if self.delta == 0:
+            raise ValueError("delta=0: a fully adaptive budget needs a delta above 0")
+        if self.renyi_order is not None:
+            checks.number("renyi_order", self.renyi_order, above=1)
+            return
+        from flower_dp.privacy import renyi_filter  # noqa: PLC0415  (slow to import)
+
+        object.__setattr__(self, "renyi_order", renyi_filter.order_for(self.epsilon, self.delta))
+
+    def __str__(self) -> str:
+        adaptive = ", fully adaptive," if self.fully_adaptive else ""
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g}{adaptive} for all runs together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +153,24 @@ class Content:
 def create_tables(db: sqlite3.Connection, name: str, budget: JointBudget | None) -> None:
     """Make an empty database a ledger."""
     db.execute(f"PRAGMA application_id = {APPLICATION}")
-    db.execute(f"PRAGMA user_version = {FORMAT}")
-    for statement in _schema():
+    version = ADAPTIVE if budget is not None and budget.fully_adaptive else PLAIN
+    db.execute(f"PRAGMA user_version = {version}")
+    for statement in _schema(version):
         db.execute(statement)
-    limits = (None, None) if budget is None else (budget.epsilon, budget.delta)
-    db.execute("INSERT INTO ledger VALUES (?, ?, ?)", (name, *limits))
+    values = (name, *((None, None) if budget is None else _limits(budget)))
+    db.execute(f"INSERT INTO ledger VALUES ({', '.join('?' * len(values))})", values)  # noqa: S608
 
 
-def _schema() -> Iterator[str]:
-    for table, columns in _TABLES.items():
+def _limits(budget: JointBudget) -> list[float | None]:
+    return [budget.epsilon, budget.delta, *([budget.renyi_order] if budget.fully_adaptive else [])]
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _schema(version: int) -> Iterator[str]:
+    for table, columns in {"ledger": _LEDGER[version], **_TABLES}.items():
         yield f"CREATE TABLE {table} ({columns})"
         for change in ("UPDATE", "DELETE"):
             refusal = "SELECT RAISE(ABORT, 'a ledger is never changed')"
@@ -147,15 +183,15 @@ def check_database(db: sqlite3.Connection) -> None:
     Raises:
         LedgerError: saying so.
     """
-    (application,), (version,) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
+    (application,), version = db.execute("PRAGMA application_id").fetchone(), _version(db)
     if application != APPLICATION:
         raise LedgerError("is no ledger of a server: it is another program's database, or an empty file")
-    if version != FORMAT:
-        raise LedgerError(f"has format {version}; this release of flower-dp reads format {FORMAT}")
+    if version not in FORMATS:
+        raise LedgerError(f"has format {version}; this release of flower-dp reads formats up to {FORMATS[-1]}")
     if (found := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
         raise LedgerError(f"is damaged: {found}")
     tables = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    if sorted(text for (text,) in tables) != sorted(_schema()):
+    if sorted(text for (text,) in tables) != sorted(_schema(version)):
         raise LedgerError("is damaged: its tables are not those of a ledger")
 
 
@@ -170,8 +206,10 @@ def read(db: sqlite3.Connection, content: Content, marked: int | None = None) ->
     Raises:
         LedgerError: if an entry is missing, or has changed.
     """
-    ((name, epsilon, delta),) = db.execute("SELECT id, epsilon, delta FROM ledger").fetchall()
-    content.budget = None if epsilon is None else JointBudget(epsilon=epsilon, delta=delta)
+    ((name, epsilon, delta, *order),) = db.execute("SELECT * FROM ledger").fetchall()
+    if epsilon is not None:
+        adaptive = {"fully_adaptive": True, "renyi_order": order[0]} if order else {}
+        content.budget = JointBudget(epsilon=epsilon, delta=delta, **adaptive)
     content.digest = first_digest(name, content.budget)
     content.marked = content.digest if marked == 0 else None
     for key, *values in db.execute("SELECT id, name, method, delta, started, private FROM runs"):
@@ -210,8 +248,8 @@ def read(db: sqlite3.Connection, content: Content, marked: int | None = None) ->
 
 def first_digest(name: str, budget: JointBudget | None) -> bytes:
     """Return the digest of a ledger without charges."""
-    limits = None if budget is None else [budget.epsilon, budget.delta]
-    return hashlib.sha256(json.dumps([APPLICATION, FORMAT, name, limits]).encode()).digest()
+    limits, version = None if budget is None else _limits(budget), ADAPTIVE if budget and budget.fully_adaptive else PLAIN
+    return hashlib.sha256(json.dumps([APPLICATION, version, name, limits]).encode()).digest()
 
 
 def digest_of(before: bytes, entry: Entry, owners: Sequence[str], events: Sequence[str]) -> bytes:

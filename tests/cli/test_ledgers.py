@@ -123,6 +123,14 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
     assert (status, out, err) == (2, "", f"error: ledger {path}: exists already\n")
     with ServerLedger(path) as ledger:
         assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6)
+    adaptive = ("--create-server", "--budget", 8, "--delta", 1e-6, "--fully-adaptive")
+    status, out, _ = call(path.with_name("adaptive"), *adaptive)
+    assert (status, out.splitlines()[-1]) == (
+        0,
+        "budget of all runs together: epsilon 8 at delta 1e-06, whatever decides the settings of a run (fully adaptive)",
+    )
+    with ServerLedger(path.with_name("adaptive")) as ledger:
+        assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6, fully_adaptive=True)
     assert call(path.with_name("other"), "--create-server")[:2] == (0, "no run yet\n")
     assert ServerLedger(path.with_name("other")).budget is None
 
@@ -133,6 +141,8 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
         (["--create-server", "--budget", "8"], "--delta: a budget has no meaning without it"),
         (["--create-server", "--budget", "-1", "--delta", "1e-5"], "epsilon=-1.0"),
         (["--budget", "8"], "--budget: is of a server's ledger; add --create-server"),
+        (["--create-server", "--fully-adaptive"], "--fully-adaptive: is of a budget; add --budget"),
+        (["--fully-adaptive"], "--fully-adaptive: is of a server's ledger; add --create-server"),
         (["--create-server", "--create", "a"], "--create: is of a device's ledger"),
         ([], "does not exist; create it with `flower-dp ledger "),
     ],

@@ -434,9 +434,9 @@ def test_other_files_are_no_ledger(path, tmp_path):
 
 def test_a_newer_format_is_refused(path):
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 2")
+    db.execute("PRAGMA user_version = 3")
     db.close()
-    refused(path, "has format 2; this release of flower-dp reads format 1")
+    refused(path, "has format 3; this release of flower-dp reads formats up to 2")
 
 
 def test_a_ledger_is_created_once(path, tmp_path):
@@ -538,7 +538,7 @@ def test_a_value_that_has_changed_is_noticed(path, column):
     db = sqlite3.connect(path)
     db.execute(f"DROP TRIGGER {table}_update")
     db.execute(f"UPDATE {table} SET {column} = {values.get(column, f'{column} || 1')} WHERE rowid = 1")  # noqa: S608
-    db.executescript("; ".join(one for one in server_ledger_format._schema() if f"{table}_update" in one))
+    db.executescript("; ".join(one for one in server_ledger_format._schema(1) if f"{table}_update" in one))
     db.commit()
     db.close()
     refused(path, r"is damaged: charge [12] has changed|is damaged \(KeyError: 2\)")
@@ -554,7 +554,7 @@ def test_a_charge_that_was_removed_is_noticed(path, what):
         db.execute(f"DROP TRIGGER {table}_delete")
     db.execute(what)
     for table in ("charges", "charged"):
-        db.executescript("; ".join(one for one in server_ledger_format._schema() if f"{table}_delete" in one))
+        db.executescript("; ".join(one for one in server_ledger_format._schema(1) if f"{table}_delete" in one))
     db.commit()
     db.close()
     refused(path, "is damaged: charge")

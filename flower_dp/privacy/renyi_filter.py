@@ -1,0 +1,76 @@
+"""A privacy filter: a budget that holds whatever decides what is released next, earlier results too.
+
+The epsilon of a composition is that of releases that are known beforehand. A filter adds up Renyi divergences at one order, fixed
+in advance, and stops before their sum passes a bound: then all of it is (epsilon, delta)-private, however mechanisms, noise and
+sampling of each release were chosen by what was released before (Feldman & Zrnic 2021, Theorem 4.3, also for one unit alone).
+"""
+
+import math
+from functools import lru_cache
+
+from flower_dp.core import checks, dp
+from flower_dp.privacy import accounting, renyi
+from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
+from flower_dp.privacy.server_ledger_format import JointBudget
+
+# Far more than the rounding of a sum of millions of divergences, in parts of it.
+_ROUNDING = 1e-9
+
+
+def order_for(epsilon: float, delta: float) -> float:
+    """Return the order at which a budget allows the most Gaussian releases without sampling.
+
+    From 2 on it is a whole number: the library's divergences of sampled releases are the tightest there.
+
+    Raises:
+        ValueError: if the budget is too small for any release at any order.
+    """
+    orders = [order for order in renyi.ORDERS if order < 2 or order == int(order)]
+    best = max(orders, key=lambda order: allowance(epsilon, delta, order) / order)
+    if allowance(epsilon, delta, best) <= 0:
+        raise ValueError(f"epsilon={epsilon:g}: is too small for a fully adaptive budget at delta={delta:g}: nothing would fit")
+    return best
+
+
+def allowance(epsilon: float, delta: float, order: float) -> float:
+    """Return the Renyi divergence that makes epsilon at delta (conversion of Canonne et al. 2020); 0 or less if none does."""
+    return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
+
+
+def num_affordable(before: dp.DpEvent, event: dp.DpEvent, budget: JointBudget, relation: Relation) -> int:
+    """Return how many more of an event a fully adaptive budget has left, after what was charged before."""
+    order = budget.renyi_order or order_for(budget.epsilon, budget.delta)
+    one, spent = (divergence(some, order, relation) * (1 + _ROUNDING) for some in (event, before))
+    rest = allowance(budget.epsilon, budget.delta, order) - spent
+    return min(math.floor(rest / one), checks.MOST_COUNT) if rest >= one else 0
+
+
+def divergence(event: dp.DpEvent, order: float, relation: Relation) -> float:
+    """Return a bound on the Renyi divergence of an event; infinite where there is no privacy.
+
+    Raises:
+        UnsupportedEventError: if nothing here bounds it.
+    """
+    return math.fsum(count * _of_leaf(leaf, order, relation) for leaf, count in leaves_of(event))
+
+
+@lru_cache(maxsize=2**12)
+def _of_leaf(leaf: dp.DpEvent, order: float, relation: Relation) -> float:
+    if isinstance(leaf, dp.NonPrivateDpEvent):
+        return math.inf
+    bounds = [renyi.divergence_of(leaf, relation, order)]
+    inner, rate = inner_of(leaf)
+    if isinstance(inner, dp.LaplaceDpEvent):
+        try:
+            pure = accounting.epsilon(leaf, delta=0, relation=relation).epsilon
+        except UnsupportedEventError:
+            pure = math.nan
+        # Bun & Steinke 2016, Proposition 3.3.
+        bounds += [pure, order * pure**2 / 2]
+    if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp.PoissonSampledDpEvent)):
+        # Sampling never adds a cost: what the sample is, is a mixture that both neighbours share.
+        bounds.append(renyi.divergence_of(inner, relation, order))
+    found = [bound for bound in bounds if bound is not None and not math.isnan(bound)]
+    if not found:
+        raise UnsupportedEventError(f"event {leaf}: has no bound under relation={relation!r} in a fully adaptive budget")
+    return min(found)

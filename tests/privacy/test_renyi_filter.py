@@ -1,0 +1,202 @@
+"""Fully adaptive budgets: what is added up, at which order, and where charges end."""
+
+import math
+import random
+import sqlite3
+from contextlib import closing
+from functools import partial
+
+import dp_accounting as dp
+import numpy as np
+import pytest
+from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
+from scipy import integrate, stats
+
+from flower_dp.privacy import accounting, renyi, renyi_filter
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.events import UnsupportedEventError
+from flower_dp.privacy.server_ledger import BudgetSpentError, JointBudget, LedgerError, ServerLedger
+
+Gaussian, Laplace, Poisson = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.PoissonSampledDpEvent
+ADD, REPLACE = "add-or-remove-one", "replace-one"
+BUDGET = partial(JointBudget, delta=1e-5, fully_adaptive=True)
+
+
+@pytest.fixture
+def path(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path / "ledger.sqlite"
+
+
+def charge(number, event, owners=(EVERY_CLIENT,), relation=ADD):
+    words = {"release": "r", "number": number, "kind": "k", "unit": "client", "relation": relation, "shares": 1}
+    return Charge(**words, owners=owners, events=(event,) * len(owners))
+
+
+def of_densities(one, other, order, **limits):
+    """The Renyi divergence of two densities, by numerical integration."""
+    value, _ = integrate.quad(
+        lambda x: math.exp(order * one(x) - (order - 1) * other(x)), -40, 40, epsabs=0, limit=500, points=[-1, 0, 1], **limits
+    )
+    return math.log(value) / (order - 1)
+
+
+def gaussian(x, mean, std):
+    return float(stats.norm.logpdf(x, mean, std))
+
+
+def laplace(x, mean, scale):
+    return float(stats.laplace.logpdf(x, mean, scale))
+
+
+def mixed(x, density, means, weights, scale):
+    return float(
+        np.logaddexp.reduce([math.log(weight) + density(x, mean, scale) for mean, weight in zip(means, weights, strict=True)])
+    )
+
+
+@pytest.mark.parametrize("order", [1.5, 4.0])
+@pytest.mark.parametrize(
+    ("event", "relation", "density", "means", "weights", "tight"),
+    [
+        (Gaussian(2.0), ADD, gaussian, ([0], [1]), ([1], [1]), True),
+        (Gaussian(2.0), REPLACE, gaussian, ([-1], [1]), ([1], [1]), True),
+        (Laplace(2.0), ADD, laplace, ([0], [1]), ([1], [1]), True),
+        (Laplace(2.0), REPLACE, laplace, ([-1], [1]), ([1], [1]), True),
+        (Poisson(0.1, Gaussian(2.0)), ADD, gaussian, ([0, 1], [0]), ([0.9, 0.1], [1]), True),
+        (Poisson(0.9, Gaussian(2.0)), REPLACE, gaussian, ([0, 1], [0, -1]), ([0.1, 0.9], [0.1, 0.9]), False),
+        (Poisson(0.1, Laplace(2.0)), ADD, laplace, ([0, 1], [0]), ([0.9, 0.1], [1]), False),
+        (Poisson(0.1, Laplace(2.0)), REPLACE, laplace, ([0, 1], [0, -1]), ([0.9, 0.1], [0.9, 0.1]), False),
+    ],
+)
+def test_a_releases_divergence_is_never_below_that_of_its_worst_pair(event, relation, density, means, weights, tight, order):
+    scale = dp_scale = 2.0
+    assert renyi_filter.inner_of(event)[0].noise_multiplier == dp_scale
+    pair = [lambda x, m=m, w=w: mixed(x, density, m, w, scale) for m, w in zip(means, weights, strict=True)]
+    worst = max(of_densities(*pair, order), of_densities(*pair[::-1], order))
+    found = renyi_filter.divergence(event, order, relation)
+    assert worst * (1 - 1e-7) <= found
+    # At other orders the library's divergence of a sampled release is a line between whole numbers.
+    assert not tight or found == pytest.approx(worst, rel=1e-6 if order == 4 or "Poisson" not in str(event) else 0.5)
+
+
+def test_a_release_without_a_bound_is_refused_and_not_charged(path):
+    event = dp.SampledWithoutReplacementDpEvent(100, 10, Laplace(1.0))
+    with pytest.raises(UnsupportedEventError, match="has no bound under relation='add-or-remove-one' in a fully adaptive budget"):
+        renyi_filter.divergence(event, 4.0, ADD)
+    ServerLedger.create(path, BUDGET(epsilon=8.0))
+    with ServerLedger(path) as ledger:
+        run = ledger.begin_run(method="m", delta=1e-5)
+        with pytest.raises(UnsupportedEventError):
+            ledger.charge(run, charge(1, event), 1)
+        assert not ledger.has_charges
+    assert renyi_filter.divergence(event, 4.0, REPLACE) < math.inf
+    assert renyi_filter.divergence(dp.NonPrivateDpEvent(), 4.0, ADD) == math.inf
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("epsilon", [1.5, 8.0, 50.0])
+def test_whatever_is_chosen_next_the_divergences_of_each_client_stay_within_epsilon(path, epsilon, seed):
+    """An adversary chooses noise and clients of each charge by what was there before; it tries until nothing fits any more."""
+    rng = random.Random(seed)
+    ServerLedger.create(path, BUDGET(epsilon=epsilon))
+    spent, told, refused, number = dict.fromkeys("abc", 0.0), set(), 0, 0
+    with ServerLedger(path) as ledger:
+        order = ledger.budget.renyi_order
+        allowed = renyi_filter.allowance(epsilon, 1e-5, order)
+        run = ledger.begin_run(method="m", delta=1e-5)
+        while refused < 20 and number < 500:
+            multiplier = rng.choice([3.0, 5.0, 7.0]) * math.sqrt(order / allowed) * (1 + max(spent.values()) / allowed)
+            owners = rng.choice([("a",), ("b", "c"), (EVERY_CLIENT,), ("a", "b", "c")])
+            one = order / (2 * multiplier**2)
+            named = "abc" if owners == (EVERY_CLIENT,) else owners
+            fits = all(
+                compute_epsilon([order], [spent[name] + one * (1 + 1e-6)], 1e-5)[0] <= epsilon * (1 - 1e-6) for name in named
+            )
+            try:
+                ledger.charge(run, charge(number + 1, Gaussian(multiplier), owners), 1)
+            except BudgetSpentError as error:
+                told.add(str(error))
+                assert not fits
+                refused += 1
+                continue
+            number += 1
+            for name in named:
+                spent[name] += one
+    assert 1 < number < 500
+    limit = f"epsilon {epsilon:g} at delta 1e-05, fully adaptive, for all runs together"
+    assert told == {f"it would pass the ledger's budget, {limit}"}
+    for sum_of_one in spent.values():
+        assert compute_epsilon([order], [sum_of_one], 1e-5)[0] <= epsilon
+
+
+def test_fewer_rounds_fit_than_in_a_budget_of_releases_that_are_known_beforehand():
+    """The numbers of docs/ledgers.md."""
+    event = Poisson(0.1, Gaussian(1.0))
+    assert renyi_filter.num_affordable(dp.NoOpDpEvent(), event, BUDGET(epsilon=8.0), ADD) == 83
+    assert accounting.affordable(partial(accounting.repeated, event), epsilon=8.0, delta=1e-5, relation=ADD, limit=1000) == 129
+
+
+def test_a_ledger_keeps_its_order_whatever_a_later_release_would_choose(path, monkeypatch):
+    ServerLedger.create(path, BUDGET(epsilon=8.0))
+    monkeypatch.setattr(renyi_filter, "order_for", lambda epsilon, delta: pytest.fail("chosen anew"))
+    with ServerLedger(path, read_only=True) as ledger:
+        assert ledger.budget == BUDGET(epsilon=8.0, renyi_order=4.0)
+
+
+def test_only_ledgers_with_such_a_budget_have_the_newer_format(path):
+    """An earlier release would take the budget for a plain one, and go beyond it."""
+    for name, budget, version in (
+        ("none", None, 1),
+        ("plain", JointBudget(epsilon=8.0, delta=1e-5), 1),
+        ("adaptive", BUDGET(epsilon=8.0), 2),
+    ):
+        place = path.with_name(name)
+        ServerLedger.create(place, budget)
+        with closing(sqlite3.connect(place)) as db:
+            assert db.execute("PRAGMA user_version").fetchone() == (version,)
+        with ServerLedger(place) as ledger:
+            assert ledger.budget == budget
+            ledger.charge(ledger.begin_run(method="m", delta=1e-5), charge(1, Gaussian(3.0)), 1)
+
+
+def test_a_changed_order_is_noticed(path):
+    ServerLedger.create(path, BUDGET(epsilon=8.0))
+    with ServerLedger(path) as ledger:
+        ledger.charge(ledger.begin_run(method="m", delta=1e-5), charge(1, Gaussian(3.0)), 1)
+    with closing(sqlite3.connect(path)) as db:
+        (trigger,) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'ledger_update'").fetchone()
+        db.execute("DROP TRIGGER ledger_update")
+        db.execute("UPDATE ledger SET renyi_order = 3.0")
+        db.execute(trigger)
+        db.commit()
+    with pytest.raises(LedgerError, match="is damaged"):
+        ServerLedger(path)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 8.0, 50.0])
+def test_the_order_is_the_one_at_which_most_gaussian_releases_fit(epsilon):
+    best = renyi_filter.order_for(epsilon, 1e-5)
+    count = renyi_filter.num_affordable(dp.NoOpDpEvent(), Gaussian(300.0), BUDGET(epsilon=epsilon), ADD)
+    assert count > 0
+    for order in renyi.ORDERS:
+        other = BUDGET(epsilon=epsilon, renyi_order=order)
+        if order < 2 or order == int(order):
+            assert renyi_filter.num_affordable(dp.NoOpDpEvent(), Gaussian(300.0), other, ADD) <= count
+    assert best < 2 or best == int(best)
+    assert compute_epsilon([best], [renyi_filter.allowance(epsilon, 1e-5, best)], 1e-5)[0] == pytest.approx(epsilon, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"epsilon": 8.0, "delta": 0.0}, "delta=0: a fully adaptive budget needs a delta above 0"),
+        ({"epsilon": 8.0, "renyi_order": 1.0}, "renyi_order=1.0"),
+        ({"epsilon": 8.0, "renyi_order": 4.0, "fully_adaptive": False}, "is of a fully adaptive budget alone"),
+        ({"epsilon": 8.0, "fully_adaptive": "yes"}, "fully_adaptive='yes'"),
+        ({"epsilon": 1e-9}, "is too small for a fully adaptive budget at delta=1e-05"),
+    ],
+)
+def test_a_budget_that_makes_no_sense_is_refused(words, why):
+    with pytest.raises(ValueError, match=why):
+        BUDGET(**words)
