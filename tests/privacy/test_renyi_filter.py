@@ -76,7 +76,7 @@ def test_a_releases_divergence_is_never_below_that_of_its_worst_pair(event, rela
     worst = max(of_densities(*pair, order), of_densities(*pair[::-1], order))
     found = renyi_filter.divergence(event, order, relation)
     assert worst * (1 - 1e-7) <= found
-    # At other orders the library's divergence of a sampled release is a line between whole numbers.
+    # Between whole numbers the library's bound for a sampled release is larger.
     assert not tight or found == pytest.approx(worst, rel=1e-6 if order == 4 or "Poisson" not in str(event) else 0.5)
 
 
