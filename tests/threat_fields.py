@@ -305,7 +305,7 @@ def run_state() -> set[str]:
 
 def server_ledger() -> set[str]:
     """The columns of the tables of a server's ledger, and what its lock file remembers."""
-    tables = server_ledger_format._TABLES.items()
+    tables = {"ledger": server_ledger_format._LEDGER[server_ledger_format.ADAPTIVE], **server_ledger_format._TABLES}.items()
     columns = {f"{table}.{column.split()[0]}" for table, text in tables for column in re.sub(r"\(.*?\)", "", text).split(", ")}
     return {column for column in columns if not column.endswith(".UNIQUE")} | fields_of(Mark)
 
