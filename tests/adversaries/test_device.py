@@ -252,6 +252,28 @@ def test_a_client_that_does_not_know_what_the_owner_has_set_does_not_reply(tmp_p
     assert ledger.read()["c0"].replies == 0
 
 
+def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earlier_message() -> None:
+    """Its charges went to a context that Flower had read before, or to that of another node: no later message knew of them."""
+    kept: list[Any] = []
+
+    def client_fn(context: Context) -> Any:
+        if not kept:
+            words = {"recipe": BUDGET, "device": "cpu", "context": context}
+            kept.append(LocalDPClient(model=linear(), clients={"c0": records("c0")}, **words))
+        return kept[0].to_client()
+
+    grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
+    replies = []
+    for _ in range(2):
+        replies += grid.send_and_receive([numpy_message(local())])
+        context = grid.contexts[1]
+        grid.contexts[1] = Context(1, 1, {}, RecordDict(dict(context.state)), {})  # as Flower makes one of what it has stored
+    assert not replies[0].has_error()
+    assert "declined: context: is of an earlier message; make the client in client_fn" in replies[1].error.reason
+    kept[0].attach(grid.contexts[1])
+    assert not grid.send_and_receive([numpy_message(local())])[0].has_error()
+
+
 def test_an_apps_own_ledger_does_not_hide_the_owners(tmp_path: Any) -> None:
     """Without a context the client does not know whether there is another."""
     ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
@@ -433,6 +455,7 @@ def test_an_error_in_the_middle_of_a_reply_tells_the_server_nothing(caplog: Any)
     made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Breaking))
     parameters = list(model().values())
     for question in (lambda: made.answer(model(), config_of(local())), lambda: made.fit(parameters, config_of(local()))):
+        made.attach(context_of())
         with pytest.raises(RuntimeError, match=r"^training failed; the node's own log says why$") as reported:
             question()
         assert type(reported.value) is RuntimeError

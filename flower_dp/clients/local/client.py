@@ -39,7 +39,9 @@ class LocalDPClient(NodeClient):
     sends. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in a
     file on the device, which counts the replies of all runs: the `ledger-path` of the node's config, or `ledger`.
 
-    A client without the node's context can't know what the device's owner has set, nor what was charged. It does not reply.
+    A client without the node's context can't know what the device's owner has set, nor what was charged. It does not reply. A
+    context is of one message: an object that is kept for the next one needs that one's (`client_app` attaches it), or it does not
+    reply either, since the charge would be lost with the old context.
 
     The node replies with the weighted sum of its clients' rows, with the server's weights: weighting a private row costs nothing.
 
@@ -91,6 +93,7 @@ class LocalDPClient(NodeClient):
         self.ledger = ledger
         self.evaluation_budget = evaluation
         self.record_metrics = record_metrics
+        self._replied = False  # with this context
         if ledger is not None:
             ledger_files(ledger, clients)
         if context is not None:
@@ -103,7 +106,7 @@ class LocalDPClient(NodeClient):
             Declined: if the owner's ledger is not the app's, or no path.
         """
         ledger_of(self.ledger, self.clients, context)
-        self.context = context
+        self.context, self._replied = context, False
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -135,6 +138,9 @@ class LocalDPClient(NodeClient):
         """Return the work whose rows are private one by one, each charged to its client's account."""
         ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
         account = account_of(self.ledger, self.clients, self.context)
+        if self._replied:
+            raise Declined("context: is of an earlier message; make the client in client_fn, or use flower_dp.clients.client_app")
+        self._replied = True
         agreed, refused = self._agreed(instruction, recipe)
         recipes, kept = dict.fromkeys(agreed, recipe), {}
         if isinstance(recipe, Stateful):
