@@ -312,12 +312,15 @@ def report(place: Path) -> str:
     for clip in clips:
         base = _by_run(accuracy.get(("DP-FedAvg", clip), {}))
         rows += [[f"{one}, {clip}", differences(_by_run(accuracy.get((one, clip), {})), base)] for one in METHODS[1:]]
-    parts.append("## Points above DP-FedAvg, by partition and seed\n\n" + _table(["", "difference"], rows))
-    parts.append("## DP-FedSAM at DP-FedAvg's clip norm and learning rate, by radius\n\n" + _radii(place, runs, accuracy))
-    parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs))
-    curve = curves(place, runs[EPSILONS])
-    rows = [[method, *_cells(of, TARGETS)] for method, of in curve.items()]
-    parts.append("## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows))
+    if rows:
+        parts.append("## Points above DP-FedAvg, by partition and seed\n\n" + _table(["", "difference"], rows))
+    if runs[RADII]:
+        parts.append("## DP-FedSAM at DP-FedAvg's clip norm and learning rate, by radius\n\n" + _radii(place, runs, accuracy))
+    if runs[NORMS] or runs[RADII]:
+        parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs))
+    if curve := curves(place, runs[EPSILONS]):
+        rows = [[method, *_cells(of, TARGETS)] for method, of in curve.items()]
+        parts.append("## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows))
     return "\n\n".join(parts) + "\n"
 
 

@@ -220,6 +220,12 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=str(program.UNFINISHED)):
         program.main()
     assert "the same command goes on" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*arguments, "--stages", "tune", "tables"])
+    program.main()
+    assert sorted(path.name for path in place.glob("*.toml")) == ["tables.toml", "tune.toml"]
+    report = (place / "report.md").read_text()
+    assert "## Points above DP-FedAvg" in report
+    assert not [text for text in ("by radius", "Norms of updates", "by epsilon") if text in report]
     monkeypatch.setattr(sys, "argv", arguments)
     program.main()
     for stage, count in (("tune", 3), ("norms", 2), ("tables", 4), ("radii", 2), ("epsilons", 4)):
