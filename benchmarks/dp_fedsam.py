@@ -320,7 +320,9 @@ def report(place: Path) -> str:
         parts.append("## Norms of updates before the clip\n\n" + _norms(place, runs))
     if curve := curves(place, runs[EPSILONS]):
         rows = [[method, *_cells(of, TARGETS)] for method, of in curve.items()]
-        parts.append("## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows))
+        parts.append(
+            "## Test accuracy (%) by epsilon, fixed clip norm\n\n" + _table(["", *(f"{one:g}" for one in TARGETS)], rows)
+        )
     return "\n\n".join(parts) + "\n"
 
 
