@@ -2,7 +2,7 @@
 
 The epsilon of a composition is that of releases that are known beforehand. A filter adds up Renyi divergences at one order, fixed
 in advance, and stops before their sum passes a bound: then all of it is (epsilon, delta)-private, however mechanisms, noise and
-sampling of each release were chosen by what was released before (Feldman & Zrnic 2021, whose filter counts for one unit alone too).
+sampling of each release were chosen by what was released before (Feldman & Zrnic 2021, who count for one unit alone, too).
 """
 
 import math
