@@ -247,6 +247,8 @@ def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, 
     own = {"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
     asked_of = own_ask(own, clip_norm=terms.release.clip_norm, vectors=vectors)
     instruction = Instruction(server_round=server_round, method=client.recipe.method, clients=("a",), ask=asked_of)
+    assert client.context is not None
+    client.attach(client.context)  # as the next message's app does
     _, _, answer = client.fit([weights, *vectors.values()], {KEY: instruction.to_json()})
     return " ".join(json.loads(answer[KEY])["refused"])
 
