@@ -39,7 +39,8 @@ def allowance(epsilon: float, delta: float, order: float) -> float:
 
 def num_affordable(before: dp.DpEvent, event: dp.DpEvent, budget: JointBudget, relation: Relation) -> int:
     """Return how many more of an event a fully adaptive budget has left, after what was charged before."""
-    order = budget.renyi_order or order_for(budget.epsilon, budget.delta)
+    order = budget.renyi_order
+    assert order is not None  # noqa: S101 - `JointBudget` sets that of every fully adaptive budget
     one, spent = (divergence(some, order, relation) * (1 + _ROUNDING) for some in (event, before))
     rest = allowance(budget.epsilon, budget.delta, order) - spent
     return min(math.floor(rest / one), checks.MOST_COUNT) if rest >= one else 0

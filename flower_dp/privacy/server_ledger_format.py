@@ -153,12 +153,16 @@ class Content:
 def create_tables(db: sqlite3.Connection, name: str, budget: JointBudget | None) -> None:
     """Make an empty database a ledger."""
     db.execute(f"PRAGMA application_id = {APPLICATION}")
-    version = ADAPTIVE if budget is not None and budget.fully_adaptive else PLAIN
+    version = _version_for(budget)
     db.execute(f"PRAGMA user_version = {version}")
     for statement in _schema(version):
         db.execute(statement)
     values = (name, *((None, None) if budget is None else _limits(budget)))
     db.execute(f"INSERT INTO ledger VALUES ({', '.join('?' * len(values))})", values)  # noqa: S608
+
+
+def _version_for(budget: JointBudget | None) -> int:
+    return ADAPTIVE if budget is not None and budget.fully_adaptive else PLAIN
 
 
 def _limits(budget: JointBudget) -> list[float | None]:
@@ -248,8 +252,8 @@ def read(db: sqlite3.Connection, content: Content, marked: int | None = None) ->
 
 def first_digest(name: str, budget: JointBudget | None) -> bytes:
     """Return the digest of a ledger without charges."""
-    limits, version = None if budget is None else _limits(budget), ADAPTIVE if budget and budget.fully_adaptive else PLAIN
-    return hashlib.sha256(json.dumps([APPLICATION, version, name, limits]).encode()).digest()
+    limits = None if budget is None else _limits(budget)
+    return hashlib.sha256(json.dumps([APPLICATION, _version_for(budget), name, limits]).encode()).digest()
 
 
 def digest_of(before: bytes, entry: Entry, owners: Sequence[str], events: Sequence[str]) -> bytes:

@@ -109,12 +109,12 @@ class Recording:
             self.watch.result = result
             return
         kept = CheckpointFolder(self.checkpoints.folder)
-        if why := kept.why_stuck():
-            log.info("The run did not end, and can't go on: %s", why)
+        found = None if kept.is_empty else kept.read()
+        if found is not None and found.why_stuck:
+            log.info("The run did not end, and can't go on: %s", found.why_stuck)
         else:
             log.info("The run did not end. It goes on with resume=True and this folder: %s", self.folder.path)
-        if not kept.is_empty:
-            found = kept.read()
+        if found is not None:
             self.folder.finish(found.arrays, self.others, unfinished=f"after round {found.server_round}")
 
 

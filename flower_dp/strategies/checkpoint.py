@@ -67,6 +67,11 @@ class Checkpoint:
     ended: bool = False
 
     @property
+    def why_stuck(self) -> str:
+        """Why no run can go on from here; empty if one can. A run that has ended only returns its result."""
+        return "" if self.setting or self.ended else OWN_LOOP
+
+    @property
     def model(self) -> ArrayRecord:
         """The model as it is sent."""
         return ArrayRecord({name: Array(array) for name, array in self.arrays.items()})
@@ -167,7 +172,7 @@ class CheckpointFolder:
     def why_stuck(self) -> str:
         """Return why no run can go on from here; empty if one can, with the same settings, or none has begun."""
         try:
-            return "" if self.is_empty or self.read().setting else OWN_LOOP
+            return "" if self.is_empty else self.read().why_stuck
         except (CheckpointError, OSError) as error:
             return str(error)
 

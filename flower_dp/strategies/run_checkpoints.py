@@ -93,8 +93,8 @@ class RunCheckpoints:
             if not place.resume:
                 raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
             self.found = self._folder.read()
-            if not (self.found.setting or self.found.ended or place.only_state):
-                raise CheckpointError(f"{place.folder}: this run can't go on: {OWN_LOOP}; a new run needs another folder")
+            if (why := self.found.why_stuck) and not place.only_state:
+                raise CheckpointError(f"{place.folder}: this run can't go on: {why}; a new run needs another folder")
             self._began -= self.found.elapsed
         elif place.only_state:
             ledger = place.folder / LEDGER

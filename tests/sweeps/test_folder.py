@@ -29,12 +29,12 @@ def folder(tmp_path):
     return found
 
 
-def checkpoint(run, setting=None):
+def checkpoint(run, setting=None, *, ended=False):
     """Write a checkpoint of a run that did not end, and return it."""
     found = CheckpointFolder(run / "checkpoint")
     found.create()
     setting = {"method": "DP-FedAvg"} if setting is None else setting
-    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}))
+    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}, ended=ended))
     return found.path / NEWEST
 
 
@@ -71,6 +71,15 @@ def test_a_run_whose_charges_may_be_on_the_disk_is_not_removed(folder, runs):
     checkpoint(folder.of(run)).rename(folder.of(run) / "checkpoint" / PREVIOUS)
     assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
     assert (folder.of(run) / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("setting", [{}, {"method": "DP-FedAvg"}])
+def test_a_run_that_has_ended_before_its_model_was_written_is_not_made_anew(folder, runs, setting):
+    """Its result is returned, also where its strategy has a loop of its own: its clients are not charged again."""
+    (run,) = runs("")
+    run.launched.write(finish(folder.of(run), run.config, finished=False))
+    checkpoint(folder.of(run), setting, ended=True)
+    assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
 
 
 @pytest.mark.parametrize("why", ["damaged", "a loop of its own"])
