@@ -231,7 +231,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
         fail(str(error), 1)
     if not outcome.completed:
         what = "no statement was made" if resume == STATED else "the run failed"
-        left = _left(folder, only_stated=resume == STATED)
+        left = _left(folder, failed=True, only_stated=resume == STATED)
         fail(f"{what}: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{left}".rstrip(), 1)
     statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
@@ -239,7 +239,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
     typer.echo(f"results: {folder}")
 
 
-def _left(folder: Path, *, only_stated: bool = False) -> str:
+def _left(folder: Path, *, failed: bool = False, only_stated: bool = False) -> str:
     """Return where the statement of a run that did not end is, and how the run goes on; empty if it has none."""
     from flower_dp.running import run_folder
     from flower_dp.strategies.checkpoint import CheckpointFolder
@@ -252,7 +252,8 @@ def _left(folder: Path, *, only_stated: bool = False) -> str:
         return told
     if why := CheckpointFolder(folder / run_folder.CHECKPOINT).why_stuck():
         return f"{told}It can't go on: {why}"
-    return f"{told}It goes on with: flower-dp run --resume {shlex.quote(str(folder))}"
+    goes_on = "Unless its settings are why it failed, it goes on with" if failed else "It goes on with"
+    return f"{told}{goes_on}: flower-dp run --resume {shlex.quote(str(folder))}"
 
 
 class _Screen:

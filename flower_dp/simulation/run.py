@@ -168,7 +168,8 @@ def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
         if watch.statement is not None and watch.folder is not None:
             error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
             if not isinstance(error, checks.SettingsError) and not CheckpointFolder(watch.folder / CHECKPOINT).why_stuck():
-                error.add_note(f"It goes on with simulate(..., resume={str(watch.folder)!r})")
+                failed = "Unless its settings are why it failed, it" if isinstance(error, Exception) else "It"
+                error.add_note(f"{failed} goes on with simulate(..., resume={str(watch.folder)!r})")
         raise
     finally:
         OBSERVERS.reset(observers)

@@ -91,7 +91,7 @@ class SweepFolder:
             self.path.rmdir()
 
     def check(self, runs: Sequence[PlannedRun]) -> None:
-        """Refuse runs that contradict what was run here; there may be more than before.
+        """Refuse runs that contradict what was run here, or whose checkpoints can't be read; there may be more than before.
 
         Raises:
             SettingsError: with all that contradicts them, a line each.
@@ -102,6 +102,8 @@ class SweepFolder:
             if folder.name in planned:
                 with findings.noted():
                     self._check_same(folder, planned[folder.name])
+                    if not is_finished(folder):
+                        self._check_readable(folder)
             elif is_finished(folder):
                 findings.lines.append(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
         findings.refuse()
@@ -119,6 +121,17 @@ class SweepFolder:
         if not (app.own or app.built) and (before := Launched.read(folder)).supernodes != run.launched.supernodes:
             raise ValueError(f"{folder}: was made with {before.supernodes} SuperNodes, now {run.launched.supernodes}")
 
+    def _check_readable(self, folder: Path) -> None:
+        """Refuse to make a run anew that only a damaged, newer or foreign checkpoint stops: its clients would be charged again."""
+        from flower_dp.strategies.checkpoint import OWN_LOOP, CheckpointFolder  # noqa: PLC0415  (slow to import)
+
+        if (why := CheckpointFolder(folder / CHECKPOINT).why_stuck()) not in ("", OWN_LOOP):
+            aside = self._aside(folder).name
+            raise ValueError(
+                f"{folder}: can't go on: {why}; mend that, or rename the folder to {aside}: then the run begins anew, and charges "
+                f"its clients again"
+            )
+
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
         """Return the runs that have not finished, each with its folder, and whether it goes on; new ones get a new folder."""
         from flower_dp.strategies.checkpoint import CheckpointFolder  # noqa: PLC0415  (slow to import)
@@ -132,7 +145,7 @@ class SweepFolder:
             kept = CheckpointFolder(folder / CHECKPOINT)
             goes_on = not (kept.is_empty or kept.why_stuck())
             if not goes_on:
-                if has_charges(folder) or not kept.is_empty:  # damaged, or of a loop that would begin anew
+                if has_charges(folder) or not kept.is_empty:  # of a loop of its own, which would begin anew
                     folder.rename(self._aside(folder))
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700)

@@ -79,7 +79,7 @@ def test_how_a_run_goes_on_is_said_only_if_it_can():
         flower_dp.simulate(app, run_config=SETTINGS, progress=False)
     released, goes_on = failed.value.__notes__
     assert "What the run released before is in" in released
-    folder = re.fullmatch(r"It goes on with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
+    folder = re.fullmatch(r"Unless its settings are why it failed, it goes on with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
     with pytest.raises(SettingsError, match="batch-size=2: was 4 in") as refused:
         flower_dp.simulate(app, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
     assert not hasattr(refused.value, "__notes__")

@@ -82,17 +82,44 @@ def test_a_run_that_has_ended_before_its_model_was_written_is_not_made_anew(fold
     assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
 
 
-@pytest.mark.parametrize("why", ["damaged", "a loop of its own"])
-def test_a_run_that_would_be_refused_for_ever_begins_anew_and_stays_in_the_statement(folder, runs, why):
+def test_a_run_in_a_loop_of_its_own_begins_anew_and_stays_in_the_statement(folder, runs):
     (run,) = runs("")
     run.launched.write(finish(folder.of(run), run.config, finished=False))
-    written = checkpoint(folder.of(run), setting={} if why == "a loop of its own" else {"method": "DP-FedAvg"})
-    if why == "damaged":
-        written.write_bytes(written.read_bytes()[:-1])
+    checkpoint(folder.of(run), setting={})
+    folder.check([run])
     assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
     (aside,) = [one for one in folder.runs() if one.name != run.name]
     assert aside.name == f"{run.name}-can-not-go-on-1"
     assert (aside / "checkpoint" / NEWEST).exists()
+
+
+@pytest.mark.parametrize("why", ["damaged", "writable by others"])
+def test_a_run_whose_checkpoint_cant_be_read_is_refused_until_its_folder_is_renamed(folder, runs, why):
+    """To begin it anew would charge its clients again."""
+    one, other = runs("seeds = 2")
+    for run in (one, other):
+        run.launched.write(finish(folder.of(run), run.config, finished=False))
+        written = checkpoint(folder.of(run))
+    if why == "damaged":
+        written.write_bytes(written.read_bytes()[:-1])
+    else:
+        written.chmod(0o666)
+    with pytest.raises(SettingsError, match=f"{other.name}: can't go on: .*rename the folder to (.*): then .* again") as refused:
+        folder.check([one, other])
+    assert folder.of(one).name + ":" not in str(refused.value)
+    folder.of(other).rename(folder.of(other).with_name(f"{other.name}-can-not-go-on-1"))
+    folder.check([one, other])
+    assert [(run.seed, goes_on) for run, _, goes_on in folder.left([one, other])] == [(0, True), (1, False)]
+    assert len(folder.runs()) == 2  # what was charged stays in the statement
+
+
+def test_the_checkpoint_of_a_run_that_has_finished_is_not_needed(folder, runs):
+    (run,) = runs("")
+    finish(folder.of(run), run.config)
+    (folder.of(run) / "checkpoint").mkdir(exist_ok=True)
+    checkpoint(folder.of(run)).write_bytes(b"damaged")
+    folder.check([run])
+    assert folder.left([run]) == []
 
 
 @pytest.mark.parametrize("damaged", [False, True])
