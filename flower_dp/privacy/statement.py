@@ -88,6 +88,9 @@ class JointEpsilon:
         delta: at which it holds.
         accountant: what proves it.
         apart: runs on the ledger that are not in it, in words: their unit or relation is another one.
+        filter_epsilon: of the ledger's fully adaptive budget, which bounds all runs together also if the settings of some were
+            chosen by the results of others. `epsilon` does not: it is that of settings that were known. None without one.
+        filter_delta: at which it holds.
     """
 
     num_runs: int
@@ -95,6 +98,8 @@ class JointEpsilon:
     delta: float
     accountant: str
     apart: tuple[str, ...] = ()
+    filter_epsilon: float | None = None
+    filter_delta: float | None = None
 
     def __str__(self) -> str:
         line = (
@@ -103,6 +108,9 @@ class JointEpsilon:
         )
         if self.apart:
             line += f"; not in it, since no accountant adds them up: {', '.join(self.apart)}"
+        if self.filter_epsilon is not None and self.filter_delta is not None:
+            filtered = spent_in_words(self.filter_epsilon, self.filter_delta)
+            line += f"; at most {filtered}, the ledger's budget, if settings of runs were chosen by the results of others"
         return line
 
 

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
@@ -134,7 +135,7 @@ class OnLedger:
 
     def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool, run: str = "") -> None:
         self._ledger: ServerLedger | None = ServerLedger(path)
-        self._accounts = self._ledger.accounts
+        self._accounts, self._budget = self._ledger.accounts, self._ledger.budget
         self._earlier = self._ledger.num_runs_by_scope
         try:
             self.run = run or self._ledger.begin_run(method=method, delta=delta, private=private)
@@ -167,7 +168,10 @@ class OnLedger:
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
         """Return what this run and earlier ones on the ledger have cost the client who was charged most."""
-        return _joint(self._accounts, self._earlier, scope, delta)
+        joint, budget = _joint(self._accounts, self._earlier, scope, delta), self._budget
+        if joint is None or budget is None or not budget.fully_adaptive:
+            return joint
+        return replace(joint, filter_epsilon=budget.epsilon, filter_delta=budget.delta)
 
     def close(self) -> None:
         """Let other processes write."""

@@ -157,6 +157,19 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
     assert "together" not in str(first.statement)
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_statement_says_whether_a_budget_holds_for_settings_that_results_decided(tmp_path, adaptive):
+    path = tmp_path / "with budget"
+    ServerLedger.create(path, JointBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
+    first, second = (run(DPFedAvg(**WORDS, ledger=path), path, 1) for _ in range(2))
+    assert first.statement.joint is None
+    told = "; at most epsilon 50.0000 at delta 1e-06, the ledger's budget, if settings of runs were chosen by the results of others"
+    assert (told in str(second.statement)) == adaptive
+    joint = second.statement.to_dict()["joint"]
+    assert (joint["filter_epsilon"], joint["filter_delta"]) == ((50.0, 1e-6) if adaptive else (None, None))
+    assert joint["epsilon"] < 50
+
+
 def test_one_strategy_that_runs_twice_is_two_runs(path):
     strategy = run(DPFedAvg(**WORDS, ledger=path), path, 2)
     run(strategy, path, 3)
