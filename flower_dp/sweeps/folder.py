@@ -122,14 +122,14 @@ class SweepFolder:
             raise ValueError(f"{folder}: was made with {before.supernodes} SuperNodes, now {run.launched.supernodes}")
 
     def _check_readable(self, folder: Path) -> None:
-        """Refuse to make a run anew that only a damaged, newer or foreign checkpoint stops: its clients would be charged again."""
+        """Refuse a run that only a damaged, newer or foreign checkpoint stops: made anew, it would charge its clients again."""
         from flower_dp.strategies.checkpoint import OWN_LOOP, CheckpointFolder  # noqa: PLC0415  (slow to import)
 
         if (why := CheckpointFolder(folder / CHECKPOINT).why_stuck()) not in ("", OWN_LOOP):
             aside = self._aside(folder).name
             raise ValueError(
-                f"{folder}: can't go on: {why}; mend that, or rename the folder to {aside}: then the run begins anew, and charges "
-                f"its clients again"
+                f"{folder}: can't go on: {why}; mend that, or rename the folder to {aside}: then the run begins anew, and "
+                f"charges its clients again"
             )
 
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:

@@ -163,7 +163,9 @@ def test_the_statement_says_whether_a_budget_holds_for_settings_that_results_dec
     ServerLedger.create(path, JointBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
     first, second = (run(DPFedAvg(**WORDS, ledger=path), path, 1) for _ in range(2))
     assert first.statement.joint is None
-    told = "; at most epsilon 50.0000 at delta 1e-06, the ledger's budget, if settings of runs were chosen by the results of others"
+    told = (
+        "; at most epsilon 50.0000 at delta 1e-06, the ledger's budget, if settings of runs were chosen by the results of others"
+    )
     assert (told in str(second.statement)) == adaptive
     joint = second.statement.to_dict()["joint"]
     assert (joint["filter_epsilon"], joint["filter_delta"]) == ((50.0, 1e-6) if adaptive else (None, None))
