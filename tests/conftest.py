@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+from functools import lru_cache
 
 # Before NumPy and torch start their threads; the processes of pytest-xdist and of Flower inherit it.
 for _library in ("OMP", "OPENBLAS", "MKL"):
@@ -13,6 +14,8 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from flower_dp.clients import FlatModel  # noqa: E402
+from flower_dp.privacy import accounting  # noqa: E402
+from flower_dp.running import plot  # noqa: E402
 from flower_dp.strategies.population import client_manager, client_query  # noqa: E402
 from tests.chance import chance_of  # noqa: E402
 from tests.clock import Clock  # noqa: E402
@@ -116,6 +119,22 @@ def stock_models_are_examined_once(monkeypatch):
     monkeypatch.setattr(FlatModel, "__init__", init)
 
 
+# Ten times that of a statement: what it gives is an upper bound as well, up to a thousandth larger.
+_COARSE = 1e-3
+_least = accounting._least.__wrapped__
+_coarse = lru_cache(maxsize=None)(lambda leaves, delta, relation, grid: _least(leaves, delta, relation, max(grid, _COARSE)))
+_PNG = b"\x89PNG\r\n\x1a\n, not drawn"
+
+
+@pytest.fixture(autouse=True)
+def bounds_and_pictures_take_little_work(request, monkeypatch):
+    """Most tests need an epsilon that bounds, not all of its digits, and no picture: see the markers `exact` and `drawn`."""
+    if request.node.get_closest_marker("exact") is None:
+        monkeypatch.setattr(accounting, "_least", _coarse)
+    if request.node.get_closest_marker("drawn") is None:
+        monkeypatch.setattr(plot, "png", lambda rows: _PNG)
+
+
 def pytest_collection_modifyitems(config, items):
     """Order the tests so that those that start Flower begin first: the deployment in one process, all others in another.
 
@@ -124,6 +143,9 @@ def pytest_collection_modifyitems(config, items):
     With --dist worksteal the first of n processes begins with the first of n equal parts of this list, the second with the second.
     When a process has nothing left, it takes tests from the end of another's part.
     """
+    for item in items:
+        if "privacy" in item.path.parts:
+            item.add_marker("exact")
     items.sort(key=lambda item: item.get_closest_marker("flwr_run") is None)
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
