@@ -1,4 +1,7 @@
-"""Epsilon from Renyi divergences, as dp-accounting computes and converts them."""
+"""Epsilon from Renyi divergences, as dp-accounting computes and converts them.
+
+Those of Poisson-sampled Gaussian releases under replace-one, which it does not have, are `flower_dp.privacy.poisson`'s.
+"""
 
 import logging
 import math
@@ -10,6 +13,7 @@ import dp_accounting as dp
 import numpy as np
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAccountant, compute_epsilon
 
+from flower_dp.privacy import poisson
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
 ORDERS = tuple(map(float, DEFAULT_RDP_ORDERS))
@@ -17,7 +21,7 @@ ORDERS = tuple(map(float, DEFAULT_RDP_ORDERS))
 _WHOLE = [place for place, order in enumerate(ORDERS) if order == int(order)]
 # A search looks at one place in so many first, then between the neighbours of the best one.
 _STEP = 4
-# More than the error of the library's logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
+# More than the error of the logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
 # logarithms below 1 as such, for others in parts of it.
 _ROUNDING = 1e-12
 # Divergences of a sample of fixed size with this noise multiplier are far below `_ROUNDING`.
@@ -29,13 +33,13 @@ _LIBRARY = {
 
 
 def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None:
-    """Return an upper bound of epsilon (conversion of Canonne et al. 2020), None where the library has none.
+    """Return an upper bound of epsilon (conversion of Canonne et al. 2020), None where nothing bounds a release.
 
     Every order gives a bound. Not all of `ORDERS` are computed, which is slow for sampled releases: the best whole number is
     looked for, and then the best order between the whole numbers beside it. (The library's bounds at other orders may be far
     above those at the whole numbers around them.)
     """
-    if not _is_bounded(leaves, relation):
+    if not all(_is_bounded(leaf, relation) for leaf, _ in leaves):
         return None
 
     @cache
@@ -52,15 +56,15 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None
 
 def curve_of(leaves: Leaves, relation: Relation) -> np.ndarray | None:
     """Return the Renyi divergences of a composition at `ORDERS`, or None where the library has none."""
-    if not _is_bounded(leaves, relation):
+    if any(library_event(leaf, relation) is None for leaf, _ in leaves):
         return None
     with without_warnings():
         return np.asarray([sum(count * _divergence(leaf, relation, order) for leaf, count in leaves) for order in ORDERS])
 
 
 def divergence_of(leaf: dp.DpEvent, relation: Relation, order: float) -> float | None:
-    """Return an upper bound of the Renyi divergence of one release at an order, or None where the library has none."""
-    if library_event(leaf, relation) is None:
+    """Return an upper bound of the Renyi divergence of one release at an order, or None where nothing bounds it."""
+    if not _is_bounded(leaf, relation):
         return None
     with without_warnings():
         return _divergence(leaf, relation, order)
@@ -93,14 +97,24 @@ def _lowest(bound: Callable[[int], float], places: Sequence[int]) -> int:
     return min(places[max(0, best - _STEP) : best + _STEP + 1], key=bound)
 
 
-def _is_bounded(leaves: Leaves, relation: Relation) -> bool:
-    return all(library_event(leaf, relation) is not None for leaf, _ in leaves)
+def _is_bounded(leaf: dp.DpEvent, relation: Relation) -> bool:
+    return library_event(leaf, relation) is not None or _is_replaced(leaf, relation)
+
+
+def _is_replaced(leaf: dp.DpEvent, relation: Relation) -> bool:
+    """Whether a release is Gaussian, with Poisson sampling under replace-one."""
+    inner, rate = inner_of(leaf)
+    sampled = isinstance(leaf, dp.PoissonSampledDpEvent) and rate < 1
+    return sampled and relation == "replace-one" and isinstance(inner, dp.GaussianDpEvent)
 
 
 @lru_cache(maxsize=2**15)
 def _divergence(leaf: dp.DpEvent, relation: Relation, order: float) -> float:
-    """Return the Renyi divergence of one release that the library bounds."""
-    divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
+    """Return the Renyi divergence of one release that is bounded."""
+    if _is_replaced(leaf, relation):
+        divergence = poisson.replaced_divergence(*inner_of(leaf), order)
+    else:
+        divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
     # What is left of a small divergence may be 0, which the conversion takes for no cost at all.
     return divergence if inner_of(leaf)[1] == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)
 

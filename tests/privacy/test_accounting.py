@@ -160,7 +160,7 @@ def test_pure_epsilon_of_laplace_releases() -> None:
         (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), REPLACE, 1e-5),
         (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), ADD, 1e-5),
         (Poisson(0.1, Gaussian(1.0)), Laplace(1e-5), REPLACE, 1e-5),
-        (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), REPLACE, 1e-11),
+        (Poisson(0.1, Gaussian(1.0)), Poisson(0.1, Laplace(1e-3)), REPLACE, 1e-11),
         (fixed_size(1000, 10, Gaussian(1.0)), Poisson(0.1, Laplace(1.0)), REPLACE, 1e-5),
     ],
 )
@@ -591,8 +591,25 @@ def test_what_no_accountant_bounds_is_refused(event: dp.DpEvent, delta: float, r
         epsilon(event, delta=delta, relation=relation)
 
 
+@pytest.mark.parametrize(
+    ("rate", "multiplier", "rounds"), [(0.1, 0.9, 150), (0.01, 1.0, 1000), (0.5, 2.0, 3), (1e-3, 4.0, 10_000)]
+)
+def test_sampling_under_replace_one_counts_at_every_delta(rate: float, multiplier: float, rounds: int) -> None:
+    """Loss distributions end at 1e-9; Renyi divergences of the same pair go on below it, and are never below them above it."""
+    event = Repeat(Poisson(rate, Gaussian(multiplier)), rounds)
+    tight = epsilon(event, delta=1e-9, relation=REPLACE)
+    by_renyi = rdp_epsilon(event, delta=1e-9, relation=REPLACE)
+    assert tight.accountant == "pld"
+    assert by_renyi is not None
+    assert tight.epsilon <= by_renyi <= 1.15 * tight.epsilon
+    below = epsilon(event, delta=0.99e-9, relation=REPLACE)
+    assert below.accountant == "rdp"
+    assert by_renyi <= below.epsilon <= 1.001 * by_renyi
+    assert rdp_epsilon(event, delta=1e-9, relation=ADD) < by_renyi  # type: ignore[operator]
+
+
 def test_rdp_says_where_it_has_no_bound() -> None:
-    assert rdp_epsilon(Poisson(0.1, Gaussian(1.0)), delta=1e-5, relation=REPLACE) is None
+    assert rdp_epsilon(Poisson(0.1, Laplace(1.0)), delta=1e-5, relation=REPLACE) is None
     assert rdp_epsilon(fixed_size(10, 2, Gaussian(1.0)), delta=1e-5, relation=ADD) is None
     assert rdp_epsilon(Gaussian(1.0), delta=0, relation=ADD) is None
 

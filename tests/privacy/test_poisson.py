@@ -62,6 +62,47 @@ def test_no_profile_is_below_that_of_the_densities(std, rate, relation):
     )
 
 
+def divergence(std, rate, order):
+    """By the densities themselves, in place of their ratios: of the mixtures with N(-1, std^2) and with N(1, std^2)."""
+    xs = np.linspace(-2 * order - 12 * std, 12 * std + 1, 400_001)
+    with_unit, replaced = (
+        np.logaddexp(math.log1p(-rate) + stats.norm.logpdf(xs, 0, std), math.log(rate) + stats.norm.logpdf(xs, shift, std))
+        for shift in (-1.0, 1.0)
+    )
+    return math.log(integrate.simpson(np.exp(order * with_unit + (1 - order) * replaced), x=xs)) / (order - 1)
+
+
+@pytest.mark.parametrize(
+    ("std", "rate", "order"),
+    [(1.0, 0.1, 2.0), (1.0, 0.1, 1.1), (0.5, 0.01, 4.0), (1.0, 1e-3, 6.5), (4.0, 0.3, 10.0), (2.0, 0.999, 16.0)],
+)
+def test_the_divergence_of_replacing_is_that_of_the_densities(std, rate, order):
+    found = poisson.replaced_divergence(dp.GaussianDpEvent(std), rate, order)
+    assert found == pytest.approx(divergence(std, rate, order), rel=1e-9, abs=1e-13)
+
+
+@pytest.mark.parametrize("order", [1.1, 2.0, 16.0, 512.0])
+@pytest.mark.parametrize("std", [0.3, 1.0, 3.0, 1e3])
+def test_the_divergence_of_replacing_lies_between_what_it_must(std, order):
+    """Of a unit that always takes part it is that of a shift by 2; it is above that of a unit that is removed; endless noise costs nothing."""
+    release = dp.GaussianDpEvent(std)
+    always = 2 * order / std**2
+    if always * order < 5:
+        assert poisson.replaced_divergence(release, 1 - 1e-12, order) == pytest.approx(always, rel=1e-6)
+    found = [poisson.replaced_divergence(release, rate, order) for rate in (1e-6, 1e-3, 0.1, 0.5, 0.9)]
+    assert found == sorted(found)
+    assert found[-1] < always
+    assert poisson.replaced_divergence(dp.GaussianDpEvent(1e50), 0.5, order) < 1e-12 / (order - 1)
+    if order == 16.0:
+        removed = dp.rdp.RdpAccountant([order]).compose(dp.PoissonSampledDpEvent(0.1, release)).rdp[0]
+        assert removed < found[2]
+
+
+def test_an_order_that_takes_too_many_points_has_no_bound():
+    assert poisson.replaced_divergence(dp.GaussianDpEvent(1e-3), 0.5, 64.0) == math.inf
+    assert poisson.replaced_divergence(dp.GaussianDpEvent(1e-3), 0.5, 1e9) == math.inf
+
+
 def test_a_grid_that_is_too_fine_is_refused():
     with pytest.raises(OverflowError, match="are too many"):
         poisson.distribution(dp.GaussianDpEvent(1e-3), 0.5, 1e-3, "add-or-remove-one")

@@ -64,7 +64,7 @@ def mixed(x, density, means, weights, scale):
         (Laplace(2.0), ADD, laplace, ([0], [1]), ([1], [1]), True),
         (Laplace(2.0), REPLACE, laplace, ([-1], [1]), ([1], [1]), True),
         (Poisson(0.1, Gaussian(2.0)), ADD, gaussian, ([0, 1], [0]), ([0.9, 0.1], [1]), True),
-        (Poisson(0.9, Gaussian(2.0)), REPLACE, gaussian, ([0, 1], [0, -1]), ([0.1, 0.9], [0.1, 0.9]), False),
+        (Poisson(0.9, Gaussian(2.0)), REPLACE, gaussian, ([0, 1], [0, -1]), ([0.1, 0.9], [0.1, 0.9]), True),
         (Poisson(0.1, Laplace(2.0)), ADD, laplace, ([0, 1], [0]), ([0.9, 0.1], [1]), False),
         (Poisson(0.1, Laplace(2.0)), REPLACE, laplace, ([0, 1], [0, -1]), ([0.9, 0.1], [0.9, 0.1]), False),
     ],
