@@ -57,7 +57,7 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
     (that of the Laplace releases, and another one's epsilon of the rest).
     Sampling without replacement has a bound under replace-one only, with sensitivity 2 C: `pld` by Balle, Barthe & Gaboardi 2018,
     Theorem 9 (`flower_dp.privacy.fixed_size`), `rdp` by Wang, Balle & Kasiviswanathan 2019. Under replace-one both account for
-    Poisson sampling by the pair of Zhu, Dong & Wang 2022 (`flower_dp.privacy.poisson`).
+    Poisson sampling of Gaussian noise by the pair that dominates it (`flower_dp.privacy.poisson`).
 
     Raises:
         ValueError: if delta is not in [0, 1), or the event has a parameter that is not a finite positive number.

@@ -62,6 +62,29 @@ def test_no_profile_is_below_that_of_the_densities(std, rate, relation):
     )
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize("std", [0.5, 2.0])
+def test_no_two_contributions_have_a_larger_profile_than_opposite_ones(std, rate):
+    """The claim of docs/privacy.md, for vectors in the plane of norm 1 and less."""
+    rng = np.random.default_rng(5)
+    line = np.linspace(-9 * std - 2, 9 * std + 2, 301)
+    weights = np.outer(*[stats.norm.pdf(line, 0, std) * (line[1] - line[0])] * 2)
+
+    def profile(order, with_unit, replaced):
+        ratios = [
+            np.exp((np.add.outer(moved[0] * line, moved[1] * line) - moved @ moved / 2) / std**2)
+            for moved in (with_unit, replaced)
+        ]
+        return np.sum(weights * np.maximum(0.0, (1 - rate) * (1 - order) + rate * ratios[0] - order * rate * ratios[1]))
+
+    for order in np.exp([-2.0, -0.3, 0.0, 0.05, 0.5, 2.0]):
+        largest = profile(order, np.array([-1.0, 0.0]), np.array([1.0, 0.0]))
+        for _ in range(20):
+            angles, norms = rng.uniform(0, 2 * np.pi, 2), rng.uniform(0, 1, 2) ** 0.2
+            pair = [norm * np.array([np.cos(angle), np.sin(angle)]) for angle, norm in zip(angles, norms, strict=True)]
+            assert profile(order, *pair) <= largest + 1e-9
+
+
 def divergence(std, rate, order):
     """By the densities themselves, in place of their ratios: of the mixtures with N(-1, std^2) and with N(1, std^2)."""
     xs = np.linspace(-2 * order - 12 * std, 12 * std + 1, 400_001)
