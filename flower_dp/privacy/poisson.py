@@ -46,9 +46,10 @@ def distribution(release: dp.GaussianDpEvent, rate: float, grid: float, relation
 def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
     """Return the Renyi divergence of one sampled release under replace-one; infinite where it would take too many points.
 
-    The pair P = (1 - q) N(0, std^2) + q N(-1, std^2), Q = (1 - q) N(0, std^2) + q N(1, std^2) dominates the release (`docs/privacy.md`
-    has the proof), so its divergence bounds that of every pair of neighbours. The integral of P^order Q^(1 - order) is a sum over
-    equidistant points: for an integrand that is analytic near the real line, its error falls exponentially in their number.
+    The pair P = (1 - q) N(0, std^2) + q N(-1, std^2), Q = (1 - q) N(0, std^2) + q N(1, std^2) dominates the release
+    (`docs/privacy.md` has the proof), so its divergence bounds that of every pair of neighbours. The integral of
+    P^order Q^(1 - order) is a sum over equidistant points: for an integrand that is analytic near the real line, its error falls
+    exponentially in their number.
 
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.
