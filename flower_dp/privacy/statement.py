@@ -80,14 +80,15 @@ class ClientCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointEpsilon:
-    """What this run and earlier ones on the same server's ledger have cost together the client who was charged most.
+    """What this run and earlier ones have cost together the client who was charged most.
 
     Attributes:
         num_runs: how many, this one included.
         epsilon: of the composition of all their events.
         delta: at which it holds.
         accountant: what proves it.
-        apart: runs on the ledger that are not in it, in words: their unit or relation is another one.
+        on_ledger: whether these are the runs on one server's ledger; else those that this process knows of one strategy.
+        apart: runs among these that are not in it, in words: their unit or relation is another one.
         filter_epsilon: of the ledger's fully adaptive budget, which bounds all runs together also if the settings of some were
             chosen by the results of others. `epsilon` does not: it is that of settings that were known. None without one.
         filter_delta: at which it holds.
@@ -97,13 +98,15 @@ class JointEpsilon:
     epsilon: float
     delta: float
     accountant: str
+    on_ledger: bool = True
     apart: tuple[str, ...] = ()
     filter_epsilon: float | None = None
     filter_delta: float | None = None
 
     def __str__(self) -> str:
+        which = "on this ledger" if self.on_ledger else "of this strategy"
         line = (
-            f"All {self.num_runs} runs on this ledger together: {spent_in_words(self.epsilon, self.delta)}, accountant "
+            f"All {self.num_runs} runs {which} together: {spent_in_words(self.epsilon, self.delta)}, accountant "
             f"{self.accountant}, for the client who was charged most"
         )
         if self.apart:
@@ -138,7 +141,7 @@ class PrivacyStatement:
             trusted.
         parts: if several kinds of releases were charged, an upper bound of the cost of each kind alone.
         clients: if every client has its own ledger, the epsilons of all clients; `epsilon` is the largest of them.
-        joint: what it has cost together with earlier runs on the same server's ledger; None if there were none.
+        joint: what it has cost together with earlier runs on the same server's ledger, or of the same strategy; None without any.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling

@@ -59,8 +59,9 @@ class InMemory:
         self._own, self._private = _Counts(uuid.uuid4().hex), private
         self._accounts: Accounts = Accounts() if before is None else before._accounts
         self._owners: dict[str, int] = {EVERY_CLIENT: EVERYONE} if before is None else before._owners
-        self._earlier: Counter[Scope] = Counter() if before is None else before._earlier + Counter(before._scopes)
-        self._scopes: set[Scope] = set()
+        # What was counted of every run of the strategy: its scopes, and how often each release.
+        self._scopes: dict[str, set[Scope]] = {} if before is None else {**before._scopes}
+        self._numbers: dict[tuple[str, str], int] = {} if before is None else {**before._numbers}
 
     @property
     def run(self) -> str:  # noqa: D102
@@ -79,17 +80,30 @@ class InMemory:
                 f"state: {charge.release} was charged {last} times in this run, and the state has {charge.number - 1} of them: "
                 "it is an older one, or a copy of this strategy has gone on; begin() begins a new run"
             )
+        self.count(charge, self.run)
+        self._own.numbers[charge.release] = charge.number
+
+    def count(self, charge: Charge, run: str) -> None:
+        """Count a charge of a run, which may be on a ledger, for the joint epsilon; one that was counted before is not again."""
+        if charge.number <= self._numbers.get((run, charge.release), 0):
+            return
         scope = Scope(unit=charge.unit, relation=charge.relation)
         histories = self._accounts.of(scope)
         places = {event: histories.place(event if self._private else dp.NonPrivateDpEvent()) for event in set(charge.events)}
         for owner, event in zip(charge.owners, charge.events, strict=True):
             histories.charge(self._owners.setdefault(owner, len(self._owners)), places[event])
-        self._own.numbers[charge.release] = charge.number
-        self._scopes.add(scope)
+        self._numbers[run, charge.release] = charge.number
+        self._scopes[run] = self._scopes.get(run, set()) | {scope}
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
         """Return what this run and the strategy's earlier ones have cost together; None if there were none."""
-        return _joint(self._accounts, self._earlier, scope, delta)
+        return self.joint_of(self.run, scope, delta)
+
+    def joint_of(self, run: str, scope: Scope, delta: float) -> JointEpsilon | None:
+        """Return what a run and the strategy's others have cost together; None if there are none."""
+        earlier = Counter(one for other, scopes in self._scopes.items() if other != run for one in scopes)
+        joint = _joint(self._accounts, earlier, scope, delta)
+        return None if joint is None else replace(joint, on_ledger=False)
 
     def close(self) -> None:
         """Nothing."""
@@ -127,13 +141,24 @@ class OnLedger:
         delta: of the run's statement.
         private: whether its noise is drawn afresh.
         run: the id of a run that goes on; empty for a new one.
+        memory: of the strategy's runs, where the ledger is that of this run alone: they have a joint epsilon too.
 
     Raises:
         LedgerError: if the ledger can't be used, or has no such run.
         SettingsError: only one of that run and this has noise from a fixed seed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, method: str, delta: float, private: bool, run: str = "") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        method: str,
+        delta: float,
+        private: bool,
+        run: str = "",
+        memory: InMemory | None = None,
+    ) -> None:
+        self.memory = memory
         self._ledger: ServerLedger | None = ServerLedger(path)
         self._accounts, self._budget = self._ledger.accounts, self._ledger.budget
         self._earlier = self._ledger.num_runs_by_scope
@@ -147,6 +172,9 @@ class OnLedger:
                 raise checks.SettingsError(f"noise_seed: the run began {began} alone")
             for scope in {Scope(unit=charge.unit, relation=charge.relation) for _, charge in own}:
                 self._earlier[scope] -= 1  # this run is not before itself
+            if memory is not None:
+                for _, charge in own:
+                    memory.count(charge, self.run)
         except BaseException:
             self.close()
             raise
@@ -157,6 +185,8 @@ class OnLedger:
         if self._ledger is None:
             raise RuntimeError("ledger: the run has ended")
         self._ledger.charge(self.run, charge, server_round)
+        if self.memory is not None:
+            self.memory.count(charge, self.run)
 
     def charges(self, beyond: Mapping[str, int]) -> tuple[tuple[int, Charge], ...]:
         """Return what the run was charged with beyond so many charges of each release, with the rounds.
@@ -167,7 +197,9 @@ class OnLedger:
         return () if self._ledger is None else self._ledger.charges(self.run, beyond)
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
-        """Return what this run and earlier ones on the ledger have cost the client who was charged most."""
+        """Return what this run and earlier ones, on the ledger or of the strategy, have cost the client who was charged most."""
+        if self.memory is not None:
+            return self.memory.joint_of(self.run, scope, delta)
         joint, budget = _joint(self._accounts, self._earlier, scope, delta), self._budget
         if joint is None or budget is None or not budget.fully_adaptive:
             return joint

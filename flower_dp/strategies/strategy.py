@@ -325,7 +325,7 @@ class DPStrategy(RunFigures, Strategy):
         """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
         if isinstance(durable := self._run.durable, OnLedger | InMemory):
             durable.close()
-            before = durable if isinstance(durable, InMemory) else None
+            before = durable if isinstance(durable, InMemory) else durable.memory
             self._run.durable = InMemory(private=not self.seeded_noise, before=before)
 
     def _open_ledger(self) -> None:
@@ -333,12 +333,14 @@ class DPStrategy(RunFigures, Strategy):
         run = self._run
         if not isinstance(run.durable, OnLedger) and (path := self.ledger or run.checkpoints.ledger()) is not None:
             found = run.checkpoints.found
+            memory = run.durable if self.ledger is None and isinstance(run.durable, InMemory) else None
             run.durable = OnLedger(
                 path,
                 method=self.rules.title,
                 delta=self.delta,
                 private=not self.seeded_noise,
                 run=found.run if found else "",
+                memory=memory,
             )
 
     def _known_clients(self, grid: Grid) -> KnownClients:

@@ -3,9 +3,10 @@
 import math
 import sqlite3
 from collections.abc import Iterable
+from contextlib import suppress
 
 import pytest
-from dp_accounting import ComposedDpEvent, SelfComposedDpEvent
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
 from flwr.app import ConfigRecord, Message
 
 from flower_dp.clients import model_arrays
@@ -170,6 +171,53 @@ def test_the_statement_says_whether_a_budget_holds_for_settings_that_results_dec
     joint = second.statement.to_dict()["joint"]
     assert (joint["filter_epsilon"], joint["filter_delta"]) == ((50.0, 1e-6) if adaptive else (None, None))
     assert joint["epsilon"] < 50
+
+
+def together(count):
+    """Of so many rounds of the strategy of these tests."""
+    event = SelfComposedDpEvent(GaussianDpEvent(WORDS["noise_multiplier"]), count)
+    return pytest.approx(accounting.epsilon(event, delta=WORDS["delta"], relation="add-or-remove-one").epsilon, rel=1e-9)
+
+
+class Killed(BaseException):
+    """The server's process has ended."""
+
+
+def checkpointed(strategy, folder, num_rounds, *, resume=False, dies_in=None):
+    def evaluate(server_round, arrays):
+        if server_round == dies_in:
+            raise Killed
+
+    with suppress(Killed):
+        named = {"num_rounds": num_rounds, "evaluate_fn": evaluate, "checkpoint_dir": folder, "resume": resume}
+        strategy.start(grid(), model_arrays(linear()), **named)
+    return strategy.statement.joint
+
+
+def test_runs_of_one_strategy_with_ledgers_of_their_own_have_a_joint_epsilon(tmp_path):
+    """Beside checkpoints every run has a ledger of its own; runs without checkpoints count as well."""
+    strategy = DPFedAvg(**WORDS)
+    assert checkpointed(strategy, tmp_path / "a", 2) is None
+    second = checkpointed(strategy, tmp_path / "b", 3)
+    assert (second.num_runs, second.epsilon) == (2, together(5))
+    third = run(strategy, None, 1).statement.joint
+    assert (third.num_runs, third.epsilon) == (3, together(6))
+    last = checkpointed(strategy, tmp_path / "c", 1)
+    assert (last.num_runs, last.epsilon) == (4, together(7))
+    assert f"All 4 runs of this strategy together: epsilon {math.ceil(last.epsilon * 1e4) / 1e4:.4f}" in str(strategy.statement)
+
+
+def test_a_run_that_goes_on_is_one_run_with_all_of_its_rounds(tmp_path):
+    strategy = DPFedAvg(**WORDS)
+    assert checkpointed(strategy, tmp_path / "a", 4, dies_in=2) is None
+    assert checkpointed(strategy, tmp_path / "a", 4, resume=True) is None
+    assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(5)
+    other = DPFedAvg(**WORDS)  # of another process, which knows the rest of its run by the ledger
+    checkpointed(other, tmp_path / "c", 4, dies_in=3)
+    other = DPFedAvg(**WORDS)
+    assert checkpointed(other, tmp_path / "c", 4, resume=True) is None
+    joint = checkpointed(other, tmp_path / "d", 2)
+    assert (joint.num_runs, joint.epsilon) == (2, together(6))
 
 
 def test_one_strategy_that_runs_twice_is_two_runs(path):
