@@ -41,7 +41,8 @@ def pytest_runtest_protocol(item, nextitem):
         try:
             return (yield)
         finally:
-            _LOG.setLevel(level)  # a program that a test runs may have changed it
+            if _LOG.level != level:  # a program that a test runs may have changed it
+                _LOG.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)
