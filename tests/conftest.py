@@ -145,7 +145,7 @@ def pytest_collection_modifyitems(config, items):
     When a process has nothing left, it takes tests from the end of another's part.
     """
     for item in items:
-        if "privacy" in item.path.parts:
+        if "privacy" in item.path.relative_to(config.rootpath).parts:
             item.add_marker("exact")
     items.sort(key=lambda item: item.get_closest_marker("flwr_run") is None)
     if config.pluginmanager.hasplugin("rerunfailures"):

@@ -24,6 +24,8 @@ _PAIRS = {
 }
 # Of an integral: tens of milliseconds.
 _MOST_NODES = 2**18
+# More than the part of a few terms that float64 loses.
+_EPSILON = 2.0**-50
 # Up to this e^x is far from the largest float.
 _LARGE = 50.0
 
@@ -66,9 +68,11 @@ def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) 
         return math.inf
     xs = np.arange(first, last + step, step)
     with_unit, replaced = (_log_mixed(shift * xs, std, rate) for shift in (-1.0, 1.0))
-    log_values = order * with_unit - (order - 1) * replaced - 0.5 * (xs / std) ** 2
-    moment = float(special.logsumexp(log_values)) + math.log(step / std) - 0.5 * math.log(2 * math.pi)
-    return max(0.0, moment) / (order - 1)
+    terms = order * with_unit, (1 - order) * replaced, -0.5 * (xs / std) ** 2
+    moment = float(special.logsumexp(sum(terms))) + math.log(step / std) - 0.5 * math.log(2 * math.pi)
+    # The terms may cancel out where the moment is small.
+    rounding = _EPSILON * float(np.max(sum(map(np.abs, terms))))
+    return (max(0.0, moment) + rounding) / (order - 1)
 
 
 def _log_mixed(moved: np.ndarray, std: float, rate: float) -> np.ndarray:

@@ -129,7 +129,7 @@ class SweepFolder:
             aside = self._aside(folder).name
             raise ValueError(
                 f"{folder}: can't go on: {why}; mend that, or rename the folder to {aside}: then the run begins anew, and "
-                f"charges its clients again"
+                "charges its clients again"
             )
 
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
