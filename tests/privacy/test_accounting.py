@@ -610,6 +610,7 @@ def test_sampling_under_replace_one_counts_at_every_delta(rate: float, multiplie
 
 def test_rdp_says_where_it_has_no_bound() -> None:
     assert rdp_epsilon(Poisson(0.1, Laplace(1.0)), delta=1e-5, relation=REPLACE) is None
+    assert renyi.curve_of([(Poisson(0.1, Gaussian(1.0)), 1)], REPLACE) is None  # nothing of the library's
     assert rdp_epsilon(fixed_size(10, 2, Gaussian(1.0)), delta=1e-5, relation=ADD) is None
     assert rdp_epsilon(Gaussian(1.0), delta=0, relation=ADD) is None
 
