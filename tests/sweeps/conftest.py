@@ -5,6 +5,9 @@ import json
 import pytest
 import tomli_w
 
+from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
+from flower_dp.strategies.run_state import RunState
+
 APP = """
 [project]
 name = "mine"
@@ -106,3 +109,12 @@ def finish(folder, config, accuracy=0.5, *, epsilon=2.0, finished=True, **more):
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "model.json").write_text(json.dumps({} if finished else {"unfinished": "after round 1"}))
     return folder
+
+
+def checkpoint(run, setting=None, *, ended=False):
+    """Write a checkpoint of a run that did not end, and return it."""
+    found = CheckpointFolder(run / "checkpoint")
+    found.create()
+    setting = {"method": "DP-FedAvg"} if setting is None else setting
+    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}, ended=ended))
+    return found.path / NEWEST

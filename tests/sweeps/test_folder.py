@@ -11,13 +11,12 @@ import pytest
 from flower_dp.core.checks import SettingsError
 from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.running.run_folder import is_finished
-from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, Checkpoint, CheckpointFolder
-from flower_dp.strategies.run_state import RunState
+from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.file import read
 from flower_dp.sweeps.folder import SweepFolder, runs_in
-from tests.sweeps.conftest import finish
+from tests.sweeps.conftest import checkpoint, finish
 from tests.sweeps.test_cost import charge
 
 
@@ -27,15 +26,6 @@ def folder(tmp_path):
     with found.locked():
         pass
     return found
-
-
-def checkpoint(run, setting=None, *, ended=False):
-    """Write a checkpoint of a run that did not end, and return it."""
-    found = CheckpointFolder(run / "checkpoint")
-    found.create()
-    setting = {"method": "DP-FedAvg"} if setting is None else setting
-    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}, ended=ended))
-    return found.path / NEWEST
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.private_choice import PrivateSweep
 from flower_dp.sweeps.sweep import Sweep
+from tests.sweeps.conftest import checkpoint
 
 FILE = """
 app = "mnist-dp-fedavg"
@@ -50,7 +51,7 @@ class Runs:
             assert not goes_on
             if len(self.made) >= self.interrupt_after:
                 self.interrupt_after = math.inf
-                (folder / "checkpoint" / "checkpoint-1").touch()
+                checkpoint(folder)  # from which it could go on
                 raise Interrupted(2)
             score = self.scores[len(self.made)]
             self.made.append(run)
