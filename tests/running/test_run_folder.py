@@ -84,6 +84,7 @@ def test_no_metrics_is_a_run_without_rounds(tmp_path):
     assert run_folder.read_metrics(tmp_path) == []
 
 
+@pytest.mark.drawn
 def test_state_and_finish_write_all_four(tmp_path):
     folder = RunFolder.create(tmp_path / "run", {}, "main")
     folder.append({"round": 1, "accuracy": 0.5, "epsilon": 1.0, "delta": 1e-5})
@@ -126,6 +127,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"a": b"old"}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "metrics",
     [
