@@ -184,9 +184,10 @@ class OnLedger:
         """Write a charge down."""
         if self._ledger is None:
             raise RuntimeError("ledger: the run has ended")
-        self._ledger.charge(self.run, charge, server_round)
+        # First: an interruption leaves no charge on the disk that the joint epsilon lacks.
         if self.memory is not None:
             self.memory.count(charge, self.run)
+        self._ledger.charge(self.run, charge, server_round)
 
     def charges(self, beyond: Mapping[str, int]) -> tuple[tuple[int, Charge], ...]:
         """Return what the run was charged with beyond so many charges of each release, with the rounds.

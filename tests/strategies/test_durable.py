@@ -207,6 +207,20 @@ def test_runs_of_one_strategy_with_ledgers_of_their_own_have_a_joint_epsilon(tmp
     assert f"All 4 runs of this strategy together: epsilon {math.ceil(last.epsilon * 1e4) / 1e4:.4f}" in str(strategy.statement)
 
 
+def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon(tmp_path, monkeypatch):
+    strategy, charge = DPFedAvg(**WORDS), ServerLedger.charge
+
+    def interrupted(self, run, one, server_round):
+        charge(self, run, one, server_round)
+        if server_round == 2:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerLedger, "charge", interrupted)
+        assert checkpointed(strategy, tmp_path / "a", 4) is None
+    assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
+
+
 def test_a_run_that_goes_on_is_one_run_with_all_of_its_rounds(tmp_path):
     strategy = DPFedAvg(**WORDS)
     assert checkpointed(strategy, tmp_path / "a", 4, dies_in=2) is None
