@@ -94,14 +94,6 @@ def test_presets(installed):
     assert {line.split()[0] for line in done.stdout.splitlines()} == presets
 
 
-def test_a_run(installed):
-    settings = ("num-rounds=2", "num-clients=100", "partition=sample", "records-per-client=10")
-    done = installed("run", "--workers", "1", "--output-dir", "results", *(part for text in settings for part in ("--set", text)))
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert "Privacy statement: DP-FedSAM" in done.stdout
-    assert "over 2 rounds" in done.stdout
-
-
 def test_a_new_app_runs_at_once(installed, tmp_path):
     """`flower_dp.app` around a model and data, in a folder outside of the checkout: results, and what is shown."""
     app = tmp_path / "mine"

@@ -169,15 +169,3 @@ def test_the_process_of_a_run_ends_when_the_command_is_killed(tmp_path):
     while left := run.left:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def test_settings_that_the_app_refuses_leave_no_folder_and_nothing_running(tmp_path):
-    app = tmp_path / "app"
-    shutil.copytree(HERE / "tiny", app)
-    with (app / "pyproject.toml").open("a") as file:
-        file.write('\n[tool.flower-dp]\ncheck = "tiny_check:check"\n')
-    (app / "tiny_check.py").write_text("def check(config):\n    raise ValueError(f'pause={config[\"pause\"]}: must be less')\n")
-    run = flower_dp_run(tmp_path, app, "--set", "pause=9", "--output-dir", "results")
-    assert (run.status, run.out, run.err) == (2, "", "error: pause=9.0: must be less\n")
-    assert not (tmp_path / "results").exists()
-    assert run.left == []
