@@ -15,7 +15,6 @@ from torch import nn
 
 import flower_dp
 from apps import app_functions, own_model
-from apps.methods import METHODS
 from apps.own_model import client_of, run_of
 from flower_dp.clients.registry import LOCAL
 from flower_dp.reporting import compare
@@ -27,9 +26,8 @@ CONFIG = flatten(tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["fl
 # What a method needs that is not every method's.
 NEEDS = {
     "fedsgd-dpc": {"sampling": "round-robin", "cohort-size": 4},
-    "dp-fedsam": {"dp-fedsam.delta": 1e-3, "dp-fedsam.target-epsilon": 0.0},
+    "dp-fedavg": {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0},
     "fed-smp": {"fed-smp.delta": 1e-3, "fed-smp.target-epsilon": 0.0},
-    "dp-fedpaq": {"batch-size": 4, "dp-fedpaq.num-local-steps": 2, "dp-fedpaq.sensitivity": "per-step"},
     "scaffold": {"batch-size": 4, "scaffold.num-local-steps": 2, "scaffold.sensitivity": "per-step"},
     "dp-pasgd": {"batch-size": 4},
 }
@@ -58,15 +56,16 @@ def play(app, folder, nodes=2, **changes):
     return grid
 
 
+# Two of noised sums, one of them with masks, and three of clients with noise of their own; the classes that all methods make of
+# their settings are in test_methods.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_clients(method, tmp_path):
+@pytest.mark.parametrize("method", ["dp-fedavg", "fed-smp", "fedsgd-dpc", "dp-pasgd", "scaffold"])
+def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_clients(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
-    arguments = NEEDS.get(method, {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0} if method == "dp-fedavg" else {})
     # Little noise: with more of it the noised count of four clients may be too small for a value.
     own = {"evaluation.epsilon": 3.0} if method in LOCAL else {"evaluation.noise-multiplier": 0.1}
     evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
-    play(app, tmp_path / "run", method=method, **arguments, **own, **evaluation)
+    play(app, tmp_path / "run", method=method, **NEEDS[method], **own, **evaluation)
     found = compare.read_run(tmp_path / "run", "size")
     assert list(found.values) == [0, 1, 2]
     assert found.finished

@@ -49,6 +49,25 @@ def with_table(keywords):
 
 
 @pytest.fixture(scope="module")
+def estimates():
+    """The constants that were estimated, by what they were estimated from."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def the_same_data_have_the_same_constants(estimates, monkeypatch):
+    """Most of these tests have the same data: their constants are estimated once."""
+
+    def estimated(clients, **rest):
+        key = (*((features.tobytes(), labels.tobytes()) for features, labels in clients), *sorted(rest.items()))
+        if key not in estimates:
+            estimates[key] = estimate(clients, **rest)
+        return estimates[key]
+
+    monkeypatch.setattr(pilots, "estimate", estimated)
+
+
+@pytest.fixture(scope="module")
 def by_hand():
     """The constants from a deal of our own: what each client draws, standardised as MNIST is."""
     task = load_task("mnist")

@@ -109,10 +109,8 @@ def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any,
     values[2] = torch.nan  # counts as zero, and names no place
     expected = total(flat, of(values))
     assert expected.any()
-    for value in (2000.0, 1e30):
-        values[2] = value
-        assert torch.equal(total(flat, of(values)), expected)
     values[2] = 2000.0
+    assert torch.equal(total(flat, of(values)), expected)
     assert not torch.equal(raw(values), joined)
 
 

@@ -90,22 +90,22 @@ def test_tensorboard(lines, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("lines", [SECRET, PUBLIC], ids=["secret", "public"])
-def test_mlflow(lines, tmp_path):
+def test_mlflow(tmp_path):
+    """Two runs of one experiment."""
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/runs.db"
-    play(trackers.MLflow("mine", tracking_uri=uri, run_name="first"), lines)
-    play(trackers.MLflow("mine", tracking_uri=uri), lines[:1])
+    play(trackers.MLflow("mine", tracking_uri=uri, run_name="secret"), SECRET)
+    play(trackers.MLflow("mine", tracking_uri=uri, run_name="public"), PUBLIC)
     client = mlflow.MlflowClient(uri)
     (experiment,) = [one for one in client.search_experiments() if one.name == "mine"]
-    runs = client.search_runs([experiment.experiment_id])
-    assert len(runs) == 2
-    (run,) = [one for one in runs if one.info.run_name == "first"]
-    history = client.get_metric_history(run.info.run_id, "epsilon")
-    assert [(one.step, one.value) for one in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    times = [one.timestamp - run.info.start_time for one in history]
-    assert times == ([0, 10_000, 20_000] if lines is PUBLIC else [0, 0, 0])
-    assert (run.info.status, run.info.end_time - run.info.start_time) == ("FINISHED", times[-1])
+    runs = {one.info.run_name: one for one in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"secret", "public"}
+    for name, expected in (("secret", [0, 0, 0]), ("public", [0, 10_000, 20_000])):
+        run = runs[name]
+        history = client.get_metric_history(run.info.run_id, "epsilon")
+        assert [(one.step, one.value) for one in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+        assert [one.timestamp - run.info.start_time for one in history] == expected
+        assert (run.info.status, run.info.end_time - run.info.start_time) == ("FINISHED", expected[-1])
 
 
 # Weights & Biases

@@ -220,14 +220,21 @@ def test_a_worker_imports_nothing_before_its_app():
 
 @pytest.mark.slow
 def test_a_worker_imports_no_more_than_the_app_uses():
-    """The ClientApp and its records: neither what draws pictures and runs commands, nor libraries of other tasks' data."""
+    """The ClientApp and its records: neither what draws pictures and runs commands, nor libraries of other tasks' data.
+
+    torchvision neither where the names of all tasks and a model of another library are read.
+    """
     code = (
         "import sys\nfrom apps.client_app import app\nfrom apps.records import config_of, deal\n"
         "from flower_dp.running.apps import own_app\n"
-        "deal(config_of(own_app().defaults))\nprint(*sys.modules)"
+        "deal(config_of(own_app().defaults))\nprint(*sys.modules)\n"
+        "from apps.tasks import TASKS, models, module_of\n"
+        "for task in TASKS: module_of(task)\nmodels.make('cnn', seed=0)\nprint('torchvision' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    found = set(done.stdout.split())
+    *found, loaded = done.stdout.split()
+    assert loaded == "False"
+    found = set(found)
     assert "apps.records" in found
     heavy = {"datasets", "flwr_datasets", "pandas", "pyarrow", "sklearn", "matplotlib", "seaborn", "opacus", "ray", "psutil"}
     own = {"flower_dp.audit", "flower_dp.cli", "flower_dp.reporting", "flower_dp.running.launch", "flower_dp.running.plot"}

@@ -113,7 +113,7 @@ def test_instructions_round_trip_bit_for_bit(
     assert read.ask == asked
 
 
-@pytest.mark.slow
+@settings(max_examples=30)
 @given(
     numbers=st.lists(st.tuples(st.floats(0, 1e30), st.text(max_size=5), st.floats(0, 1e30)), max_size=4),
     clip=st.floats(1e-30, 1e30),
@@ -127,7 +127,7 @@ def test_local_asks_round_trip_bit_for_bit(numbers: list[tuple[float, str, float
     assert read == instruction
 
 
-@pytest.mark.slow
+@settings(max_examples=40)
 @given(
     names=st.lists(st.text(min_size=1, max_size=5), max_size=6, unique=True),
     reasons=st.lists(st.text(max_size=5), min_size=6, max_size=6),
@@ -573,7 +573,7 @@ def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
     assert {read.refused[name] for name, said in zip(MANY_NAMES, reported, strict=True) if not said} == {"another reason"}
 
 
-@pytest.mark.parametrize("count", [1, 1000, 200_000])
+@pytest.mark.parametrize("count", [1, 1000, 50_000])
 def test_an_answer_for_very_many_clients_who_are_all_refused_is_not_too_long(count: int) -> None:
     names = [f"{i}" for i in range(count)]
     refused = {name: "no reason" if int(name) % 3 else "another" for name in names}
@@ -664,7 +664,7 @@ _JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     part=st.sampled_from([*INSTRUCTIONS, ANSWER]),
     changes=st.dictionaries(st.integers(0, 9), _JSON, min_size=1, max_size=3),
@@ -711,8 +711,7 @@ def test_a_message_has_one_array_record() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "uint8", "uint16", "uint32", "int64"])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 4)])
-@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(("shape", "order"), [((), "C"), ((0,), "C"), ((2, 3), "C"), ((2, 3), "F"), ((0, 4), "F")])
 def test_honest_arrays_come_through_read_only(dtype: str, shape: tuple[int, ...], order: Any) -> None:
     array = np.asarray(np.random.default_rng(0).uniform(0, 100, shape).astype(dtype), order=order)
     out = wire.numpy_arrays(ArrayRecord({"x": Array(array)}), limit=array.nbytes)["x"]
@@ -797,7 +796,7 @@ def test_forged_headers_raise_nothing_but_value_errors(data: bytes) -> None:
 _HONEST = _npy(_header() + " " * 10 + "\n", BODY)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(position=st.integers(6, len(_HONEST) - 1), value=st.integers(0, 255), cut=st.integers(0, 3))
 @example(position=8, value=0, cut=0)
 def test_damaged_arrays_are_refused_or_harmless(position: int, value: int, cut: int) -> None:
