@@ -95,10 +95,8 @@ def mlp(seed: int) -> FlatModel:
 @pytest.mark.parametrize(
     "steps",
     [
-        steps_of("per-step", num_local_steps=3, learning_rate=2.0),
         steps_of("per-step", num_local_steps=2, batch_size=3),
         steps_of("clip-update", num_local_steps=3, learning_rate=2.0, update_clip_norm=1.5),
-        steps_of("clip-update", num_local_steps=2, batch_size=3, update_clip_norm=0.2),
     ],
     ids=lambda steps: f"{steps.sensitivity}-{steps.num_local_steps}-{steps.batch_size}",
 )

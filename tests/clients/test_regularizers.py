@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_dp.clients import BLUR, ProximalTerm, Regularizer, Training
 from flower_dp.clients.training.engines import ENGINES
-from tests.clients.test_engines import CHAOTIC, RECIPE, _classes, _deep, _images, _net, _wide, rows_of
+from tests.clients.test_engines import STEPS, RECIPE, _classes, _deep, _images, _net, _wide, rows_of
 from tests.clients.test_training import Point, quadratic, records, update
 
 # The penalties, written down a second time.
@@ -111,7 +111,7 @@ def test_the_engines_agree(training: Training, part: Regularizer, caplog: pytest
 
 @pytest.mark.slow
 def test_no_neighbour_changes_a_bit_of_a_row_that_blur_pulls() -> None:
-    training = replace(CHAOTIC, num_local_steps=30, regularizers=(BLUR(strength=1.0, bound=0.05),))
+    training = replace(STEPS, num_local_steps=30, regularizers=(BLUR(strength=1.0, bound=0.05),))
     own, others = _wide(60, 2), [_wide(60, 3), replace(_wide(60, 4), inputs=_wide(60, 4).inputs * torch.nan)]
     (alone,) = rows_of(_deep, [own], training, engine="batched", seeds=[6])
     assert alone.isfinite().all()
