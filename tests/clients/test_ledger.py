@@ -48,8 +48,9 @@ def run_on(paths, *, num_rounds=2, num_replies=3, clients=None, node_config=True
     return strategy
 
 
-@pytest.mark.parametrize("node_config", [True, False], ids=["in the node's config", "in the app"])
-@pytest.mark.parametrize("each", [True, False], ids=["one file each", "one file for both"])
+@pytest.mark.parametrize(
+    ("each", "node_config"), [(True, False), (False, True)], ids=["one file each, in the app", "one file, in the node's config"]
+)
 def test_two_runs_spend_one_budget(tmp_path, each, node_config):
     files = {name: tmp_path / (f"{name}.json" if each else "ledger.json") for name in NAMES}
     if each:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_dp.clients import BLUR, ProximalTerm, Regularizer, Training
 from flower_dp.clients.training.engines import ENGINES
-from tests.clients.test_engines import STEPS, RECIPE, _classes, _deep, _images, _net, _wide, rows_of
+from tests.clients.test_engines import RECIPE, STEPS, _classes, _deep, _images, _net, _wide, rows_of
 from tests.clients.test_training import Point, quadratic, records, update
 
 # The penalties, written down a second time.

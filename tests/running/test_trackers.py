@@ -133,8 +133,11 @@ def rows_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [SECRET, PUBLIC], ids=["secret", "public"])
-def test_wandb(lines, tmp_path):
-    pytest.importorskip("wandb")
+def test_wandb(lines, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    # The list of what is installed, and the libraries of W&B's launches: both take long, and neither is what is tested.
+    monkeypatch.setenv("WANDB__SAVE_REQUIREMENTS", "false")
+    monkeypatch.setattr(wandb.sdk.wandb_run.Run, "_detect_and_apply_job_inputs", lambda run: None, raising=False)
     ended = play(trackers.WandB("mine", mode="offline", dir=str(tmp_path)), lines)
     for _ in range(2000):  # another process writes the file
         if len(rows := rows_of(tmp_path)) == 3:

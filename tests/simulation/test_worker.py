@@ -211,11 +211,18 @@ def test_packages_of_an_environment_in_the_apps_folder_are_not_imported_again(he
     assert sys.modules.pop("my_package") is kept
 
 
-def test_a_worker_imports_nothing_before_its_app():
-    code = "import sys, flower_dp.simulation.worker; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def test_a_worker_imports_nothing_before_its_app_and_reading_settings_imports_no_torch():
+    code = (
+        "import sys, flower_dp.simulation.worker\nprint(*sys.modules)\n"
+        "import apps.refusals\nfrom apps.methods import METHODS, module_of\n"
+        "[module_of(name) for name in METHODS]\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    before, settings = map(set, map(str.split, done.stdout.splitlines()))
     heavy = {"torch", "ray", "scipy", "dp_accounting", "matplotlib", "sklearn", "flower_dp.strategies", "flower_dp.clients"}
-    assert not heavy & set(done.stdout.split())
+    assert not heavy & before
+    assert "apps.methods" in settings
+    assert not {"torch", "ray", "opacus"} & settings
 
 
 @pytest.mark.slow
