@@ -354,11 +354,13 @@ def test_no_bit_depends_on_slot_or_number(
     own, full = records(20, 1), batched.num_slots(model.layout.size, model.device)
     (alone,) = rows_of(model, [own], training, engine="batched", seeds=[99])
     assert alone.any()
-    for before, after in [(0, 1), (full - 1, 0), (full + 5, 3)]:
-        clients = [*(records(20, 2 + i) for i in range(before)), own, *(records(20, 500 + i) for i in range(after))]
-        seeds = [*range(before), 99, *range(100, 100 + after)]
+    for places, number in (([0], 2), ([full - 1, full + 5], full + 9)):
+        clients = [own if place in places else records(20, 2 + place) for place in range(number)]
+        seeds = [99 if place in places else 100 + place for place in range(number)]
         rows = rows_of(model, clients, training, engine="batched", seeds=seeds)
-        assert torch.equal(rows[before], alone), (before, after)
+        for place in places:
+            assert torch.equal(rows[place], alone), (place, number)
+        assert not torch.equal(rows[1], alone)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
