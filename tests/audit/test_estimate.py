@@ -90,7 +90,7 @@ def counted(trials, wrong, missed, slope):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: f"{one.name} {getattr(one, 'replaced', '')}")
-@pytest.mark.parametrize("strength", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("strength", [0.3, 2.5])
 def test_a_curve_and_its_strength_are_inverse(estimator, strength):
     rates = np.linspace(0.02, 0.9, 23)
     missed = estimator.curve(strength, rates)
@@ -100,10 +100,10 @@ def test_a_curve_and_its_strength_are_inverse(estimator, strength):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: f"{one.name} {getattr(one, 'replaced', '')}")
-@pytest.mark.parametrize("slope", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("slope", [0.3, 4.0])
 def test_a_true_strength_is_refuted_as_rarely_as_promised(estimator, slope):
-    """Exactly: all errors that 12 trials can have, with their probabilities at every point of the curve."""
-    trials, miss, strength = 12, 0.1, 1.2
+    """Exactly: all errors that 10 trials can have, with their probabilities at every point of the curve."""
+    trials, miss, strength = 10, 0.1, 1.2
     counts = np.arange(trials + 1)
     refuted = np.array(
         [
@@ -145,15 +145,15 @@ def test_one_test_of_both_rates_shows_more_than_two_bounds_with_half_the_error_p
 
 
 def test_the_bound_is_above_the_truth_as_rarely_as_promised():
-    """400 audits of Gaussians, each with confidence 0.8: at most 80 of them may be wrong; false-alarm rate 1e-6."""
+    """200 audits of Gaussians, each with confidence 0.8: at most 40 of them may be wrong; false-alarm rate 1e-6."""
     rng, estimator, mu = np.random.default_rng(7), GaussianTradeoff(delta=DELTA), 1.0
     wrong = 0
-    for _ in range(400):
-        scores = {"a": (rng.normal(0, 1, 200), rng.normal(mu, 1, 200)), "noise": (rng.normal(0, 1, 200), rng.normal(0, 1, 200))}
+    for _ in range(200):
+        scores = {"a": (rng.normal(0, 1, 60), rng.normal(mu, 1, 60)), "noise": (rng.normal(0, 1, 60), rng.normal(0, 1, 60))}
         found = errors_of(scores, estimator, confidence=0.8)
         wrong += p_values(found, estimator, miss=0.2)(mu) <= 0.2
-    assert wrong <= stats.binom.isf(1e-6, 400, 0.2)
-    assert wrong >= 10  # 5 standard deviations below 40: the bound is no vacuous one
+    assert wrong <= stats.binom.isf(1e-6, 200, 0.2)
+    assert wrong >= 3  # 4 standard deviations below 20: the bound is no vacuous one
 
 
 def test_the_best_statistic_is_found_in_both_directions():

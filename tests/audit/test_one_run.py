@@ -1,5 +1,6 @@
 """The estimator of the one-run audit: the paper's printed numbers, coverage under known epsilon, and how close it gets."""
 
+import bisect
 import itertools
 import math
 
@@ -95,27 +96,27 @@ def _randomised_response(rng, choices, epsilon, delta):
 def test_randomised_response_is_covered_and_nearly_reached(epsilon, delta):
     """2,000 audits of 1,000 coins at confidence 0.9: at most 200 + 4 sqrt(180) bounds above epsilon (false alarm below 1e-4)."""
     rng, m, trials = np.random.default_rng(1), 1000, 2000
-    bounds: dict[int, float] = {}
     found = []
     for _ in range(trials):
         choices = 2 * rng.integers(0, 2, m) - 1
-        made = _randomised_response(rng, choices, epsilon, delta)
-        right = int((made * choices > 0).sum())
-        if right not in bounds:
-            bounds[right] = epsilon_lower_bound(right, num_guesses=m, num_canaries=m, delta=delta, confidence=0.9)
-        found.append(bounds[right])
-    above = sum(bound > epsilon for bound in found)
+        found.append(int((_randomised_response(rng, choices, epsilon, delta) * choices > 0).sum()))
+
+    def bound(right):
+        return epsilon_lower_bound(right, num_guesses=m, num_canaries=m, delta=delta, confidence=0.9)
+
+    found.sort()  # the bound grows with the right guesses
+    above = trials - bisect.bisect_right(found, epsilon, key=bound)
     assert above <= 0.1 * trials + 4 * math.sqrt(trials * 0.09)
     # Pure randomised response is the theorem's worst case: the bound may be exceeded, and is, by a tenth of the runs or little less.
     assert delta or above >= 0.03 * trials
-    assert np.median(found) >= 0.8 * epsilon
+    assert bound(found[trials // 2]) >= 0.8 * epsilon
 
 
 def test_more_right_guesses_and_less_confidence_give_a_larger_bound():
-    bounds = [epsilon_lower_bound(v, num_guesses=100, num_canaries=200, delta=1e-5, confidence=0.95) for v in range(101)]
+    bounds = [epsilon_lower_bound(v, num_guesses=100, num_canaries=200, delta=1e-5, confidence=0.95) for v in range(0, 101, 10)]
     assert bounds == sorted(bounds)
-    assert bounds[50] == 0.0
-    assert epsilon_lower_bound(90, num_guesses=100, num_canaries=200, delta=1e-5, confidence=0.5) > bounds[90]
+    assert bounds[5] == 0.0
+    assert epsilon_lower_bound(90, num_guesses=100, num_canaries=200, delta=1e-5, confidence=0.5) > bounds[9]
 
 
 def test_delta_only_lowers_the_bound():

@@ -2,21 +2,25 @@
 
 Every audit here has confidence 1 - 1e-4: one that flags a correct method is a false alarm, with probability 1e-4 at most each, and
 below 1e-3 for all of this file, if noise is drawn anew (TEST_SEED=fresh). Then a bug is missed at times too: a Gaussian effect with a
-probability below 1e-3, which `power.py` beside this file computes; the others leave next to no error.
+probability below 1e-3, which `power.py` beside this file computes; the others leave next to no error. Bugs whose small effects only many
+trials show are measured without noise: by how many standard deviations the unit moves what is seen, where the claim says fewer.
 """
 
 import copy
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from flower_dp.audit import audit
-from flower_dp.audit.methods import client_level, fedsgd_dpc
+from flower_dp.audit import audit, worst_case
+from flower_dp.audit.case import Trials, quiet
+from flower_dp.audit.methods import client_level, fedsgd_dpc, local_steps
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import noise
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
+from flower_dp.privacy.events import leaves_of
 from flower_dp.strategies import AdaptiveClip, DPFedAvg
 from flower_dp.strategies.releases import limits
 from flower_dp.strategies.releases.noised_sum import NoisedSum
@@ -27,20 +31,21 @@ pytestmark = pytest.mark.slow
 CONFIDENCE = 1 - 1e-4
 
 # Stock clients are the fastest, and all of central placement is on the server.
-CENTRAL = {"training": None, "noise_multiplier": 0.4}
+CENTRAL = {"training": None, "noise_multiplier": 0.8}
 STOCK = client_level("stock", DPFedAvg, **CENTRAL)
-TWO_ROUNDS = client_level("stock, two rounds", DPFedAvg, training=None, noise_multiplier=0.57, num_rounds=2)
-FOUR_ROUNDS = client_level("stock, four rounds", DPFedAvg, training=None, noise_multiplier=0.5, num_rounds=4)
-REPLACED = client_level("stock, replace-one", DPFedAvg, training=None, noise_multiplier=0.5, relation="replace-one")
+LITTLE = client_level("stock, little noise", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.4})
+TWO_ROUNDS = client_level("stock, two rounds", DPFedAvg, **CENTRAL | {"noise_multiplier": 1.14}, num_rounds=2)
+FOUR_ROUNDS = client_level("stock, four rounds", DPFedAvg, **CENTRAL, num_rounds=4)
+REPLACED = client_level("stock, replace-one", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.5}, relation="replace-one")
 SAMPLED = client_level(
-    "stock, Poisson", DPFedAvg, training=None, noise_multiplier=0.5, sampling=PoissonSampling(sampling_rate=0.1)
+    "stock, Poisson", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.25}, sampling=PoissonSampling(sampling_rate=0.1)
 )
 SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=2.26, relation="replace-one")
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
-GRADIENTS = fedsgd_dpc("gradients", mechanism="gaussian", epsilon=8.0)
+LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=1.0)
+QUANTISED = local_steps("quantised", quantization_levels=10, epsilon=0.5, delta=0.2)
 ADAPTIVE_CLIP = AdaptiveClip(initial=1.0, smallest=1e-3, largest=1e3)
 ADAPTIVE = client_level("adaptive", DPFedAvg, noise_multiplier=0.6, clip_norm=ADAPTIVE_CLIP)
-LITTLE = client_level("stock, much noise", DPFedAvg, training=None, noise_multiplier=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +56,14 @@ def _no_cost_is_remembered():
     accounting._least.cache_clear()
 
 
-def half_the_noise(monkeypatch):
+def quarter_of_the_noise(monkeypatch):
     whole = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 2, step))
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 4, step))
+
+
+def hundredth_of_the_noise(monkeypatch):
+    whole = noise.gaussian
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 100, step))
 
 
 def no_factor_of_replace_one(monkeypatch):
@@ -79,7 +89,7 @@ def clip_of_each_tensor(monkeypatch):
 
 def weights_after_the_clip(monkeypatch):
     accepted = limits.Limits.accepted
-    monkeypatch.setattr(limits.Limits, "accepted", lambda self, vector, clients: 2 * accepted(self, vector, clients))
+    monkeypatch.setattr(limits.Limits, "accepted", lambda self, vector, clients: 10 * accepted(self, vector, clients))
 
 
 def one_noise_for_all_rounds(monkeypatch):
@@ -139,53 +149,42 @@ def value_off_the_lattice(monkeypatch):
     monkeypatch.setattr(noise, "toward_zero", lambda values, step: values)
 
 
-def quarter_of_the_noise_on_the_indicator(monkeypatch):
-    noise_on_the_indicator(monkeypatch, 0.25)
-
-
 def no_noise_on_the_indicator(monkeypatch):
-    noise_on_the_indicator(monkeypatch, 0.0)
-
-
-def noise_on_the_indicator(monkeypatch, part):
     whole = noise.gaussian
 
     def gaussian(like, std, step, rng):
         drawn = whole(like, std, step, rng)
-        drawn[-1] = noise.nearest(drawn[-1:] * part, step)[0]
+        drawn[-1] = 0.0
         return drawn
 
     monkeypatch.setattr(noise, "gaussian", gaussian)
 
 
 def unbounded_indicator(monkeypatch):
-    """A client's indicator is four times as large as it may be, and the server does not bound it."""
+    """A client's indicator is twenty times as large as it may be, and the server does not bound it."""
     from flower_dp.clients.reply import parts
 
     whole = parts.indicator
-    monkeypatch.setattr(parts, "indicator", lambda update, clip_norm, scale: 4 * whole(update, clip_norm, scale))
+    monkeypatch.setattr(parts, "indicator", lambda update, clip_norm, scale: 20 * whole(update, clip_norm, scale))
     monkeypatch.setattr(
         limits.Limits, "_clipped", lambda self, vector, clients, bound: np.append(limits._clipped(vector[:-1], bound), vector[-1])
     )
 
 
 BUGS = [
-    (half_the_noise, STOCK, 220),
-    (half_the_noise, GRADIENTS, 200),
+    (quarter_of_the_noise, STOCK, 70),
+    (hundredth_of_the_noise, RECORDS, 40),
     (no_factor_of_replace_one, REPLACED, 200),
-    (no_clip, STOCK, 70),
-    (no_clip_of_records, RECORDS, 60),
-    (clip_of_each_tensor, STOCK, 620),
-    (weights_after_the_clip, STOCK, 220),
-    (one_noise_for_all_rounds, TWO_ROUNDS, 70),
-    (one_noise_for_all_clients, SHARED, 60),
-    (cohort_of_the_largest_updates, SAMPLED, 120),
-    (only_the_first_release_charged, FOUR_ROUNDS, 200),
-    (noise_of_half_precision, LITTLE, 80),
-    (value_off_the_lattice, RECORDS, 60),
-    (quarter_of_the_noise_on_the_indicator, ADAPTIVE, 210),
-    (no_noise_on_the_indicator, ADAPTIVE, 80),
-    (unbounded_indicator, ADAPTIVE, 210),
+    (no_clip, STOCK, 40),
+    (no_clip_of_records, RECORDS, 40),
+    (weights_after_the_clip, STOCK, 40),
+    (one_noise_for_all_rounds, TWO_ROUNDS, 40),
+    (one_noise_for_all_clients, SHARED, 40),
+    (cohort_of_the_largest_updates, SAMPLED, 45),
+    (noise_of_half_precision, STOCK, 60),
+    (value_off_the_lattice, RECORDS, 40),
+    (no_noise_on_the_indicator, ADAPTIVE, 50),
+    (unbounded_indicator, ADAPTIVE, 50),
 ]
 
 
@@ -196,13 +195,42 @@ def test_a_planted_bug_is_flagged(plant, case, trials, monkeypatch):
     assert found.violation, f"{found.lower} of {found.claim.epsilon} by {found.errors}"
 
 
-# The effects of the others are too small for so few trials.
-SHOWN = [STOCK, TWO_ROUNDS, REPLACED, GRADIENTS]
+def no_bug(monkeypatch):
+    """Nothing is planted."""
 
 
-@pytest.mark.parametrize("case", [*SHOWN, SAMPLED, SHARED, RECORDS, ADAPTIVE], ids=lambda case: case.label)
-def test_nothing_is_flagged_without_a_bug(case):
-    found = audit(case, trials=100 if case in SHOWN else 40, confidence=CONFIDENCE)
+@pytest.mark.parametrize(
+    ("plant", "case", "factor"),
+    [
+        (no_bug, STOCK, 1.0),
+        (no_bug, FOUR_ROUNDS, 1.0),
+        (clip_of_each_tensor, STOCK, math.sqrt(2)),
+        (only_the_first_release_charged, FOUR_ROUNDS, 2.0),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monkeypatch):
+    """In standard deviations: of the projection, what the unit moves it by; of the claim, the mu of all Gaussians in the ledger."""
+    plant(monkeypatch)
+    strategy = case.strategy()
+    deviation = strategy.rules.training.next_release.noise_scale * math.sqrt(case.num_rounds)
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: 0.0 * like)
+    with quiet():
+        runs = Trials(case)
+        without, with_it = (runs.run(present=present)["projection"] for present in (False, True))
+    effect = (with_it - without) / np.linalg.norm(worst_case.direction(case.inputs)) / deviation
+    claimed = math.sqrt(sum(count / leaf.noise_multiplier**2 for leaf, count in leaves_of(runs.ledger.event)))
+    assert effect == pytest.approx(factor * claimed, rel=1e-3)
+
+
+# 40 trials refute a claim if they make next to no error, whatever the estimator; of larger effects they show nothing.
+@pytest.mark.parametrize(
+    ("case", "trials"),
+    [(LITTLE, 100), *((one, 40) for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE, QUANTISED, ADAPTIVE))],
+    ids=lambda value: getattr(value, "label", None),
+)
+def test_nothing_is_flagged_without_a_bug(case, trials):
+    found = audit(case, trials=trials, confidence=CONFIDENCE)
     assert not found.violation, f"{found.lower} of {found.claim.epsilon} by {found.errors}"
-    if case in SHOWN:
+    if case == LITTLE:
         assert found.lower > 0.1 * found.claim.epsilon  # missed with probability 1e-3 at most
