@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -27,58 +26,53 @@ needs_mkdocs = pytest.mark.skipif(
 )
 
 
-def build(folder, site):
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
-        cwd=folder,
+# What this program of mkdocs's adds to a page, and where.
+FAULTS = {"speed.md": "[a](no-page.md)", "tasks.md": "[b](privacy.md#no-part)", "nbafl.md": "[c](../README.md)"}
+HOOK = f"""
+def on_page_markdown(markdown, *, page, **_):
+    return markdown + "\\n\\n" + {FAULTS!r}.get(page.file.src_uri, "")
+"""
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_the_site_has_every_page_and_the_public_classes_and_broken_links_stop_its_build(tmp_path):
+    """Built with the project's own settings, three broken links and no search: the links are all that is wrong."""
+    (tmp_path / "faults.py").write_text(HOOK)
+    settings = (REPOSITORY / "mkdocs.yml").read_text()
+    for own, here in (
+        ("docs_dir: docs\n", f"docs_dir: {DOCS}\n"),
+        ("hooks: [docs/hooks.py]\n", f"hooks: [{DOCS}/hooks.py, faults.py]\n"),
+        ("paths: [.]\n", f"paths: [{REPOSITORY}]\n"),
+        ("docs/api/docstrings.py]\n", f"{DOCS}/api/docstrings.py]\n"),
+        ("  - search\n", ""),
+    ):
+        assert settings.count(own) == 1
+        settings = settings.replace(own, here)
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=tmp_path,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-@needs_mkdocs
-@pytest.mark.slow
-def test_the_site_has_every_page_and_the_public_classes(tmp_path):
-    done = build(REPOSITORY, tmp_path)
-    assert done.returncode == 0, done.stderr
-    for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")):
-        place = page.relative_to(DOCS).with_suffix("")
-        assert (tmp_path / (place.parent if place.name == "index" else place) / "index.html").exists(), page
-    from flower_dp import clients, strategies
-
-    for room in (strategies, clients):
-        text = (tmp_path / "api" / room.__name__.rpartition(".")[2] / "index.html").read_text()
-        missing = [name for name in room.__all__ if f'id="{room.__name__}.{name}"' not in text]
-        assert not missing
-
-
-@needs_mkdocs
-@pytest.mark.slow
-def test_broken_links_stop_the_build(tmp_path):
-    """A copy with three faults, without the API pages, which take most of the time."""
-    shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
-    for fault, page in (
-        ("[a](no-page.md)", "speed.md"),
-        ("[b](privacy.md#no-part)", "tasks.md"),
-        ("[c](../README.md)", "nbafl.md"),
-    ):
-        with (tmp_path / "docs" / page).open("a") as file:
-            file.write(f"\n{fault}\n")
-    settings = (REPOSITORY / "mkdocs.yml").read_text()
-    settings = settings.replace("hooks: [docs/hooks.py]\n", "")  # it reads the code beside docs
-    (tmp_path / "mkdocs.yml").write_text(re.sub(r"  - mkdocstrings:\n(    .*\n)+", "", settings))
-    nav = tmp_path / "docs" / ".nav.yml"
-    nav.write_text(nav.read_text().replace("      - API: api\n", ""))
-    index = tmp_path / "docs" / "index.md"
-    index.write_text(re.sub(r"\(api/[^)]*\)", "(index.md)", index.read_text()))
-    done = build(tmp_path, tmp_path / "site")
     assert done.returncode == 1
+    assert "Aborted with 3 warnings in strict mode!" in done.stdout + done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
     for target in ("no-page.md", "#no-part", "../README.md"):
         assert sum(target in line for line in warnings) == 1, done.stderr
     assert len(warnings) == 3, done.stderr
+    for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")):
+        place = page.relative_to(DOCS).with_suffix("")
+        assert (tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html").exists(), page
+    from flower_dp import clients, strategies
+
+    for room in (strategies, clients):
+        text = (tmp_path / "site" / "api" / room.__name__.rpartition(".")[2] / "index.html").read_text()
+        missing = [name for name in room.__all__ if f'id="{room.__name__}.{name}"' not in text]
+        assert not missing
 
 
 @pytest.fixture(scope="module")
