@@ -43,21 +43,6 @@ def test_a_server_needs_neither_the_command_line_nor_pictures_nor_torch():
 
 
 @pytest.mark.slow
-def test_a_client_that_keeps_no_account_imports_no_accountant():
-    code = (
-        "from apps.methods import Run\n"
-        "from apps.records import config_of, deal\n"
-        "from flower_dp.running.apps import own_app\n"
-        "config = dict(own_app().defaults)\n"
-        "run = Run.of(config)\n"
-        "client = run.client(run.model(), deal(config_of(config)).clients.part(0, 2), dict)\n"
-        "print(type(client).__name__, sorted({'dp_accounting', 'scipy.stats', 'matplotlib', 'sklearn'} & set(sys.modules)))"
-    )
-    done = without([], code)
-    assert (done.stdout, done.stderr) == ("DPClient []\n", "")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "arguments", "message"),
     [

@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -371,8 +372,13 @@ def everywhere(*folders: Path) -> Iterator[tuple[str, ast.AST]]:
     """Every node of every module in some folders, with the innermost function that it is in, below `flower_dp`."""
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
-            place = ".".join(file.relative_to(PACKAGE if PACKAGE in file.parents else ROOT).with_suffix("").parts)
-            yield from _inside(ast.parse(file.read_text(encoding="utf-8")), place.removesuffix(".__init__"), "")
+            yield from _nodes_of(file)
+
+
+@cache
+def _nodes_of(file: Path) -> list[tuple[str, ast.AST]]:
+    place = ".".join(file.relative_to(PACKAGE if PACKAGE in file.parents else ROOT).with_suffix("").parts)
+    return list(_inside(ast.parse(file.read_text(encoding="utf-8")), place.removesuffix(".__init__"), ""))
 
 
 def _inside(node: ast.AST, module: str, function: str) -> Iterator[tuple[str, ast.AST]]:

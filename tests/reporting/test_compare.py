@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import tomli_w
+from matplotlib.figure import Figure
 
 from flower_dp.cli import main as cli
 from flower_dp.reporting import compare, labels, tables
@@ -16,6 +17,12 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def line(at, accuracy, epsilon, **more):
     return {"round": at, "num-rounds": 2, "accuracy": accuracy, "loss": 2 * accuracy, "epsilon": epsilon, "delta": 1e-3} | more
+
+
+@pytest.fixture(autouse=True)
+def most_pictures_are_not_drawn(request, monkeypatch):
+    if request.node.get_closest_marker("drawn") is None:
+        monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -334,6 +341,7 @@ def test_latex(three, call):
     ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("suffix", "start"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("PNG", PNG)])
 def test_a_picture_of_any_type(three, call, tmp_path, suffix, start):
     assert call(*three, "--output", f"x.{suffix}")[0] == 0
@@ -399,6 +407,7 @@ def test_a_long_legend_leaves_the_axes_their_height(write):
     assert heights[1] > 0.9 * heights[0]
 
 
+@pytest.mark.drawn
 def test_table_and_picture(write, call, tmp_path):
     folders = [
         write("a", [0.1, 0.5, 0.7]),

@@ -15,6 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flower_dp.cli import main as cli
 from flower_dp.cli.main import app
 from flower_dp.running.run_folder import is_finished, read_metrics
 from flower_dp.sweeps import sweep
@@ -234,15 +235,28 @@ def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
     assert "tries them again. One that was refused needs its app as it was" in said
 
 
-def test_bad_settings_start_nothing(call, write, tmp_path):
-    status, said = call(write("[grid]\nbatch-size = [4, 0]"), "--output-dir", tmp_path / "out")
-    assert status == 2
-    assert "error: batch-size=0: must be a whole number >= 1 (point batch-size=0)" in said
+def test_bad_settings_start_nothing(write, tmp_path, monkeypatch, capsys):
+    """They are checked while the processes start, which make no run and are ended."""
+    ended = []
+
+    class Starting(Failing):
+        def __exit__(self, *_):
+            ended.append(True)
+
+        def make(self, runs, on_end):
+            pytest.fail("started")
+
+    monkeypatch.setattr(sweep, "Lanes", Starting)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["sweep", str(write("[grid]\nbatch-size = [4, 0]")), "--output-dir", str(tmp_path / "out")])
+    assert "error: batch-size=0: must be a whole number >= 1 (point batch-size=0)" in capsys.readouterr().err
+    assert ended
     assert not (tmp_path / "out").exists()
 
 
-def test_the_commands_are_shown_without_a_folder(call, write, tmp_path):
-    status, said = call(write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]"), "--output-dir", tmp_path / "out", "--dry-run")
+@pytest.mark.usefixtures("no_process")
+def test_the_commands_are_shown_without_a_folder(write, tmp_path):
+    status, said = in_this_process(write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]"), "--output-dir", tmp_path / "out", "--dry-run")
     assert status == 0
     assert [line for line in said.splitlines() if line.startswith("flower-dp run --set num-rounds=")] == said.splitlines()
     assert len(said.splitlines()) == 2

@@ -1,0 +1,83 @@
+"""What a process of clients imports and prints. All of it is asked in one process: torch takes two seconds to import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLIENTS = """
+import json, logging, sys
+root = logging.getLogger()
+before = (root.level, list(root.handlers))
+def imported(*names):
+    return [name for name in names if name in sys.modules]
+
+# A client of the app that keeps no account.
+from apps.methods import Run
+from apps.records import config_of, deal
+from flower_dp.running.apps import own_app
+config = dict(own_app().defaults)
+run = Run.of(config)
+client = run.client(run.model(), deal(config_of(config)).clients.part(0, 2), dict)
+found = {"client": type(client).__name__, "accountants": imported("dp_accounting", "scipy.stats", "matplotlib", "sklearn")}
+
+# A group that trains.
+import torch
+from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.recipe import FlatModel, Training
+from flower_dp.clients.training.records import TensorRecords
+model = FlatModel(torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)))
+records = [TensorRecords(inputs=torch.rand(6, 4), targets=torch.zeros(6, dtype=torch.int64))] * 2
+training = Training(learning_rate=0.1, batch_size=4, sam_radius=0.05)
+rows = local_updates(model.vector.clone(), records, training, model=model, server_round=1, seeds=[0, 1], engine="batched")
+found["trained"] = all(bool(row.abs().max() > 0) for row in rows)
+found["compiler"] = imported("torch._dynamo", "torch._inductor", "sympy")
+
+# Opacus, and an engine.
+from torch import nn
+from flower_dp.clients import fix_batchnorm
+from flower_dp.clients.training.per_record import ENGINES
+fixed = fix_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2)))
+targets, loss = torch.zeros(2, dtype=torch.int64), nn.functional.cross_entropy
+ENGINES["expanded-weights"](FlatModel(fixed), torch.zeros(2, 3, 3, 3), targets, loss)
+ray = logging.getLogger("ray")
+ray.setLevel(logging.DEBUG)
+ray.debug("a line of Ray's own")
+found["handlers"] = [repr(one) for one in root.handlers if one not in before[1]]
+found["root"] = (root.level, list(root.handlers)) == before
+found["opacus"] = imported("opacus")
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def clients():
+    """What the process says of itself, and all that it printed."""
+    done = subprocess.run([sys.executable, "-c", CLIENTS], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_client_that_keeps_no_account_imports_no_accountant(clients):
+    found, _ = clients
+    assert (found["client"], found["accountants"]) == ("DPClient", [])
+
+
+@pytest.mark.slow
+def test_a_group_is_trained_without_torchs_compiler(clients):
+    found, _ = clients
+    assert (found["trained"], found["compiler"]) == (True, [])
+
+
+@pytest.mark.slow
+def test_opacus_does_not_make_an_app_print_the_lines_of_other_libraries(clients):
+    """`logging.basicConfig` in opacus once gave the root logger a handler: an app's log then had Ray's debug lines."""
+    found, printed = clients
+    assert found["opacus"] == ["opacus"]
+    assert (found["root"], found["handlers"]) == (True, [])
+    assert "a line of Ray" not in printed
+    assert len(printed.splitlines()) == 1
