@@ -222,13 +222,13 @@ def call(*arguments):
 @pytest.mark.slow
 def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(played, tmp_path, capsys):
     target = tmp_path / "figure.png"
-    assert call("landscape", *played, "--output", target, "--resolution", 5, "--records", 1000) == 0
+    assert call("landscape", *played, "--output", target, "--resolution", 3, "--records", 1000) == 0
     assert target.read_bytes().startswith(b"\x89PNG")
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == f"figure: {target}"
     assert [line.partition(":")[0] for line in lines] == ["dp-fedavg.noise-multiplier=0", "dp-fedavg.noise-multiplier=4"]
     runs = [read_past_run(folder) for folder in played]
-    for run, one in zip(runs, landscapes(runs, resolution=5, num_records=1000), strict=True):
+    for run, one in zip(runs, landscapes(runs, resolution=3, num_records=1000), strict=True):
         assert one.num_records == 113
         assert one.here == pytest.approx(run.series("loss")[2], rel=1e-5)
         assert math.isinf(one.epsilon) == (run.config["dp-fedavg.noise-multiplier"] == 0)
