@@ -26,7 +26,7 @@ needs_mkdocs = pytest.mark.skipif(
 )
 
 
-# What this program of mkdocs's adds to a page, and where.
+# The broken links that a hook of the test adds, each to the page that it is for.
 FAULTS = {"speed.md": "[a](no-page.md)", "tasks.md": "[b](privacy.md#no-part)", "nbafl.md": "[c](../README.md)"}
 HOOK = f"""
 def on_page_markdown(markdown, *, page, **_):
