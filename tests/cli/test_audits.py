@@ -30,7 +30,7 @@ def test_all_cases_of_a_method_as_json(call):
 
 def test_a_violation_is_status_1(call, monkeypatch):
     monkeypatch.setattr(limits, "_clipped", lambda vector, bound: vector)
-    status, out, _ = call("audit", "dp-fedavg, stock clients", "--trials", "200")
+    status, out, _ = call("audit", "dp-fedavg, stock clients", "--trials", "100")
     assert status == 1
     assert "VIOLATION: dp-fedavg, stock clients: claims epsilon 10.2" in out
 

@@ -55,9 +55,8 @@ POISSON = ["--sampling", "poisson", "--sampling-rate"]
 @pytest.mark.parametrize(
     ("arguments", "tight", "renyi"),
     [
-        # prv-accountant brackets the first two at 1.8181-1.8384 and 7.2928-7.3144
+        # prv-accountant brackets the first at 1.8181-1.8384
         (["1", *POISSON, "0.01", "--num-rounds", "1000", "--delta", "1e-5"], 1.8282, 2.1014),
-        (["0.95", *POISSON, "0.1", "--num-rounds", "200", "--delta", "0.002"], 7.3012, 8.5786),
         (["0.95", *POISSON, "0.1", "--num-rounds", "200", "--delta", "0.002", "--relation", "replace-one"], 12.4992, 14.0144),
         (["1.5", *POISSON, "0.04", "--num-rounds", "2250", "--delta", "1e-5"], None, 7.32911117143),  # Opacus' tests
     ],
@@ -121,9 +120,9 @@ def test_calibrated_noise_is_enough_and_hardly_more(answer):
 
 @pytest.mark.slow
 def test_calibrate_and_epsilon_agree(answer):
-    rounds = [*POISSON, "0.1", "--num-rounds", "50", "--delta", "5e-4"]
-    noise = answer("calibrate", "--epsilon", "8", *rounds)["noise_multiplier"]
-    assert 7.9 < answer("epsilon", "--noise-multiplier", repr(noise), *rounds)["epsilon"] <= 8
+    rounds = [*POISSON, "0.1", "--num-rounds", "10", "--delta", "5e-4"]
+    noise = answer("calibrate", "--epsilon", "1", *rounds)["noise_multiplier"]
+    assert 0.99 < answer("epsilon", "--noise-multiplier", repr(noise), *rounds)["epsilon"] <= 1
 
 
 @pytest.mark.parametrize(("relation", "sensitivity"), [("add-or-remove-one", 1), ("replace-one", 2)])

@@ -67,7 +67,7 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
     assert (status, err) == (0, "")
     assert 0.99 * 5 <= json.loads(out)["epsilon"] <= 5  # what the template asks for
     assert json.loads(out)["num_rounds"] == 30
-    status, out, _ = call("calibrate", str(tmp_path / "mine"), "--epsilon", "1.5", "--json")
+    status, out, _ = call("calibrate", str(tmp_path / "mine"), "--epsilon", "1.5", "--set", "num-rounds=5", "--json")
     assert (status, 0.99 * 1.5 <= json.loads(out)["epsilon"] <= 1.5) == (0, True)
     status, _, err = call("epsilon", str(tmp_path / "mine"), *LOCAL)
     assert status == 2

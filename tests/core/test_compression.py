@@ -42,6 +42,7 @@ def test_dense_round_trip_is_exact_and_four_bytes_a_coordinate(size: int, librar
 WIDE = st.sampled_from([0.0, 0.0, 0.0, -1.5, 1 + 2.0**-40, 2.0**-149, 2.0**-1074, 3e38, -1e300, 2.0**53 - 1])
 
 
+@settings(max_examples=40)
 @given(hnp.arrays(np.float64, st.integers(0, 200), elements=WIDE), st.sampled_from([np.asarray, torch.from_numpy]))
 def test_float64_is_without_loss_and_four_bytes_a_coordinate_wherever_float32_is_exact(vector: np.ndarray, library: Any) -> None:
     with np.errstate(over="ignore"):
@@ -73,7 +74,7 @@ def test_nan_and_infinity_are_not_made_to_look_finite() -> None:
         np.testing.assert_array_equal(decoded, [0.0, value, 1.0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.4, 0.999, 1.0])
+@pytest.mark.parametrize("ratio", [0.001, 0.1, 1.0])
 @pytest.mark.parametrize("size", [1, 9, 1000, 70_000])
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 def test_top_k_keeps_the_largest_and_is_as_small_as_it_says(ratio: float, size: int, library: Any) -> None:
@@ -105,6 +106,7 @@ def test_the_last_index_survives_where_the_index_type_changes(size: int) -> None
     np.testing.assert_array_equal(decode(payload, size), vector)
 
 
+@settings(max_examples=50)
 @given(hnp.arrays(np.float32, st.integers(0, 200), elements=st.sampled_from([0.0, 0.0, 0.0, -1.5, 2.0, 1e-42, 3e38])))
 def test_smallest_is_without_loss_and_never_larger_than_dense(vector: np.ndarray) -> None:
     payload = smallest(vector)
@@ -292,7 +294,7 @@ _ARRAYS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(header=_HEADERS, arrays=_ARRAYS, mask=st.sampled_from([None, np.array([0, 5])]))
 def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arrays: Any, mask: Any) -> None:
     try:
@@ -304,7 +306,7 @@ def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arra
     assert vector.dtype == arrays[-1].dtype
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(indices=st.one_of(_NEAR_INDICES, _NEAR_BITS), values=hnp.arrays(np.float32, st.integers(0, 12), elements=st.just(F(1))))
 def test_decode_accepts_only_what_encoding_again_gives_back(indices: np.ndarray, values: np.ndarray) -> None:
     try:

@@ -63,8 +63,7 @@ def _fits(noise: Any, name: str, scale: float) -> bool:
 
 
 @pytest.mark.slow
-@each_kind
-@pytest.mark.parametrize("scale", [3e-4])
+@pytest.mark.parametrize(("name", "source", "scale"), [("gaussian", "torch", 3e-4), ("laplace", "numpy", 3e-4)])
 def test_noise_has_the_right_distribution_and_a_wrong_one_is_rejected(name: str, source: str, scale: float) -> None:
     like, rng = SOURCES[source]((SIZE,), 11)
     noise = DRAWS[name](like, scale, _step(scale), rng)
@@ -188,16 +187,18 @@ def test_cells_of_the_lattice_have_their_exact_probabilities(name: str, source: 
 def test_the_last_bits_have_their_exact_probabilities(name: str, source: str, scale: float) -> None:
     """Up to modulus 4096 they are one digit of a Laplace draw; with 8192 the next digit must be independent of it."""
     k = _steps(name, source, scale, seed=42)
-    coarse, digit = k // 2 * 2, np.where(k % 10 == 7, k + 1, k)
+    wrong = {
+        "a lattice of twice the step": k // 2 * 2,
+        "a digit that is left out now and then": np.where(k % 10 == 7, k + 1, k),
+    }
 
     def fits(k: np.ndarray, modulus: int, scale: float = scale) -> bool:
         return _chi_square(np.bincount(k % modulus, minlength=modulus), _residue_law(name, scale, modulus))
 
-    for modulus in (2, 3, 4, 8, 64, 4096, 8192):
+    for modulus in (2, 3, 8, 4096, 8192):
         assert fits(k, modulus), modulus
-        if modulus != 3:
-            assert not fits(coarse, modulus), modulus  # draws on a lattice of twice the step
-            assert not fits(digit, modulus), modulus  # a digit that is left out now and then
+        if modulus != 3 and (name, source) == LATTICE_KINDS[0]:  # what the others draw would be rejected as well
+            assert not any(fits(one, modulus) for one in wrong.values()), modulus
     if scale == 2**10:  # elsewhere residues are uniform, or nearly so, whatever the scale
         assert not fits(k, 8192, 1.05 * scale)
         assert not fits(k, 8192, 0.95 * scale)
@@ -282,8 +283,7 @@ def test_without_noise_there_is_no_lattice() -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("scale", [1e-9, 0.7, 3.0, 1e12])
-@pytest.mark.parametrize("finer", [1, 2**-6, 2**-7, 2**-30])
+@pytest.mark.parametrize(("scale", "finer"), [(1e-9, 2**-6), (0.7, 1), (3.0, 2**-30), (1e12, 2**-7)])
 def test_every_value_is_a_multiple_of_the_step(name: str, source: str, scale: float, finer: float) -> None:
     like, rng = SOURCES[source]((5000,), 19)
     step = finer * _step(scale)
@@ -306,7 +306,7 @@ def _exactly(value: float, step: float) -> Fraction:
     return int(Fraction(value) / Fraction(step)) * Fraction(step)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     dtype=st.sampled_from([np.float32, np.float64]),
@@ -339,7 +339,7 @@ def test_steps_beyond_float32_are_rounded_to_in_float64(library: str, step: floa
     assert np.asarray(rounded).dtype == np.float64
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     values=hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1e6, 1e6, width=32)),
     clip=st.floats(1e-6, 1e6),
@@ -361,6 +361,7 @@ def test_rounding_keeps_the_clip_bound(values: np.ndarray, clip: float, ratio: f
         assert sum(abs(x - y) for x, y in zip(before, after, strict=True)) <= Fraction(clip) / 256
 
 
+@settings(max_examples=50)
 @given(
     values=hnp.arrays(np.float64, st.integers(0, 20), elements=st.floats(-1e9, 1e9)),
     exponent=st.integers(-20, 20),
@@ -435,7 +436,7 @@ def test_the_noise_does_not_depend_on_what_it_is_for(name: str, source: str, sca
 
 
 @pytest.mark.slow
-@each_kind
+@pytest.mark.parametrize(("name", "source"), LATTICE_KINDS)
 def test_sums_of_lattice_values_are_the_same_in_any_order(name: str, source: str) -> None:
     like, rng = SOURCES[source]((200,), 56)
     step = lattice_step(0.7, clip_norm=1.0, dimension=200)
@@ -490,16 +491,14 @@ def test_a_sum_with_too_many_bits_is_not_called_exact() -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (4, 0)])
 @pytest.mark.parametrize("scale", [1.0, 2.0**20])
-def test_noise_has_the_shape_and_library_asked_for_and_is_float64(
-    name: str, source: str, shape: tuple[int, ...], scale: float
-) -> None:
-    like, rng = SOURCES[source](shape, 14)
-    noise = DRAWS[name](like, scale, 2.0**-10, rng)
-    assert tuple(noise.shape) == shape
-    assert isinstance(noise, torch.Tensor) == isinstance(like, torch.Tensor)
-    assert str(noise.dtype).endswith("float64")
+def test_noise_has_the_shape_and_library_asked_for_and_is_float64(name: str, source: str, scale: float) -> None:
+    for shape in ((), (0,), (7,), (3, 5), (4, 0)):
+        like, rng = SOURCES[source](shape, 14)
+        noise = DRAWS[name](like, scale, 2.0**-10, rng)
+        assert tuple(noise.shape) == shape
+        assert isinstance(noise, torch.Tensor) == isinstance(like, torch.Tensor)
+        assert str(noise.dtype).endswith("float64")
 
 
 @each_kind
@@ -512,30 +511,30 @@ def test_noise_of_scale_zero_is_zero(name: str, source: str) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
-def test_nonsense_scales_are_refused(name: str, source: str, scale: float) -> None:
+def test_nonsense_scales_are_refused(name: str, source: str) -> None:
     like, rng = SOURCES[source]((3,), 16)
-    with pytest.raises(ValueError, match=r"noise_s(td|cale)=.*>= 0"):
-        DRAWS[name](like, scale, 2.0**-10, rng)
+    for scale in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"noise_s(td|cale)=.*>= 0"):
+            DRAWS[name](like, scale, 2.0**-10, rng)
 
 
 @each_kind
-@pytest.mark.parametrize("step", [0.0, -(2.0**-12), 3 * 2.0**-13, 1e-4, math.nan, math.inf, 2.0**-9, 1.0])
-def test_steps_that_are_no_power_of_two_or_too_large_for_the_scale_are_refused(name: str, source: str, step: float) -> None:
+def test_steps_that_are_no_power_of_two_or_too_large_for_the_scale_are_refused(name: str, source: str) -> None:
     like, rng = SOURCES[source]((3,), 16)
     DRAWS[name](like, 1.0, 2.0**-10, rng)
-    with pytest.raises(ValueError, match=r"step=.*must be a power of two, at most 1/1024 of the noise scale 1"):
-        DRAWS[name](like, 1.0, step, rng)
+    for step in (0.0, -(2.0**-12), 3 * 2.0**-13, 1e-4, math.nan, math.inf, 2.0**-9, 1.0):
+        with pytest.raises(ValueError, match=r"step=.*must be a power of two, at most 1/1024 of the noise scale 1"):
+            DRAWS[name](like, 1.0, step, rng)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("like", [torch.zeros(3), np.zeros(3)], ids=["torch", "numpy"])
 @pytest.mark.parametrize("scale", [0.0, 1.0])
-@pytest.mark.parametrize("rng", [None, 5, np.random, np.random.RandomState(1)], ids=["None", "5", "module", "legacy"])
-def test_what_is_no_generator_is_refused(name: str, like: Any, scale: float, rng: Any) -> None:
+def test_what_is_no_generator_is_refused(name: str, like: Any, scale: float) -> None:
     """None above all: torch would draw from its global generator, which anybody may seed."""
-    with pytest.raises(ValueError, match=r"rng=.*must be a numpy\.random\.Generator"):
-        DRAWS[name](like, scale, 2.0**-10, rng)
+    for rng in (None, 5, np.random, np.random.RandomState(1)):
+        with pytest.raises(ValueError, match=r"rng=.*must be a numpy\.random\.Generator"):
+            DRAWS[name](like, scale, 2.0**-10, rng)
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -706,9 +705,9 @@ def test_nonsense_numbers_of_shares_are_refused(shares: Any) -> None:
 # A lattice that another party has chosen
 
 
-@pytest.mark.parametrize("dimension", [1, 1000, 10**7])
-@pytest.mark.parametrize("scale", [1e-6, 0.1, 3.0, 1e4])
-@pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("dimension", [1, 10**7])
+@pytest.mark.parametrize("scale", [1e-6, 0.1, 1e4])
+@pytest.mark.parametrize("clip_norm", [1e-3, 100.0])
 def test_the_lattice_that_an_honest_party_chooses_is_accepted(dimension, scale, clip_norm):
     step = lattice_step(scale, clip_norm=clip_norm, dimension=dimension)
     check_lattice(step, scale=scale, clip_norm=clip_norm)

@@ -46,7 +46,7 @@ def unbiased(draws: np.ndarray, vector: np.ndarray, levels: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("levels", "library"), [(1, np.asarray), (2, torch.from_numpy), (10, np.asarray)])
+@pytest.mark.parametrize(("levels", "library"), [(1, np.asarray), (2, torch.from_numpy)])
 def test_the_expectation_is_the_vector(levels, library):
     vector = gaussian(400)
     # At one level the standard deviation of the mean is 0.6 % of the norm: 5 % are missed with probability 1e-3 at most.
@@ -61,7 +61,7 @@ def test_the_expectation_is_the_vector(levels, library):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("levels", [1, 4, 60])
+@pytest.mark.parametrize("levels", [1, 60])
 def test_the_variance_is_exact_and_below_its_bound(levels):
     vector = gaussian(300)
     norm = np.linalg.norm(vector)
@@ -75,6 +75,7 @@ def test_the_variance_is_exact_and_below_its_bound(levels):
     assert qsgd_variance(300, levels) == min(300 / levels**2, math.sqrt(300) / levels)
 
 
+@settings(max_examples=50)
 @given(hnp.arrays(np.float64, st.integers(1, 60), elements=st.floats(-1e3, 1e3, allow_subnormal=False)), st.integers(1, 200))
 def test_the_variance_bound_holds_for_every_vector(vector, levels):
     norm = np.linalg.norm(vector)
@@ -110,7 +111,7 @@ def test_every_value_is_one_of_the_two_levels_around_it(values, levels, dtype, t
 
 
 @pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("length", [1, 2, 39, 40, 41, 70_000])
+@pytest.mark.parametrize("length", [1, 39, 40, 41, 3000])
 def test_packed_and_squeezed_payloads_say_the_same(levels, length):
     """Dense levels are packed, sparse ones squeezed: both are read back as they were drawn."""
     dense = np.random.default_rng(0).choice([-1.0, 1.0], length)
@@ -180,10 +181,10 @@ def test_draws_follow_the_generator_and_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "levels"), [(7850, 1), (7850, 10), (50, 1), (4, 3)])
+@pytest.mark.parametrize(("length", "levels"), [(7850, 1), (50, 10), (4, 3)])
 def test_no_draw_is_longer_than_it_can_be(length, levels):
     for shape in (gaussian(length), np.ones(length), np.eye(1, length)[0]):
-        norms = [np.linalg.norm(quantized(shape, levels, seed)) / np.linalg.norm(shape) for seed in range(200)]
+        norms = [np.linalg.norm(quantized(shape, levels, seed)) / np.linalg.norm(shape) for seed in range(50)]
         assert max(norms) <= qsgd_norm_ratio(length, levels)
     # And it says something: a Gaussian vector's typical draw is at least a third as long.
     assert (
@@ -281,7 +282,7 @@ def test_digits_beyond_the_length_are_refused():
         decode(payload, 18)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(body=st.binary(max_size=30), levels=st.integers(-1, 40), coding=st.sampled_from(["packed", "deflate", "no"]))
 def test_whatever_comes_is_refused_or_finite_and_no_longer_than_its_scale(body, levels, coding):
     payload = Payload(

@@ -50,7 +50,7 @@ def test_full_sampling_takes_everybody_and_changes_no_event() -> None:
     assert sampler.event(RELEASE, 2, 7) is RELEASE
 
 
-@pytest.mark.parametrize("rate", [0.03, 0.3])
+@pytest.mark.parametrize("rate", [0.03])
 def test_poisson_includes_everybody_at_the_rate(rate: float) -> None:
     table = _cohorts(PoissonSampling(sampling_rate=rate), 40, 20_000)
     assert _within(table.sum(axis=0), 20_000, rate)

@@ -269,10 +269,7 @@ class TestPlot:
         ("method", "problem"),
         [
             ("fedsgd-dpc", LAPLACE),
-            ("nbafl", NBAFL_BOUND),
             ("nbafl", NBAFL_BOUND | {"proximal": 1.0}),
-            ("dp-pasgd", PASGD),
-            ("dp-fedpaq", FEDPAQ),
         ],
     )
     def test_writes_a_png(self, call, tmp_path, method, problem):

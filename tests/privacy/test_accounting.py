@@ -2,7 +2,6 @@
 
 import logging
 import math
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -81,10 +80,9 @@ def test_one_gaussian_release_is_exact(relation: Relation, golden: float) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("multiplier", [0.1, 0.5, 1.0, 4.0, 30.0])
-@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
-@pytest.mark.parametrize("rounds", [1, 9])
-@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize("multiplier", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("delta", [1e-9, 1e-2])
+@pytest.mark.parametrize(("relation", "rounds"), [(ADD, 9), (REPLACE, 1)])
 def test_gaussian_releases_are_never_below_the_closed_form(
     multiplier: float, delta: float, rounds: int, relation: Relation
 ) -> None:
@@ -133,6 +131,7 @@ def test_poisson_by_rdp(multiplier: float, rate: float, rounds: int, delta: floa
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 def test_poisson_by_pld() -> None:
     long = Repeat(Poisson(0.01, Gaussian(1.0)), 1000)
     cost = epsilon(long, delta=1e-5, relation=ADD)
@@ -157,7 +156,6 @@ def test_pure_epsilon_of_laplace_releases() -> None:
 @pytest.mark.parametrize(
     ("gaussian", "laplace", "relation", "delta"),
     [
-        (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), REPLACE, 1e-5),
         (Poisson(0.1, Gaussian(1.0)), Laplace(1e-3), ADD, 1e-5),
         (Poisson(0.1, Gaussian(1.0)), Laplace(1e-5), REPLACE, 1e-5),
         (Poisson(0.1, Gaussian(1.0)), Poisson(0.1, Laplace(1e-3)), REPLACE, 1e-11),
@@ -186,6 +184,7 @@ def test_a_grid_that_takes_too_much_memory_is_refused(release: Any, monkeypatch:
     assert pld.on_grid([(release, 1)], 1e-5, ADD, 0.05) > 0
 
 
+@pytest.mark.exact
 def test_rounding_of_many_sampled_laplace_releases_is_set_aside() -> None:
     """The exact epsilon is from an inversion of the moment generating function, with 30 digits."""
     event = Repeat(Poisson(0.06700740462204344, Laplace(14.068856339739023)), 133_754)
@@ -295,7 +294,7 @@ def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cohort", "multiplier", "refuted"), [(900, 1.0, True), (500, 1.0, True), (100, 0.5, False)])
+@pytest.mark.parametrize(("cohort", "multiplier", "refuted"), [(900, 1.0, True), (100, 0.5, False)])
 def test_one_release_without_replacement_against_quadrature(cohort: int, multiplier: float, refuted: bool) -> None:
     """All other clients send 0 and one sends C or -C: any pair of neighbours gives a lower bound, and refutes factor 1."""
     rate, delta = cohort / 1000, 1e-5
@@ -442,7 +441,8 @@ def test_calibrated_pure_noise_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "relation"), [(0.003, REPLACE), (0.02, REPLACE), (0.05, ADD), (0.1, ADD)])
+@pytest.mark.exact
+@pytest.mark.parametrize(("target", "relation"), [(0.003, REPLACE), (0.1, ADD)])
 def test_calibration_of_small_targets_agrees_with_epsilon(target: float, relation: Relation) -> None:
     found = calibrate(lambda z: Repeat(Poisson(0.01, Gaussian(z)), 1000), epsilon=target, delta=1e-5, relation=relation)
     event = Repeat(Poisson(0.01, Gaussian(found)), 1000)
@@ -457,8 +457,7 @@ def test_calibration_of_huge_targets_is_not_too_little() -> None:
     assert epsilon(Gaussian(found), delta=1e-5, relation=ADD).epsilon <= 2e6
 
 
-@pytest.mark.parametrize("cohort_size", [1, 50, 99])
-@pytest.mark.parametrize("multiplier", [1e8, 1e9, 1e20, 1e60])
+@pytest.mark.parametrize(("multiplier", "cohort_size"), [(1e8, 1), (1e9, 99), (1e60, 50)])
 def test_samples_of_a_fixed_size_with_huge_noise_cost_little(multiplier: float, cohort_size: int) -> None:
     event = Repeat(fixed_size(100, cohort_size, Gaussian(multiplier)), 50)
     for delta, most in ((1e-5, 1e-9), (1e-12, 1.0)):
@@ -495,10 +494,11 @@ def test_affordable_is_exact_at_the_boundary() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 def test_a_curve_is_right_in_the_first_round_and_in_the_last() -> None:
-    make = partial(Repeat, Poisson(0.1, Gaussian(0.9)))
-    values = epsilon_by_round(make, num_rounds=150, delta=1e-4, relation=ADD)
-    for number in (1, 2, 150):
+    make = partial(Repeat, Poisson(0.1, Gaussian(2.0)))
+    values = epsilon_by_round(make, num_rounds=100, delta=1e-4, relation=ADD)
+    for number in (1, 2, 100):
         assert values[number] == pytest.approx(epsilon(make(number), delta=1e-4, relation=ADD).epsilon, rel=1e-4)
     assert len(np.unique(values)) > 35
 
@@ -591,6 +591,7 @@ def test_what_no_accountant_bounds_is_refused(event: dp.DpEvent, delta: float, r
         epsilon(event, delta=delta, relation=relation)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("rate", "multiplier", "rounds"), [(0.1, 0.9, 150), (0.01, 1.0, 1000), (0.5, 2.0, 3), (1e-3, 4.0, 10_000)]
 )
@@ -647,37 +648,39 @@ def test_a_renyi_divergence_that_is_no_number_is_no_bound(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails if more than a few grids were tried, or one of them was very fine: together the work there was."""
+    """Fails if more than a few grids were tried, or one of them had very many points: together the work there was."""
     grids: list[float] = []
-    on_grid = pld.on_grid
+    points: list[int] = []
+    on_grid, composed = pld.on_grid, pld._self_composed
 
     def counted(leaves: Any, delta: float, relation: Relation, grid: float) -> float:
         grids.append(grid)
         return on_grid(leaves, delta, relation, grid)
 
+    def measured(one: Any, count: int) -> Any:
+        total = composed(one, count)
+        points.extend((one._pmf_remove.size, total._pmf_remove.size))
+        return total
+
     monkeypatch.setattr(pld, "on_grid", counted)
+    monkeypatch.setattr(pld, "_self_composed", measured)
     pld._leaf_pld.cache_clear()
     accounting._least.cache_clear()
-    tracemalloc.start()
     yield
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert len(grids) <= 5
-    assert peak < 100e6
+    assert max(points, default=0) < 1e6  # some 100 MB, as the library keeps them
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("event", "delta", "relation"),
     [
         (Repeat(Poisson(0.1, Gaussian(0.01)), 100), 1e-5, ADD),
-        (Repeat(Poisson(0.1, Gaussian(0.01)), 100), 1e-5, REPLACE),
         (Gaussian(1e-3), 1e-5, ADD),
         (Repeat(Laplace(1e-3), 10), 1e-5, ADD),
-        (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, ADD),
         (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, REPLACE),
         (Repeat(fixed_size(1000, 10, Gaussian(5.0)), 1_000_000), 1e-5, REPLACE),
-        (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, ADD),
         (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, REPLACE),
         (Repeat(fixed_size(1000, 10, Gaussian(2.0)), 1000), 1e-12, REPLACE),
         (Repeat(Poisson(0.01, Laplace(1.0)), 1000), 1e-12, ADD),
@@ -702,6 +705,7 @@ def test_absurd_multipliers_have_a_cost_too(event: dp.DpEvent) -> None:
     assert epsilon(event, delta=1e-5, relation=ADD).epsilon >= 0
 
 
+@pytest.mark.exact
 def test_long_runs_are_bounded_tightly_under_replace_one() -> None:
     """By the central limit theorem the losses of many sparse rounds are those of one Gaussian release."""
     multiplier, rate, rounds = 1.0, 0.001, 100_000
@@ -714,7 +718,7 @@ def _by_pld(event: dp.DpEvent, rounds: int, delta: float) -> float:
     return pld.epsilon_of(leaves, delta, ADD, pld.GRID, accounting._gaussian_exact(leaves, delta, ADD))
 
 
-@pytest.mark.parametrize(("scale", "rounds"), [(5, 1000), (2, 1000), (5, 200)])
+@pytest.mark.parametrize(("scale", "rounds"), [(2, 1000), (5, 200)])
 def test_pld_stays_above_the_closed_form_at_the_smallest_delta(scale: float, rounds: int) -> None:
     multiplier = math.sqrt(rounds) / scale
     got = _by_pld(Gaussian(multiplier), rounds, pld.SMALLEST_DELTA)
@@ -722,8 +726,7 @@ def test_pld_stays_above_the_closed_form_at_the_smallest_delta(scale: float, rou
     assert got >= second
 
 
-@pytest.mark.parametrize(("scale", "rounds"), [(1, 1000), (5, 200), (3, 10)])
-@pytest.mark.parametrize("delta", [1e-8, 1e-5])
+@pytest.mark.parametrize(("scale", "rounds", "delta"), [(1, 1000, 1e-8), (5, 200, 1e-5), (3, 10, 1e-8)])
 def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds: int, delta: float) -> None:
     multiplier = math.sqrt(rounds) / scale
     got = _by_pld(Gaussian(multiplier), rounds, delta)
@@ -731,8 +734,7 @@ def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds
     assert second <= got <= 1.001 * second
 
 
-@pytest.mark.parametrize("rounds", [10**5, 10**6, 10**7])
-@pytest.mark.parametrize("delta", [1e-9, 1e-5])
+@pytest.mark.parametrize(("rounds", "delta"), [(10**5, 1e-5), (10**6, 1e-9), (10**7, 1e-5)])
 def test_pld_of_long_runs_is_an_upper_bound_of_the_closed_form(rounds: int, delta: float) -> None:
     """Runs this long are composed in stages."""
     got = _by_pld(Gaussian(math.sqrt(rounds) / 2), rounds, delta)
@@ -740,6 +742,7 @@ def test_pld_of_long_runs_is_an_upper_bound_of_the_closed_form(rounds: int, delt
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize(
     "event", [Repeat(Poisson(0.1, Laplace(0.01)), 10), Repeat(Poisson(0.001, Laplace(1)), 10**7)], ids=["huge losses", "long run"]
 )

@@ -62,6 +62,7 @@ def worst_pair(kind: Any, distance: float, rate: float) -> tuple[Tail, Tail]:
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize(("multiplier", "population", "sample", "count", "delta", "golden"), GOLDEN)
 def test_golden_numbers(multiplier: float, population: int, sample: int, count: int, delta: float, golden: float) -> None:
     event = run(multiplier, population, sample, count)
@@ -210,9 +211,10 @@ def test_monte_carlo_refutes_half_of_the_sensitivity_and_a_smaller_sample() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("multiplier", "delta", "sample", "count"),
-    [(8.0, 1e-6, 1, 60), (0.8, 1e-6, 1, 1), (3.0, 1e-3, 1, 1), (3.0, 1e-3, 20, 10), (0.8, 1e-6, 59, 2), (8.0, 1e-6, 60, 10)],
+    [(8.0, 1e-6, 1, 60), (0.8, 1e-6, 1, 1), (3.0, 1e-3, 20, 10), (8.0, 1e-6, 60, 10)],
 )
 def test_never_below_a_pair_that_can_happen_and_never_above_the_renyi_bound(
     multiplier: float, delta: float, sample: int, count: int
@@ -309,6 +311,7 @@ def test_calibrated_noise_is_that_of_the_tight_bound() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exact
 def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
     multiplier, population, sample, count, delta, golden = GOLDEN[1]
     ledger = Ledger(owner="a client", relation=REPLACE)

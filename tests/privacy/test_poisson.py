@@ -14,13 +14,13 @@ RELATIONS = {
     "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace-one": dp.NeighboringRelation.REPLACE_ONE,
 }
-CASES = [(0.3, 0.5), (0.5, 0.01), (1.0, 0.1), (1.0, 0.999), (2.0, 1e-4), (4.0, 0.3), (30.0, 0.02)]
+CASES = [(0.3, 0.5), (0.5, 0.01), (1.0, 0.1), (1.0, 0.999), (2.0, 1e-4), (30.0, 0.02)]
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize(("std", "rate"), CASES)
 def test_the_losses_are_those_of_the_library(std, rate, relation):
-    grid = 1e-3 if std > 1 else 1e-2  # the library takes seconds where losses are large
+    grid = 1e-3 if std > 1 else 1e-2 if std > 0.4 else 5e-2  # the library takes seconds where losses are large
     ours = poisson.distribution(dp.GaussianDpEvent(std), rate, grid, relation)
     theirs = privacy_loss_distribution.from_gaussian_mechanism(
         std, value_discretization_interval=grid, sampling_prob=rate, neighboring_relation=RELATIONS[relation]
@@ -41,29 +41,29 @@ def test_the_losses_are_those_of_the_library(std, rate, relation):
 def test_no_profile_is_below_that_of_the_densities(std, rate, relation):
     """Integrated without any formula of losses: the part of one density that is above e^epsilon times the other."""
 
+    xs = np.linspace(-1 - 12 * std, 1 + 12 * std, 200_001)
+
     def mixed(shift):
-        return lambda x: (1 - rate) * stats.norm.pdf(x, 0, std) + rate * stats.norm.pdf(x, shift, std)
+        return (1 - rate) * stats.norm.pdf(xs, 0, std) + rate * stats.norm.pdf(xs, shift, std)
 
     with_unit, without = mixed(-1.0), mixed(1.0) if relation == "replace-one" else mixed(0.0)
     found = poisson.distribution(dp.GaussianDpEvent(std), rate, 1e-3, relation)
-    xs = np.linspace(-1 - 12 * std, 1 + 12 * std, 200_001)
     for epsilon in (0.0, 0.013, 0.2, 1.0, 2.5):
         for upper, lower in ((with_unit, without), (without, with_unit)):
-            exact = integrate.simpson(np.maximum(0.0, upper(xs) - math.exp(epsilon) * lower(xs)), x=xs)
+            exact = integrate.simpson(np.maximum(0.0, upper - math.exp(epsilon) * lower), x=xs)
             assert found.get_delta_for_epsilon(epsilon) >= exact - 1e-9
     assert (
         found.get_delta_for_epsilon(0.2)
         <= 1.01
         * max(
-            integrate.simpson(np.maximum(0.0, upper(xs) - math.exp(0.2) * lower(xs)), x=xs)
+            integrate.simpson(np.maximum(0.0, upper - math.exp(0.2) * lower), x=xs)
             for upper, lower in ((with_unit, without), (without, with_unit))
         )
         + 1e-9
     )
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.3, 0.9])
-@pytest.mark.parametrize("std", [0.5, 2.0])
+@pytest.mark.parametrize(("rate", "std"), [(0.01, 0.5), (0.3, 2.0), (0.9, 0.5)])
 def test_no_two_contributions_have_a_larger_profile_than_opposite_ones(std, rate):
     """The claim of docs/privacy.md, for vectors in the plane of norm 1 and less."""
     rng = np.random.default_rng(5)

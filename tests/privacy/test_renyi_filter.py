@@ -7,10 +7,9 @@ from contextlib import closing
 from functools import partial
 
 import dp_accounting as dp
-import numpy as np
 import pytest
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
-from scipy import integrate, stats
+from scipy import integrate
 
 from flower_dp.privacy import accounting, renyi, renyi_filter
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
@@ -42,17 +41,15 @@ def of_densities(one, other, order, **limits):
 
 
 def gaussian(x, mean, std):
-    return float(stats.norm.logpdf(x, mean, std))
+    return -(((x - mean) / std) ** 2) / 2 - math.log(std * math.sqrt(2 * math.pi))
 
 
 def laplace(x, mean, scale):
-    return float(stats.laplace.logpdf(x, mean, scale))
+    return -abs(x - mean) / scale - math.log(2 * scale)
 
 
 def mixed(x, density, means, weights, scale):
-    return float(
-        np.logaddexp.reduce([math.log(weight) + density(x, mean, scale) for mean, weight in zip(means, weights, strict=True)])
-    )
+    return math.log(sum(weight * math.exp(density(x, mean, scale)) for mean, weight in zip(means, weights, strict=True)))
 
 
 @pytest.mark.parametrize("order", [1.5, 4.0])
@@ -94,8 +91,7 @@ def test_a_release_without_a_bound_is_refused_and_not_charged(path):
     assert renyi_filter.divergence(dp.NonPrivateDpEvent(), 4.0, ADD) == math.inf
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("epsilon", [1.5, 8.0, 50.0])
+@pytest.mark.parametrize(("epsilon", "seed"), [(1.5, 0), (8.0, 1), (50.0, 2)])
 def test_whatever_is_chosen_next_the_divergences_of_each_client_stay_within_epsilon(path, epsilon, seed):
     """An adversary chooses noise and clients of each charge by what was there before; it tries until nothing fits any more."""
     rng = random.Random(seed)
@@ -130,11 +126,13 @@ def test_whatever_is_chosen_next_the_divergences_of_each_client_stay_within_epsi
         assert compute_epsilon([order], [sum_of_one], 1e-5)[0] <= epsilon
 
 
+@pytest.mark.exact
 def test_fewer_rounds_fit_than_in_a_budget_of_releases_that_are_known_beforehand():
     """The numbers of docs/ledgers.md."""
     event = Poisson(0.1, Gaussian(1.0))
     assert renyi_filter.num_affordable(dp.NoOpDpEvent(), event, BUDGET(epsilon=8.0), ADD) == 83
-    assert accounting.affordable(partial(accounting.repeated, event), epsilon=8.0, delta=1e-5, relation=ADD, limit=1000) == 129
+    costs = [accounting.epsilon(accounting.repeated(event, rounds), delta=1e-5, relation=ADD).epsilon for rounds in (129, 130)]
+    assert costs[0] <= 8.0 < costs[1]
 
 
 def test_a_ledger_keeps_its_order_whatever_a_later_release_would_choose(path, monkeypatch):

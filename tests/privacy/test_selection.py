@@ -68,10 +68,9 @@ NOISES = [
 ]
 
 
-@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize(("relation", "delta"), [(ADD, 1e-5), (REPLACE, 1e-2)])
 @pytest.mark.parametrize(("number", "generating"), LAWS, ids=IDS)
 @pytest.mark.parametrize(("event", "law"), NOISES)
-@pytest.mark.parametrize("delta", [1e-2, 1e-5])
 def test_the_exact_cost_of_the_best_of_k_is_within_the_bound(event, law, number, generating, relation, delta):
     without, shifted = cells(law, 2.0 if relation == REPLACE else 1.0)
     bound = selection.epsilon([event], number, delta=delta, relation=relation).epsilon
@@ -96,7 +95,7 @@ def test_the_exact_cost_is_well_above_that_of_one_run(number, generating):
     assert 1.5 * one_run < exact <= bound < 3 * exact
 
 
-@pytest.mark.parametrize("order", [1.5, 2.0, 5.0, 30.0])
+@pytest.mark.parametrize("order", [1.5, 5.0])
 @pytest.mark.parametrize(("number", "generating"), LAWS, ids=IDS)
 def test_the_librarys_theorems_hold_for_randomised_response(number, generating, order):
     # Three answers, the true one with probability 0.8; every order of the answers by score, and every pair of true answers.

@@ -118,9 +118,9 @@ def test_poisson_amplification_is_accounted():
         clip_norm=1, noise_multiplier=1, sampling=PoissonSampling(sampling_rate=0.01), num_clients=100, delta=1e-5
     )
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 100)
-    strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=100)
-    # Flower's own accountant says 96 for this run; Poisson accounting 1.2.
-    assert strategy.statement.epsilon < 1.3
+    strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=20)
+    # Without the sampling it would be 28, and Flower's own accountant leaves it out; Poisson accounting says 0.46.
+    assert strategy.statement.epsilon < 0.5
 
 
 def test_all_hooks_have_flowers_signatures():
