@@ -44,7 +44,7 @@ def gaussian(multiplier: float) -> Gaussian:
 
 
 POISSON = {f"p{index}": terms(gaussian(3.0 + index), PoissonSampling(sampling_rate=0.04 * (index + 1))) for index in range(6)}
-FIXED = {f"f{index}": terms(gaussian(9.0 - index), FixedSizeSampling(cohort_size=3 + 8 * index)) for index in range(3)}
+FIXED = {f"f{index}": terms(gaussian(9.0 - index), FixedSizeSampling(cohort_size=3 + 4 * index)) for index in range(6)}
 WHOLE = {f"w{index}": terms(gaussian(20.0 + 7 * index), FullSampling(), num_releases=1 + index % 2) for index in range(6)}
 NOISY = {f"l{index}": terms(Laplace(noise_multiplier=40.0 + index), FullSampling()) for index in range(3)}
 
