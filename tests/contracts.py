@@ -127,6 +127,7 @@ class Method:
         target: whether it takes a target epsilon; else clients have budgets, of which they keep accounts.
         numbers: numbers in the statement.
         sampling: words of the statement on who takes part.
+        variant: whether other entries stand for it in tests of code that it shares with them.
     """
 
     label: str
@@ -153,6 +154,7 @@ class Method:
     target: bool
     numbers: Callable[[Words], Mapping[str, float]]
     sampling: Callable[[Words], str]
+    variant: bool = False
 
     def epsilon(self, arguments: Words, num_rounds: int) -> float:
         """The epsilon of so many rounds, in closed form."""
@@ -629,6 +631,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedavg",
+        variant=True,
         name="dp-fedavg",
         title="DP-FedAvg",
         strategy=client_level(DPFedAvg),
@@ -637,6 +640,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedavg distributed",
+        variant=True,
         name="dp-fedavg",
         title="DP-FedAvg",
         strategy=client_level(DPFedAvg, placement="distributed"),
@@ -653,6 +657,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedavg, BLURS",
+        variant=True,
         name="dp-fedavg",
         title="DP-FedAvg",
         strategy=client_level(DPFedAvg),
@@ -661,6 +666,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedavg, adaptive clip",
+        variant=True,
         num_extra=1,
         name="dp-fedavg",
         title="DP-FedAvg",
@@ -691,6 +697,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedsam distributed",
+        variant=True,
         name="dp-fedsam",
         title="DP-FedSAM",
         strategy=client_level(DPFedSAM, placement="distributed"),
@@ -699,6 +706,7 @@ METHODS = (
     ),
     Method(
         label="fed-smp",
+        variant=True,
         name="fed-smp",
         title="Fed-SMP-rand_k",
         strategy=client_level(FedSMP, keep_ratio=1.0),
@@ -715,6 +723,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedsam central",
+        variant=True,
         name="dp-fedsam",
         title="DP-FedSAM",
         strategy=client_level(DPFedSAM, placement="central", keep_ratio=1.0),
@@ -723,6 +732,7 @@ METHODS = (
     ),
     Method(
         label="dp-fedsam untrusted",
+        variant=True,
         name="dp-fedsam",
         title="DP-FedSAM",
         strategy=client_level(DPFedSAM, placement="distributed", trusted_server=False),
@@ -730,9 +740,9 @@ METHODS = (
         **UNTRUSTED,
     ),
     Method(label="dp-pasgd", title="DP-PASGD", **dp_pasgd(2)),
-    Method(label="dp-sgd", title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),
+    Method(label="dp-sgd", variant=True, title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),
     Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
-    Method(label="fedsgd-dpc gaussian", **fedsgd_dpc("gaussian")),
+    Method(label="fedsgd-dpc gaussian", variant=True, **fedsgd_dpc("gaussian")),
     Method(label="dp-fedpaq", **local_steps()),
     Method(label="scaffold", **local_steps(Scaffold, ScaffoldRecipe, "scaffold", "SCAFFOLD"), carries_noise=True),
     Method(

@@ -1,4 +1,4 @@
-"""Runs that go on: every registered method, interrupted wherever a round can be, and resumed by a new strategy."""
+"""Runs that go on: a method of each kind, interrupted wherever a round can be, and resumed by a new strategy."""
 
 import itertools
 import os
@@ -29,7 +29,7 @@ from tests.chance import chance_of
 from tests.contracts import METHODS, Method, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
-from tests.test_contract import SEED, SMALL, app_of, evaluating_stock_app, every_method
+from tests.test_contract import SEED, SMALL, app_of, evaluating_stock_app, of_each_kind, some_methods
 
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 4, "delta": 1e-3}
 
@@ -147,7 +147,8 @@ def told(strategy: Any) -> dict[str, Any]:
 
 def deaths() -> Iterator[Any]:
     """Every round in each of three ways; of these nine cases one or two a method, in turn, or all of them if tests are thorough."""
-    for place, method in enumerate(METHODS):
+    methods = [method for method in METHODS if THOROUGH or not method.variant]
+    for place, method in enumerate(methods):
         for number, (at, when) in enumerate(itertools.product((1, 2, 3), ("push", "pull", "kill -9"))):
             if THOROUGH or (place + number) % 7 == 4:
                 yield pytest.param(method, at, when, id=f"{method.label}-{at}-{when}")
@@ -175,7 +176,7 @@ def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_rele
 
 
 @pytest.mark.slow
-@every_method
+@some_methods(lambda method: method.label in {"dp-fedsam distributed, adaptive clip", "dp-pasgd", "scaffold", "nbafl"})
 def test_rounds_after_the_last_checkpoint_stay_charged(method, tmp_path, monkeypatch):
     """The process is killed after rounds so short that no checkpoint was written since the one before the first."""
     monkeypatch.setattr(run_checkpoints, "_SHARE", 1e-9)
@@ -189,7 +190,7 @@ def test_rounds_after_the_last_checkpoint_stay_charged(method, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-@every_method
+@of_each_kind
 def test_a_run_that_goes_on_between_two_rounds_ends_as_one_that_never_stopped(method, tmp_path):
     """To the last bit, where noise is from a fixed seed, as only tests have it: in rounds that were not begun it is the same."""
     arguments = Words(noise_seed=SEED)

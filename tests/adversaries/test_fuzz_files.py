@@ -217,17 +217,25 @@ def test_the_norms_of_a_changed_run_are_read_or_refused(
         update_norms.in_words(found)
 
 
-@examples(3)
+COMMANDS = [
+    ("compare", "{honest}", "{changed}"),
+    ("compare", "{changed}", "--against", "epsilon"),
+    ("figure", "update-norms", "{changed}"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["compare", "against epsilon", "update norms"])
+@examples(2)
 @pytest.mark.slow
 @given(data=st.data())
-def test_a_changed_run_is_drawn_or_refused(data: st.DataObject, place: Path, written: dict[str, bytes]) -> None:
+def test_a_changed_run_is_drawn_or_refused(
+    command: tuple[str, ...], data: st.DataObject, place: Path, written: dict[str, bytes]
+) -> None:
     name = data.draw(st.sampled_from([run_folder.CONFIG, run_folder.METRICS, run_folder.STATEMENT_JSON]))
     put(place / "changed", written | {name: data.draw(changed(written[name], **FORMS[name]))})
-    output = str(place / "figure.png")
     with np.errstate(all="ignore"):
-        assert_ends_well("compare", str(place / "honest"), str(place / "changed"), "--output", output)
-        assert_ends_well("compare", str(place / "changed"), "--against", "epsilon", "--output", output)
-        assert_ends_well("figure", "update-norms", str(place / "changed"), "--output", output)
+        words = [word.format(honest=place / "honest", changed=place / "changed") for word in command]
+        assert_ends_well(*words, "--output", str(place / "figure.png"))
 
 
 def model() -> nn.Module:

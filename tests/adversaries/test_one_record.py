@@ -164,8 +164,13 @@ def answer_of(recipe: Any, flat: FlatModel, records: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("method", RECIPES)
-@every_hostile
+def each_hostile() -> list[tuple[str, str]]:
+    """Every record with the first method, and with one of the others in turn; with all of them if tests are thorough."""
+    first, *others = RECIPES
+    return [(hostile, method) for hostile in HOSTILE for method in (first, *in_turn(others, (hostile, HOSTILE)))]
+
+
+@pytest.mark.parametrize(("hostile", "method"), each_hostile())
 def test_no_record_decides_whether_its_client_replies(method, hostile):
     """The first record, the last one, or all of them."""
     recipe, classes = RECIPES[method]
@@ -353,6 +358,12 @@ BAD: dict[str, Any] = {
 PARTS, PLACES = (64, 5, 1), (6, SIZE - 1, 0)
 
 
+def with_parts(names: Any, **more: int) -> Any:
+    """Models, each with chunks of one size in turn, and some with one size more; with all sizes if tests are thorough."""
+    pairs = [(name, part) for name in names for part in in_turn(PARTS, (name, names))]
+    return pytest.mark.parametrize(("name", "part"), pairs + [pair for pair in more.items() if pair not in pairs])
+
+
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss that raises for a class that is none, which a forward pass of the whole chunk does not survive."""
     return nn.functional.nll_loss(outputs.log_softmax(1), targets)
@@ -365,8 +376,7 @@ def total(flat: FlatModel, records: Any, positions: Tensor | None = None, *, los
     return clipped_sum(flat, records, positions, clip=clip, loss=loss, seed=seed)[0]
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", MODELS)
+@with_parts(MODELS, linear=1, mlp=64, convolution=5)
 def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monkeypatch):
     """Bit for bit: as if in its place were a record of no class, which counts as zero and is computed with the others."""
     monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
@@ -380,8 +390,7 @@ def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monke
             assert torch.equal(total(flat, with_one(bad, place, items)), expected)
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", ["linear", "mlp", "convolution", "spectral norm", "dropout", "a count"])
+@with_parts(["linear", "mlp", "convolution", "spectral norm", "dropout", "a count"])
 def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
     """Then a chunk is computed again without it, each of the others in its place; a record of NaN counts as zero as well."""
     monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)

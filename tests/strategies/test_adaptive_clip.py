@@ -450,7 +450,7 @@ def own_app(norms: list[float]) -> ClientApp:
     )
 
 
-@pytest.mark.parametrize("kind", [DPFedAvg, DPFedSAM, FedSMP])
+@pytest.mark.parametrize("kind", [DPFedAvg, FedSMP])
 def test_a_run_of_own_clients_moves_the_right_way(kind: Any) -> None:
     arguments = WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)}
     strategy = kind(**arguments)

@@ -20,7 +20,7 @@ from tests.contracts import METHODS, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear
 from tests.stock import shifted, stock_app
-from tests.test_contract import SMALL, app_of, evaluating_stock_app
+from tests.test_contract import SMALL, app_of, evaluating_stock_app, of_each_kind
 
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 4.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
 
@@ -70,7 +70,7 @@ def written(path):
         return [ledger.charges(one.name) for one in ledger.runs]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+@of_each_kind
 def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(method, path):
     arguments = Words()
     strategy = method.strategy(arguments)

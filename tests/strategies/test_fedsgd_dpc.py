@@ -396,28 +396,6 @@ def test_laplace_privacy_loss_of_worst_swap_is_exactly_the_budget(epsilon, num_r
     assert max(losses) > epsilon / num_replies * 0.999
 
 
-@pytest.mark.slow
-def test_laplace_counts_of_real_rows_stay_within_the_budget():
-    """Empirical: how often the first coordinate is positive, and the second negative, under either data set.
-
-    False alarm below 1e-6 (5 sigma). With half of the noise the expected logarithm is off by 1.13, and 5 sigma are 0.54: it is missed
-    with a probability below 1e-3.
-    """
-    model, up, down = worst_swap()
-    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=4.0, num_replies=1)
-    hits = []
-    for data in (up, down):
-        rows = torch.stack([reply(recipe, data, model=model, seed=seed) for seed in range(200)])
-        hits.append(float((rows * torch.tensor([1.0, -1.0]) > 0).sum()))
-    draws = 400
-    high, low = max(hits) / draws, min(hits) / draws
-    slack = 5 * math.hypot(math.sqrt((1 - high) / high / draws), math.sqrt((1 - low) / low / draws))  # of two counts
-    assert abs(math.log(high / low)) <= 4.0 + slack
-    # The two coordinates share the loss: by half of it, P(+) = 1 - e^-1/2 against e^-1/2.
-    expected = math.log((1 - math.exp(-1) / 2) / (math.exp(-1) / 2))
-    assert math.log(high / low) == pytest.approx(expected, abs=slack)
-
-
 def test_budgets_1_and_10_give_noise_of_ratio_10():
     """Measured on 48,000 draws each, less the gradient; 5 sigma of the ratio of two means of |noise|, false alarm below 1e-6."""
     recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon={"c0": 1.0, "c1": 10.0}, num_replies=3)
@@ -449,9 +427,8 @@ def many_rows(recipe, data, count):
     return torch.cat([reply(recipe, data, seed=seed, model=model) for seed in range(count)]).numpy()
 
 
-@pytest.mark.parametrize("wrong", [1.0, 1.05, 0.95])
 @pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
-def test_measured_noise_has_the_scale_and_a_wrong_one_is_rejected(mechanism, wrong):
+def test_measured_noise_has_the_scale_and_a_wrong_one_is_rejected(mechanism):
     """Mean of |noise| (Laplace), of squares (Gaussian), over 48,000 draws; 5 sigma, false alarm below 1e-6."""
     epsilon, delta = (1.0, 0.0) if mechanism == "laplace" else (0.5, 1e-5)
     recipe = FedSGDDPCRecipe(mechanism=mechanism, clip_norm=1e-6, epsilon=epsilon, delta=delta, num_replies=1)
@@ -460,7 +437,7 @@ def test_measured_noise_has_the_scale_and_a_wrong_one_is_rejected(mechanism, wro
     rows = many_rows(recipe, data, 20)
     if mechanism == "laplace":
         expected = 2 * 1e-6 / (8 * epsilon)
-        ratio, error = np.abs(rows).mean() / expected, 1 / math.sqrt(rows.size)
+        ratio, error, power = np.abs(rows).mean() / expected, 1 / math.sqrt(rows.size), 1
     else:
         # Balle & Wang's exact curve, solved here by bisection, for sensitivity 2 C / n.
         low, high = 0.01, 100.0
@@ -468,9 +445,9 @@ def test_measured_noise_has_the_scale_and_a_wrong_one_is_rejected(mechanism, wro
             z = (low + high) / 2
             spent = stats.norm.cdf(1 / (2 * z) - epsilon * z) - math.exp(epsilon) * stats.norm.cdf(-1 / (2 * z) - epsilon * z)
             low, high = (z, high) if spent > delta else (low, z)
-        ratio, error = (rows**2).mean() / (2 * 1e-6 * high / 8) ** 2, math.sqrt(2 / rows.size)
-        wrong = wrong**2
-    assert (abs(ratio / wrong - 1) < 5 * error + 1e-3) == (wrong == 1.0)
+        ratio, error, power = (rows**2).mean() / (2 * 1e-6 * high / 8) ** 2, math.sqrt(2 / rows.size), 2
+    for wrong in (1.0, 1.05, 0.95):
+        assert (abs(ratio / wrong**power - 1) < 5 * error + 1e-3) == (wrong == 1.0)
 
 
 # Gaussian: the least noise

@@ -10,10 +10,10 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.journal import OBSERVERS
-from tests.contracts import METHODS, Words
+from tests.contracts import Words
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
-from tests.test_contract import SEED, SMALL, grid_of, run_of, start
+from tests.test_contract import SEED, SMALL, grid_of, run_of, some_methods, start
 
 SECRET = {"cohort-size", "replies", "bytes-down", "bytes-up", "seconds", "elapsed", "missing", "incidents"}
 WORDS = {"clip_norm": 1.0, "noise_multiplier": 2.0, "num_clients": 4, "delta": 1e-3}
@@ -73,7 +73,7 @@ def seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+@some_methods(lambda method: method.label in {"dp-fedavg, stock clients", "dp-pasgd", "nbafl"})
 def test_a_tracker_learns_of_every_round_and_its_errors_change_nothing(method, caplog):
     words = Words(noise_seed=SEED, num_rounds=2)
     alone = run_of(method, words, noise_seed=SEED)

@@ -49,6 +49,7 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     Scaffold,
 )
+from tests.adversaries.fuzzing import examples
 from tests.asks import ANSWERED, GONE, config_of, evaluated, forged, forged_total, own_ask
 from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contracts import SAMPLERS
@@ -151,8 +152,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.mark.slow
-@every_method
-@pytest.mark.parametrize("nodes", [CLIENTS, 2])
+@pytest.mark.parametrize(("method", "nodes"), [(method, (CLIENTS, 2)[place % 2]) for place, method in enumerate(METHODS)])
 def test_values_are_those_of_the_clients_records(method, nodes):
     grid = grid_of(METHODS[method][1], PLENTY, nodes=nodes)
     reported = dict(evaluate(opened(method, grid, PLENTY), grid))
@@ -242,6 +242,7 @@ def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
 VALUES = arrays_of.arrays(np.float64, (5, 3), elements=st.floats(allow_nan=True, allow_infinity=True))
 
 
+@examples(90)
 @given(VALUES, VALUES)
 def test_one_record_moves_the_sum_by_what_the_noise_is_made_for(values, others):
     metric_bounds = MetricBounds(bounds={"a": 1.0, "b": 1e-6, "c": 1e6})
@@ -524,7 +525,7 @@ def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
 
 
 @pytest.mark.slow
-@every_method
+@pytest.mark.parametrize("method", ["fedsgd-dpc laplace", "fedsgd-dpc add-or-remove", "dp-fedpaq", "dp-pasgd", "nbafl"])
 def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(method):
     """Of a copy, which evaluates by its own terms, and not by those of the object that it was copied from, which has never run."""
     make, recipe = METHODS[method]
@@ -702,9 +703,9 @@ def asked_by_name(messages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("method", ["fedsgd-dpc laplace", "dp-fedpaq", "dp-pasgd", "nbafl"])
+@pytest.mark.parametrize("method", ["fedsgd-dpc laplace", "nbafl"])
 def test_a_client_is_charged_for_every_evaluation_that_it_was_asked_for(method, sampler, every):
     budget = EvaluationBudget(epsilon=0.9, num_evaluations=3)
     grid = grid_of(METHODS[method][1], budget)

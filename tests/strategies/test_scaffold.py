@@ -174,15 +174,6 @@ def test_vectors_of_several_clients_are_kept_apart():
     assert kept_of(state, "b", 3).tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("nodes", [4, 2, 1])
-def test_hosting_makes_no_difference(nodes):
-    models = []
-    for count in (4, nodes):
-        strategy, recipe = pair({"noise_seed": 1})
-        models.append(start(strategy, grid_of(recipe, FOUR, num_nodes=count, seeds=lambda context: 3), 3))
-    torch.testing.assert_close(models[0], models[1], rtol=1e-4, atol=1e-4)
-
-
 def test_a_numpy_client_finds_the_servers_vector_behind_the_model():
     """Flower gives it the arrays in order, without names; everything else is as with `client_app`, to the last bit."""
     strategy, recipe = pair({"noise_seed": 1})
