@@ -223,7 +223,7 @@ def test_rounding_is_no_bias(name, placement, monkeypatch):
 
 def test_no_value_before_the_noise_is_told_anywhere(caplog):
     with caplog.at_level("DEBUG", "flwr"):
-        strategy, _, result = run(*APPS["ours"], noise_multiplier=0.5)
+        strategy, _, result = run(*APPS["ours, 10 a node"], noise_multiplier=0.5)
     reported = dict(result.evaluate_metrics_clientapp[1])
     assert set(reported) == {"loss", "loss-standard-error", "accuracy", "accuracy-standard-error"}
     assert reported["accuracy"] != pytest.approx(20.5 / 40, abs=1e-9)
@@ -588,7 +588,7 @@ def test_it_is_charged_before_a_message_leaves_and_to_both_ledgers():
 def test_epsilon_is_that_of_training_and_evaluations_together():
     poisson = PoissonSampling(sampling_rate=0.5)
     strategy, _, _ = run(
-        *APPS["ours"],
+        *APPS["ours, 10 a node"],
         num_rounds=5,
         arguments={"sampling": poisson, "noise_multiplier": 4.0},
         noise_multiplier=2.0,
@@ -649,7 +649,7 @@ def test_asking_again_in_a_round_is_neither_charged_nor_answered():
 
 
 def test_a_second_run_starts_with_an_empty_ledger():
-    strategy, grid, _ = run(*APPS["ours"])
+    strategy, grid, _ = run(*APPS["ours, 10 a node"])
     once = strategy.statement.epsilon
     strategy.start(grid, flat(), num_rounds=1)
     assert strategy.statement.epsilon == once
@@ -661,7 +661,7 @@ def test_a_second_run_starts_with_an_empty_ledger():
 
 
 def test_too_few_clients_for_the_noise_give_no_value():
-    _, _, result = run(*APPS["ours"], noise_multiplier=100.0)
+    _, _, result = run(*APPS["ours, 10 a node"], noise_multiplier=100.0)
     assert 1 not in result.evaluate_metrics_clientapp or result.evaluate_metrics_clientapp[1]["accuracy-standard-error"] > 0.1
 
 
@@ -742,7 +742,7 @@ def test_a_rounds_line_has_its_evaluation_and_its_cost(placement):
     if placement == "distributed":  # what a round costs is known when its cohort is drawn
         arguments |= {"placement": placement, "trusted_server": False, "sampling": PoissonSampling(sampling_rate=0.9)}
     strategy, _, _ = run(
-        *APPS["ours"],
+        *APPS["ours, 10 a node"],
         num_rounds=2,
         arguments=arguments,
         noise_multiplier=2.0,
