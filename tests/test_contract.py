@@ -68,7 +68,7 @@ def each_with(values: Iterable[Any], name: str, every: int = 2, condition: Calla
     return pytest.mark.parametrize(("method", name), pairs)
 
 
-# A method of each kind: what has an entry that is no variant of another.
+# One method of each kind: the entries that are no variants of others.
 KINDS = [method.label for method in METHODS if not method.variant]
 # Variants whose statement and noise are those of another entry, with other names.
 NAMESAKES = {"dp-fedavg, BLURS", "dp-fedsam central", "dp-fedsam untrusted"}
