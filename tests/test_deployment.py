@@ -17,6 +17,7 @@ from http.client import HTTPSConnection
 from pathlib import Path
 from threading import Event, Thread
 
+import psutil
 import pytest
 import yaml
 
@@ -158,19 +159,43 @@ def listens(port):
     return True
 
 
-def hold_records(made, device, released):
-    """Be the records of a device: a pipe that gives them at once, but in round 1 only when they are released."""
-    path = made.folder / "devices" / device / "records.csv"
-    text = path.read_text()
-    path.unlink()
-    os.mkfifo(path)
-    while True:
-        with path.open("w") as pipe:  # returns when the app opens them
-            if "ROUND 1]" in made.log("5d", device):
-                released.wait()
-            with suppress(BrokenPipeError):
-                pipe.write(text)
-        time.sleep(0.5)  # until the app has closed them
+class HeldRecords:
+    """The records of a device, as a pipe that gives them at once, but in round 1 only when they are released.
+
+    Attributes:
+        asked: set when the app of round 1 opens them.
+        released: to be set.
+    """
+
+    def __init__(self, made, device):
+        self.asked, self.released = Event(), Event()
+        self._made, self._device = made, device
+        self._path = made.folder / "devices" / device / "records.csv"
+        self._text = self._path.read_text()
+        self._path.unlink()
+        os.mkfifo(self._path)
+        Thread(target=self._give, daemon=True).start()
+
+    def _give(self):
+        while True:
+            with self._path.open("w") as pipe:  # returns when the app opens them
+                if "ROUND 1]" in self._made.log("5d", self._device):
+                    self.asked.set()
+                    self.released.wait()
+                with suppress(BrokenPipeError):
+                    pipe.write(self._text)
+            time.sleep(0.5)  # until the app has closed them
+
+
+def kill_in_mid_round(made, device, group, records):
+    """Kill a node and its app when the app has charged its reply, and before any of the reply is sent."""
+    wait_until(records.asked.is_set, f"round 1 doesn't begin: {made.log('6')[-3000:]}")
+    processes = [first := psutil.Process(group.pid), *first.children(recursive=True)]
+    (node,) = [one for one in processes if any(word.endswith("flower-supernode") for word in one.cmdline()[:2])]
+    node.suspend()  # it can take no reply from the app
+    records.released.set()
+    wait_until(lambda: made.replies(device) == 1, f"{device} charges nothing: {made.log('5d', device)[-3000:]}")
+    end_group(group, signal.SIGKILL)
 
 
 def refuse_another_bundle(made, device):
@@ -254,16 +279,13 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     made.spawn("5d", "device-3")
 
     # Round 1 lasts until device-2 is back.
-    back = Event()
-    Thread(target=hold_records, args=(made, "device-3", back), daemon=True).start()
+    second, third = HeldRecords(made, "device-2"), HeldRecords(made, "device-3")
     run = made.spawn("6", change=lambda text: text.replace("num-rounds=3", "num-rounds=2 round-timeout=900.0"))
-    # Charged, and not yet sent: the node looks for replies to send every three seconds.
-    wait_until(lambda: made.replies("device-2") == 1, f"round 1 doesn't begin: {made.log('6')[-3000:]}")
-    end_group(nodes["device-2"], signal.SIGKILL)
+    kill_in_mid_round(made, "device-2", nodes["device-2"], second)
 
     refuse_another_bundle(made, "device-1")
     old = come_back_with_a_new_key(made, "device-2")
-    back.set()
+    third.released.set()
     assert run.wait(900) == 0
     statement = json.loads((made.folder / "state" / "run" / "statement.json").read_text())
     # Two of six replies of a pure budget of 3; the one that was lost is charged like the others, by the device too.
