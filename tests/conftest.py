@@ -120,11 +120,11 @@ def stock_models_are_examined_once(monkeypatch):
     monkeypatch.setattr(FlatModel, "__init__", init)
 
 
-# Ten times that of a statement: what it gives is an upper bound as well, up to a thousandth larger.
-_COARSE = 1e-3
+# A hundred times that of a statement: what it gives is an upper bound as well, a little larger.
+_COARSE = 1e-2
 _least = accounting._least.__wrapped__
 _coarse = lru_cache(maxsize=None)(lambda leaves, delta, relation, grid: _least(leaves, delta, relation, max(grid, _COARSE)))
-# Folders and files whose tests compare an epsilon with one that is published, or with its last digits.
+# Folders and files of which every test compares an epsilon with one that is published, or with its last digits; others have a marker.
 _EXACT = {"flower_dp", "test_docs.py", "test_readme.py"}
 
 

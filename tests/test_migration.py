@@ -45,6 +45,7 @@ def test_the_noise_multipliers_are_the_same():
     assert compute_stdv(1.5, 0.5, 10) == pytest.approx(1.5 * 0.5 / 10)
 
 
+@pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "epsilon"),

@@ -6,6 +6,7 @@ A section of the page has one function here. To give another part of the package
 import ast
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -300,7 +301,9 @@ def node_state() -> set[str]:
 
 
 def run_state() -> set[str]:
-    kinds = (kind for kind in stored._KINDS.values() if kind.__module__.startswith("flower_dp."))
+    # Not those of a doctest, which no module has.
+    kinds = (kind for kind in stored._KINDS.values() if getattr(sys.modules[kind.__module__], kind.__name__, None) is kind)
+    kinds = (kind for kind in kinds if kind.__module__.startswith("flower_dp."))
     return fields_of(*(kind for kind in kinds if kind is not Checkpoint))
 
 

@@ -51,6 +51,7 @@ def test_replacing_one_client_moves_the_sum_twice_as_far(answer):
 POISSON = ["--sampling", "poisson", "--sampling-rate"]
 
 
+@pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "tight", "renyi"),

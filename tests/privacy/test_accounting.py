@@ -224,6 +224,7 @@ def test_the_pure_epsilon_of_a_sampled_replacement_is_an_upper_bound(multiplier:
 # Bounds that are computed another way
 
 
+@pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.6, 0.1), (1.0, 0.3), (2.0, 0.02)])
 @pytest.mark.parametrize("delta", [1e-2, 1e-4])

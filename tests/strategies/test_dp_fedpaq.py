@@ -133,6 +133,7 @@ def wang_epsilon(multiplier: float, gamma: float, count: int, delta: float) -> f
     return best
 
 
+@pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.parametrize(("multiplier", "size", "count"), [(4.0, 80, 10), (6.0, 40, 3), (8.0, 400, 100)])
 def test_the_bound_without_replacement_has_sensitivity_two_clip_norms(multiplier, size, count):

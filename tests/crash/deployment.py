@@ -1,4 +1,9 @@
-"""A SuperLink that is killed -9 and started again, with a SuperNode that stays up: a ServerApp that is started again goes on with it."""
+"""A SuperLink that is killed -9 and started again, with a SuperNode that stays up: a ServerApp that is started again goes on with it.
+
+    python -m tests.crash.deployment
+
+Round 2 is on the device when SuperLink and ServerApp are killed; the run must end with round 3, and state all three. It takes a minute.
+"""
 
 import json
 import os
@@ -6,9 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-
-import pytest
 
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from tests.ports import free_ports
@@ -85,21 +89,7 @@ class Loop:
                 end_group(process, signal.SIGKILL)
 
 
-@pytest.fixture
-def loop(tmp_path):
-    made = Loop(tmp_path)
-    try:
-        yield made
-    finally:
-        (tmp_path / "hold").unlink(missing_ok=True)
-        made.stop()
-
-
-@pytest.mark.flwr_run
-@pytest.mark.deployment
-@pytest.mark.timeout(2400)
-def test_a_run_goes_on_with_the_same_node_after_its_superlink_was_killed(loop):
-    """Round 2 is on the device when SuperLink and ServerApp are killed; the run ends with round 3, and states all three."""
+def go_on_after_a_kill(loop):
     link, node = loop.link(), loop.node()
     loop.run(resume=False)
     wait_until(lambda: loop.rounds() == [1, 2], f"round 2 doesn't begin: {loop.log('operator')}")
@@ -118,3 +108,18 @@ def test_a_run_goes_on_with_the_same_node_after_its_superlink_was_killed(loop):
     assert [line for line in statement["incidents"] if "not finished" in line] == ["round 2 was charged and not finished"]
     assert loop.rounds() == [1, 2, 3]
     assert re.search(r"ROUND 3/3", loop.log("operator"))
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        loop = Loop(Path(folder))
+        try:
+            go_on_after_a_kill(loop)
+        finally:
+            (loop.folder / "hold").unlink(missing_ok=True)
+            loop.stop()
+    sys.stdout.write("the run went on with the same node\n")
+
+
+if __name__ == "__main__":
+    main()
