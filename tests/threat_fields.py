@@ -302,7 +302,7 @@ def node_state() -> set[str]:
 
 def run_state() -> set[str]:
     # Not those of a doctest, which no module has.
-    kinds = (kind for kind in stored._KINDS.values() if getattr(sys.modules[kind.__module__], kind.__name__, None) is kind)
+    kinds = (kind for kind in stored._KINDS.values() if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind)
     kinds = (kind for kind in kinds if kind.__module__.startswith("flower_dp."))
     return fields_of(*(kind for kind in kinds if kind is not Checkpoint))
 
