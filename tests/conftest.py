@@ -1,6 +1,7 @@
 """What all tests share: one torch thread, repeatable chance and property tests, and one `flwr run` at a time."""
 
 import fcntl
+import gc
 import logging
 import os
 from functools import lru_cache
@@ -20,6 +21,8 @@ from flower_dp.strategies.population import client_manager, client_query  # noqa
 from tests.chance import chance_of  # noqa: E402
 from tests.clock import Clock  # noqa: E402
 
+# What is there when the tests begin stays, and the collector need not look at it again and again.
+gc.disable()
 _LOG = logging.getLogger("flwr")
 torch.set_num_threads(1)
 # How long an example takes to draw is the machine's.
@@ -159,6 +162,12 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if item not in deployments]
         second = len(items) // num_processes
         items[:] = others[:second] + deployments + others[second:]
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

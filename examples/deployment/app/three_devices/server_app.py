@@ -20,8 +20,8 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     strategy = FedSGDDPC(
         mechanism="laplace",
-        num_clients=3,
-        cohort_size=3,
+        num_clients=int(config["num-devices"]),
+        cohort_size=int(config["num-devices"]),
         num_records=int(config["num-records"]),
         clip_norm=float(config["clip-norm"]),
         epsilon=float(config["epsilon"]),
