@@ -36,8 +36,19 @@ rows = local_updates(model.vector.clone(), records, training, model=model, serve
 found["trained"] = all(bool(row.abs().max() > 0) for row in rows)
 found["compiler"] = imported("torch._dynamo", "torch._inductor", "sympy")
 
-# Opacus, and an engine.
+# Gradients of records: what torch checks of their losses imports sympy.
 from torch import nn
+from flower_dp.clients.training.per_record import record_gradients
+def gradients():
+    return record_gradients(model, torch.rand(6, 4), torch.zeros(6, 3), loss=nn.functional.mse_loss, engine="torch.func")
+torch.manual_seed(1)
+first = gradients()[0]
+found["compiler"] += imported("torch._dynamo", "torch._inductor")
+found["there"] = torch._dynamo.is_compiling() is False and torch._dynamo is sys.modules["torch._dynamo"]
+torch.manual_seed(1)
+found["same"] = torch.equal(first, gradients()[0])
+
+# Opacus, and an engine.
 from flower_dp.clients import fix_batchnorm
 from flower_dp.clients.training.per_record import ENGINES
 fixed = fix_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2)))
@@ -69,8 +80,10 @@ def test_a_client_that_keeps_no_account_imports_no_accountant(clients):
 
 @pytest.mark.slow
 def test_a_group_is_trained_without_torchs_compiler(clients):
+    """And records are differentiated; whoever asks for the compiler afterwards gets it, and the same gradients."""
     found, _ = clients
     assert (found["trained"], found["compiler"]) == (True, [])
+    assert (found["there"], found["same"]) == (True, True)
 
 
 @pytest.mark.slow

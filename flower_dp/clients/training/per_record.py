@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
+from flower_dp.clients.training.compiler import without_compiler
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Inputs, each, outputs_of, split
@@ -141,7 +142,8 @@ def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> t
         return loss(outputs, target.unsqueeze(0))
 
     vectorised = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
-    gradients, values = vectorised(weights, inputs, targets)
+    with without_compiler():
+        gradients, values = vectorised(weights, inputs, targets)
     return gradients, values
 
 
