@@ -16,6 +16,7 @@ Runs are made by `flower-dp sweep`; with --in-process one after another in this 
 """
 
 import argparse
+import fcntl
 import json
 import logging
 import os
@@ -26,7 +27,8 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from flower_dp.sweeps.sweep import Sweep  # noqa: E402
 
 GRID = Path(__file__).with_suffix(".toml")
 TUNE, NORMS, TABLES, RADII, EPSILONS = STAGES = ("tune", "norms", "tables", "radii", "epsilons")
-REPORT, PICTURE = "report.md", "accuracy-epsilon.png"
+REPORT, PICTURE, LOCK = "report.md", "accuracy-epsilon.png", "program.lock"
 METHODS = ("DP-FedAvg", "BLURS", "Fed-SMP-rand_k", "Fed-SMP-top_k", "DP-FedSAM", "DP-FedSAM-top_k")
 CLIPS = ("fixed", "adaptive")
 PARTITIONS: dict[str, dict[str, Value]] = {
@@ -435,6 +437,31 @@ def main() -> None:
     deadline, place = time.monotonic() + 60 * options.minutes, options.output_dir.expanduser().absolute()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     place.mkdir(parents=True, exist_ok=True)
+    with alone_in(place):
+        make_all(options, place, deadline)
+
+
+@contextmanager
+def alone_in(place: Path) -> Iterator[None]:
+    """Let no other of these programs use a folder within this context.
+
+    Raises:
+        SystemExit: another one does.
+    """
+    with (place / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"{place}: another of these programs runs there") from None
+        yield
+
+
+def make_all(options: argparse.Namespace, place: Path, deadline: float) -> None:
+    """Make what is left of all stages in a folder, until the deadline, and report.
+
+    Raises:
+        SystemExit: a run has failed, or the time is up.
+    """
     settings, done = dict(resolve(None, options.set).overrides), True
     tune = tuning(
         settings,

@@ -210,6 +210,13 @@ def test_a_sweep_that_is_out_of_time_is_interrupted_as_by_a_person(program, tmp_
         program.make(tmp_path / "file.toml", tmp_path / "out", float("inf"), in_process=False)
 
 
+def test_a_second_program_in_a_folder_is_refused_before_it_writes_there(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dp_fedsam.py", "--output-dir", str(tmp_path), "--in-process"])
+    with program.alone_in(tmp_path), pytest.raises(SystemExit, match="another of these programs runs there"):
+        program.main()
+    assert [path.name for path in tmp_path.iterdir()] == [program.LOCK]
+
+
 @pytest.mark.slow
 def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "GRID", tmp_path / "grid.toml")
