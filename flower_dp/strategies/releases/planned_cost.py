@@ -16,7 +16,7 @@ _FIRST_HORIZON = 64
 
 
 class PlannedCost:
-    """The cost of a run's rounds, composed before the first of them.
+    """The cost of a run's rounds, by a plan that is made before the first of them.
 
     Args:
         events: returns what rounds 1 to n cost at most.
@@ -30,24 +30,31 @@ class PlannedCost:
     ) -> None:
         self._events = events
         self._target, self._delta, self._relation = target_epsilon, delta, relation
-        self._epsilons = np.zeros(1)
+        self._planned, self._epsilons = 0, np.zeros(1)
         self._affordable = 0
         self._all_affordable = True
         self._asked: tuple[object, ...] = ()
         self._pays = False
 
     def plan(self, num_rounds: int) -> None:
-        """Compute how many rounds the target allows, and the cost of each of them."""
+        """Compute how many rounds the target allows."""
         if self._target is not None:
             self._count_affordable(num_rounds, self._target)
             num_rounds = self._affordable
-        self._epsilons = accounting.epsilon_by_round(
-            self._events, num_rounds=num_rounds, delta=self._delta, relation=self._relation
-        )
+        self._planned, self._epsilons = num_rounds, np.zeros(1)
 
     def epsilon(self, num_rounds: int) -> float | None:
-        """Return what `num_rounds` rounds in order cost at most; None for more than were planned."""
-        return float(self._epsilons[num_rounds]) if num_rounds < len(self._epsilons) else None
+        """Return what `num_rounds` rounds in order cost at most; None for more than were planned.
+
+        The first that is asked for composes all that were planned, which a statement of the plan does not need.
+        """
+        if num_rounds > self._planned:
+            return None
+        if num_rounds >= len(self._epsilons):
+            self._epsilons = accounting.epsilon_by_round(
+                self._events, num_rounds=self._planned, delta=self._delta, relation=self._relation
+            )
+        return float(self._epsilons[num_rounds])
 
     def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent, as_planned: bool) -> bool:
         """Return whether the target allows one more round.
