@@ -172,8 +172,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def one_flwr_run_at_a_time(request, tmp_path_factory):
-    """Hold a lock that the processes of pytest-xdist share while a simulation of Flower or Ray runs."""
-    if request.node.get_closest_marker("flwr_run") is None or request.node.get_closest_marker("deployment"):
+    """Hold a lock that the processes of pytest-xdist share while a simulation of Flower or Ray runs.
+
+    The deployment runs beside all others, and so does the wheel, which is often the last.
+    """
+    alone = request.node.get_closest_marker("deployment") or request.node.get_closest_marker("wheel")
+    if request.node.get_closest_marker("flwr_run") is None or alone:
         yield
         return
     own = tmp_path_factory.getbasetemp()

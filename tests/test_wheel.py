@@ -17,10 +17,8 @@ from tests.results import RESULTS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-pytestmark = [pytest.mark.wheel, pytest.mark.flwr_run]
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def wheel(tmp_path_factory):
     """The wheel of a copy of the sources: building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
@@ -34,7 +32,7 @@ def wheel(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def installed(wheel, tmp_path_factory):
     """Run `flower-dp` of an environment that has the wheel and the dependencies, but not the checkout."""
     room = tmp_path_factory.mktemp("installed")
@@ -77,7 +75,7 @@ def _pip(*arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_wheel_holds_the_package_and_the_app_and_nothing_else(wheel):
+def assert_holds_the_package_and_the_app_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     app = [path for path in (REPOSITORY / "apps").rglob("*") if path.suffix in {".py", ".toml"}]
     wanted = {f"flower_dp/_app/{path.relative_to(REPOSITORY)}" for path in app}
@@ -87,14 +85,14 @@ def test_the_wheel_holds_the_package_and_the_app_and_nothing_else(wheel):
     assert {name for name in names if ".dist-info/" not in name} == wanted
 
 
-def test_presets(installed):
+def assert_presets(installed):
     done = installed("presets")
     assert (done.returncode, done.stderr) == (0, "")
     presets = {path.stem for path in (REPOSITORY / "apps" / "presets").glob("*.toml")}
     assert {line.split()[0] for line in done.stdout.splitlines()} == presets
 
 
-def test_a_new_app_runs_at_once(installed, tmp_path):
+def assert_a_new_app_runs_at_once(installed, tmp_path):
     """`flower_dp.app` around a model and data, in a folder outside of the checkout: results, and what is shown."""
     app = tmp_path / "mine"
     done = installed("new", str(app))
@@ -117,10 +115,20 @@ def test_a_new_app_runs_at_once(installed, tmp_path):
     assert "over 2 rounds" in done.stdout
 
 
-def test_a_plan_from_a_preset(installed):
+def assert_a_plan_from_a_preset(installed):
     done = installed(
         *("plan", "fedsgd-dpc", "--estimate-from", "mnist-fedsgd-dpc-laplace", "--json"),
         *("--set", "num-clients=4", "--set", "cohort-size=2", "--set", "partition=sample", "--set", "records-per-client=25"),
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert json.loads(done.stdout)["inputs"]["num_clients"] == 4
+
+
+@pytest.mark.wheel
+@pytest.mark.flwr_run
+def test_the_wheel_without_the_checkout(wheel, installed, tmp_path):
+    """One test, so that one process of pytest-xdist makes the wheel, once."""
+    assert_holds_the_package_and_the_app_and_nothing_else(wheel)
+    assert_presets(installed)
+    assert_a_plan_from_a_preset(installed)
+    assert_a_new_app_runs_at_once(installed, tmp_path)
