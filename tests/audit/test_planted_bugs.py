@@ -226,7 +226,7 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
 # 40 trials refute a claim if they make next to no error, whatever the estimator; of larger effects they show nothing.
 @pytest.mark.parametrize(
     ("case", "trials"),
-    [(LITTLE, 100), *((one, 40) for one in (TWO_ROUNDS, REPLACED, SHARED, RECORDS, LAPLACE, QUANTISED))],
+    [(LITTLE, 100), *((one, 40) for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE, QUANTISED, ADAPTIVE))],
     ids=lambda value: getattr(value, "label", None),
 )
 def test_nothing_is_flagged_without_a_bug(case, trials):
