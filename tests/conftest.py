@@ -176,8 +176,8 @@ def one_flwr_run_at_a_time(request, tmp_path_factory):
 
     The deployment runs beside all others, and so does the wheel, which is often the last.
     """
-    alone = request.node.get_closest_marker("deployment") or request.node.get_closest_marker("wheel")
-    if request.node.get_closest_marker("flwr_run") is None or alone:
+    beside = request.node.get_closest_marker("deployment") or request.node.get_closest_marker("wheel")
+    if request.node.get_closest_marker("flwr_run") is None or beside:
         yield
         return
     own = tmp_path_factory.getbasetemp()

@@ -127,13 +127,7 @@ class Deployment:
             connection.close()
 
     def stop(self):
-        for process in reversed(self.started):
-            end_group(process, signal.SIGTERM)
-        for process in self.started:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                end_group(process, signal.SIGKILL)
+        end_all(self.started)
 
 
 def end_group(process, kind):
@@ -142,6 +136,17 @@ def end_group(process, kind):
         os.killpg(process.pid, kind)
     except ProcessLookupError:
         return
+
+
+def end_all(processes):
+    """End groups, the last first, and kill those that are still there after a minute."""
+    for process in reversed(processes):
+        end_group(process, signal.SIGTERM)
+    for process in processes:
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            end_group(process, signal.SIGKILL)
 
 
 def wait_until(true, what, seconds=400):

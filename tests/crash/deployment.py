@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
 from tests.ports import free_ports
-from tests.test_deployment import end_group, listens, wait_until
+from tests.test_deployment import end_all, end_group, listens, wait_until
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
@@ -79,15 +79,6 @@ class Loop:
         except LedgerError:
             return []
 
-    def stop(self):
-        for process in reversed(self.started):
-            end_group(process, signal.SIGTERM)
-        for process in self.started:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                end_group(process, signal.SIGKILL)
-
 
 def go_on_after_a_kill(loop):
     link, node = loop.link(), loop.node()
@@ -117,7 +108,7 @@ def main():
             go_on_after_a_kill(loop)
         finally:
             (loop.folder / "hold").unlink(missing_ok=True)
-            loop.stop()
+            end_all(loop.started)
     sys.stdout.write("the run went on with the same node\n")
 
 
