@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import dp_accounting as dp
 import numpy as np
 
 from flower_dp.audit.case import Case, Trials, quiet
 from flower_dp.audit.estimate import Errors, Scores, errors_of, lower_bound
 from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation, inner_of, leaves_of
 from flower_dp.privacy.ledger import Ledger

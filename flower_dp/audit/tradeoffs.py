@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from dp_accounting import GaussianDpEvent
 from scipy import optimize, special, stats
 
+from flower_dp.core import dp
 from flower_dp.privacy import accounting
 
 # Of the sampled Gaussian: the effects mu that are told apart, and the thresholds of its tests.
@@ -103,7 +103,7 @@ class GaussianTradeoff:
         """Return the epsilon of mu."""
         if strength <= 0:
             return 0.0
-        event = GaussianDpEvent(1 / float(strength))
+        event = dp.GaussianDpEvent(1 / float(strength))
         return accounting.epsilon(event, delta=self.delta, relation="add-or-remove-one").epsilon
 
 

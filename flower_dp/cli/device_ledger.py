@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from flower_dp.core import dp
 from flower_dp.core.words import delta_in_words, epsilon_in_words
 
 
@@ -71,9 +72,7 @@ def _shown(epsilon: float | None) -> str:
 
 
 def _pure(event: Any) -> bool:
-    import dp_accounting
-
-    return isinstance(event, dp_accounting.LaplaceDpEvent)
+    return isinstance(event, dp.LaplaceDpEvent)
 
 
 def _line(name: str, account: dict[str, Any]) -> str:

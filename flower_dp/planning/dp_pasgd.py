@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from dp_accounting import GaussianDpEvent
 
+from flower_dp.core import dp
 from flower_dp.planning.dp_pasgd_bound import METHOD, MOST_STEPS, Problem
 from flower_dp.planning.dp_pasgd_plan import Candidate, Plan, relaxed_steps_per_round
 from flower_dp.planning.planner import Data, Inputs
@@ -244,7 +244,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
 def _needed(epsilon: float, delta: float) -> str:
     """Return how much less noise exact composition needs: the same fraction for any number of steps."""
     try:
-        needed = accounting.calibrate(GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
+        needed = accounting.calibrate(dp.GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
     except ValueError:  # out of the accountant's reach
         return ""
     planned = math.sqrt(2 / zcdp_budget(epsilon=epsilon, delta=delta))

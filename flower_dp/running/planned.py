@@ -1,13 +1,12 @@
 """What a run is charged with, before it is started."""
 
-from dp_accounting import DpEvent
-
+from flower_dp.core import dp
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running import apps, plugins
 from flower_dp.running.apps import Target
 
 
-def outside_of(target: Target) -> tuple[DpEvent, PrivacyStatement]:
+def outside_of(target: Target) -> tuple[dp.DpEvent, PrivacyStatement]:
     """Return the event of a whole run against those who are no clients, and the run's statement.
 
     Raises:
@@ -19,5 +18,5 @@ def outside_of(target: Target) -> tuple[DpEvent, PrivacyStatement]:
         )
     with plugins.loaded(apps.own_app() if target.app.built else target.app, "apps.cost:outside") as outside:
         config = {**target.app.defaults, **target.overrides}
-        planned: tuple[DpEvent, PrivacyStatement] = outside(config, own_model=True) if target.app.built else outside(config)
+        planned: tuple[dp.DpEvent, PrivacyStatement] = outside(config, own_model=True) if target.app.built else outside(config)
         return planned

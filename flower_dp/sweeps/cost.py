@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dp_accounting import ComposedDpEvent, DpEvent, NoOpDpEvent, SelfComposedDpEvent
-
-from flower_dp.core import checks
+from flower_dp.core import checks, dp
 from flower_dp.core.words import delta_in_words, epsilon_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
@@ -31,7 +29,7 @@ NOT_COVERED = (
     "other runs on the same clients or records: this counts the runs in the sweep's folder alone",
 )
 _TEST_RECORDS = "metrics on test or validation records that are not public: only private evaluations are charged"
-Events = Mapping[DpEvent, int]
+Events = Mapping[dp.DpEvent, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +188,7 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
     worst = [run.worst for run in runs]
     known = [one for one in worst if one is not None]
     if len(known) == len(runs):
-        total: Counter[DpEvent] = Counter()
+        total: Counter[dp.DpEvent] = Counter()
         for one in known:
             total.update(one)
         return accounting.epsilon(_event(total), delta=delta, relation=scope.relation)
@@ -233,10 +231,10 @@ def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
 
 def histories_of(charges: Iterable[Charge]) -> tuple[Events, ...]:
     """Return how often every owner was charged with which event; equal histories once."""
-    counts: dict[str, Counter[DpEvent]] = {EVERY_CLIENT: Counter()}
+    counts: dict[str, Counter[dp.DpEvent]] = {EVERY_CLIENT: Counter()}
     for charge in charges:
         for owner, event in zip(charge.owners, charge.events, strict=True):
-            if not isinstance(event, NoOpDpEvent):
+            if not isinstance(event, dp.NoOpDpEvent):
                 counts.setdefault(owner, Counter())[event] += 1
     everyone = counts[EVERY_CLIENT]
     found = {frozenset((one if owner == EVERY_CLIENT else one + everyone).items()) for owner, one in counts.items()}
@@ -247,8 +245,8 @@ def _has(one: Events, other: Events) -> bool:
     return all(one.get(event, 0) >= count for event, count in other.items())
 
 
-def _event(counts: Events) -> DpEvent:
-    return ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in counts.items()])
+def _event(counts: Events) -> dp.DpEvent:
+    return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in counts.items()])
 
 
 def _runs(number: int) -> str:

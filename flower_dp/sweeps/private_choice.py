@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dp_accounting import DpEvent
-
-from flower_dp.core import columns
+from flower_dp.core import columns, dp
 from flower_dp.core.words import epsilon_in_words, spent_in_words
 from flower_dp.privacy import selection
 from flower_dp.privacy.accounting import Cost
@@ -59,7 +57,7 @@ class Candidate:
     """
 
     run: PlannedRun
-    event: DpEvent
+    event: dp.DpEvent
     statement: PrivacyStatement
 
     @property

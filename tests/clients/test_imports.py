@@ -24,8 +24,41 @@ run = Run.of(config)
 client = run.client(run.model(), deal(config_of(config)).clients.part(0, 2), dict)
 found = {"client": type(client).__name__, "accountants": imported("dp_accounting", "scipy.stats", "matplotlib", "sklearn")}
 
-# A group that trains.
+# A device with a ledger, which is asked in two runs, as a new client each time.
+import functools
+import tempfile
 import torch
+from flwr.app import Context, RecordDict
+from flower_dp import wire
+from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, TensorRecords, model_arrays
+from flower_dp.privacy.ledger_file import LedgerFile
+from tests.asks import own_ask
+recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
+own = TensorRecords(inputs=torch.rand(6, 3), targets=torch.tensor([0, 1, 0, 1, 0, 1]))
+terms = recipe.terms("device-1", own)
+asked_of = {"device-1": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
+with tempfile.TemporaryDirectory() as folder:
+    ledger = LedgerFile.create(f"{folder}/ledger.json", ["device-1"])
+    for _ in range(2):
+        module = torch.nn.Linear(3, 2)
+        context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+        client_of = functools.partial(LocalDPClient, clients={"device-1": own}, recipe=recipe, context=context, device="cpu")
+        device = client_of(model=module, ledger=ledger.path)
+        asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("device-1",), ask=own_ask(asked_of))
+        sent = [array.numpy() for array in model_arrays(module).values()]
+        _, _, answer = device.fit(sent, {wire.KEY: asked.to_json()})
+        assert not wire.Answer.from_json(answer[wire.KEY], ("device-1",)).refused
+    found["charged"] = ledger.read()["device-1"].replies
+    spent = ledger.read()["device-1"].spent
+found["of device"] = imported("dp_accounting", "scipy.signal", "scipy.stats", "sympy", "torch._dynamo", "opacus")
+
+# Whoever imports dp-accounting afterwards has the events of the ledger.
+import dp_accounting
+found["events"] = spent.event == dp_accounting.LaplaceDpEvent(terms.release.mechanism.noise_multiplier)
+found["module"] = dp_accounting.dp_event is sys.modules["dp_accounting.dp_event"]
+found["epsilon"] = dp_accounting.pld.PLDAccountant().compose(spent).get_epsilon(1e-6)
+
+# A group that trains.
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import TensorRecords
@@ -76,6 +109,15 @@ def clients():
 def test_a_client_that_keeps_no_account_imports_no_accountant(clients):
     found, _ = clients
     assert (found["client"], found["accountants"]) == ("DPClient", [])
+
+
+@pytest.mark.slow
+def test_a_device_charges_its_ledger_without_an_accountant(clients):
+    """And what it charges is an event of dp-accounting."""
+    found, _ = clients
+    assert (found["charged"], found["of device"]) == (2, [])
+    assert (found["events"], found["module"]) == (True, True)
+    assert found["epsilon"] == pytest.approx(1 / 5, rel=1e-3)  # two of five replies, of which the library doubles no sensitivity
 
 
 @pytest.mark.slow

@@ -79,6 +79,33 @@ def test_a_record_may_ignore_some_targets():
     assert torch.equal(gradient, expected_gradient)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 4, 4)], ids=["a class", "a class for every pixel"])
+def test_a_record_has_torchs_loss_and_gradient(shape):
+    outputs, targets = torch.randn(1, 5, *shape[1:]), _targets(*shape)
+    value, gradient = _value_and_gradient(record_cross_entropy, outputs, targets)
+    expected, expected_gradient = _value_and_gradient(nn.functional.cross_entropy, outputs, targets)
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
+
+
+def test_a_record_without_any_class_has_no_loss():
+    value, _ = _value_and_gradient(record_cross_entropy, torch.randn(1, 5, 4), torch.full((1, 4), -100))
+    assert value.isnan()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(1, 5, 4), torch.zeros(1, 3, dtype=torch.int64)),  # fewer targets than places
+        (torch.zeros(1, 5), torch.zeros(1, 1, dtype=torch.int64)),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_as_torch_refuses_them(outputs, targets):
+    for loss in (record_cross_entropy, nn.functional.cross_entropy):
+        with pytest.raises((RuntimeError, ValueError)):
+            loss(outputs, targets)
+
+
 def test_only_torchs_own_is_replaced():
     def own(outputs, targets):
         return outputs.mean()

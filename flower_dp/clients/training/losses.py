@@ -29,14 +29,28 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         outputs: logits [batch, classes, ...].
         targets: class indices [batch, ...], int64, or probabilities.
     """
-    return _mean_over(_known(outputs, targets), outputs, targets, 0.0)
+    counted = _known(outputs, targets)
+    if counted is None:
+        return nn.functional.cross_entropy(outputs, targets)
+    some = counted.any()
+    # If no target counts, give all of them a class: the mean over no targets would be NaN, and so would its gradient.
+    safe = targets.where(counted, IGNORED).where(some, 0)
+    return nn.functional.cross_entropy(outputs, safe).where(some, 0.0)
 
 
 def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of one record; NaN with a gradient of zero if any target is neither a class nor ignored."""
+    """Return the cross-entropy of one record; NaN with a gradient of zero if any target is neither a class nor ignored.
+
+    Otherwise it is torch's, up to the last bits. Vectorised over records, torch's own imports SymPy, which takes 0.4 s.
+    """
     known = _known(outputs, targets)
-    whole = known if known is None else (known | (targets == IGNORED)).all()
-    return _mean_over(whole, outputs, targets, math.nan)
+    if known is None or outputs.ndim < 2 or targets.shape != outputs[:, 0].shape:
+        return nn.functional.cross_entropy(outputs, targets)
+    whole = (known | (targets == IGNORED)).all()
+    # A record that is not whole has class 0 everywhere: a gradient through NaN would be NaN.
+    losses = class_losses(outputs, targets.where(known & whole, 0))
+    counted = known | ~whole
+    return (losses.where(counted, 0.0).sum() / counted.sum()).where(whole, math.nan)
 
 
 def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -67,12 +81,3 @@ def known_classes(targets: Tensor, num_classes: int) -> Tensor:
 def _known(outputs: Tensor, targets: Tensor) -> Tensor | None:
     """Return which targets are classes; None for targets that are no class indices."""
     return known_classes(targets, outputs.shape[1 if outputs.ndim > 1 else 0]) if targets.dtype == torch.int64 else None
-
-
-def _mean_over(counted: Tensor | None, outputs: Tensor, targets: Tensor, otherwise: float) -> Tensor:
-    if counted is None:
-        return nn.functional.cross_entropy(outputs, targets)
-    some = counted.any()
-    # If no target counts, give all of them a class: the mean over no targets would be NaN, and so would its gradient.
-    safe = targets.where(counted, IGNORED).where(some, 0)
-    return nn.functional.cross_entropy(outputs, safe).where(some, otherwise)
