@@ -18,6 +18,7 @@ from typing import Any, Self
 import tomli_w
 
 from flower_dp.core.environment import OBSERVERS, RESUME, RUN_CONFIG, RUN_FOLDER
+from flower_dp.running import ray_settings
 from flower_dp.running.processes import POLL_SECONDS, Programs
 
 CONNECTION = "flower-dp"
@@ -167,16 +168,11 @@ def _environment(private_folder: Path, home: Path, ray_address: str = "") -> dic
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray starts workers at niceness 15, so other programs would take the cores from the training.
-        "RAY_worker_niceness": "0",
-        # Messages of up to 4 MiB go directly to the worker, not through Ray's object store.
-        "RAY_max_direct_call_object_size": str(2**22),
+        **ray_settings.STARTED,
         "RAY_TMPDIR": str(private_folder),
         "PYTHONUNBUFFERED": "1",
     }
-    # Without this a Ray of this machine alone listens to all others, by the address by which they reach it.
-    environment |= {"RAY_ADDRESS": ray_address} if ray_address else {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    environment |= {"RAY_ADDRESS": ray_address} if ray_address else ray_settings.ALONE
     environment["PATH"] = os.pathsep.join([*_program_folders(), environment.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1", "localhost"]))

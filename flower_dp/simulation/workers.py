@@ -17,24 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
+from flower_dp.running import ray_settings
 from flower_dp.simulation.cluster import Cluster, fitting
 from flower_dp.simulation.one_machine import lean
 
-# What Ray reads in every process: messages of up to 4 MiB go directly to the worker, not through its object store.
-_MESSAGES = {"RAY_max_direct_call_object_size": str(2**22)}
-# What it reads when it starts.
-ENVIRONMENT = {
-    **_MESSAGES,
-    # Ray starts workers at niceness 15, so other programs would take the cores from the training.
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Otherwise Ray looks for a `uv run` among the parents of this process.
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
-# On Linux Ray would take the address by which others reach this machine in its place, and listen to all, but for this.
-ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 _lock = threading.Lock()
 _starts = threading.Event()
@@ -117,12 +105,12 @@ def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
 
 
 def _join(ray: Any, cluster: Cluster) -> None:
-    environment: dict[str, Any] = {"env_vars": _MESSAGES}
+    environment: dict[str, Any] = {"env_vars": ray_settings.MESSAGES}
     try:
         with (
             warnings.catch_warnings(),
             _sigterm_stays(),
-            _set(_MESSAGES),
+            _set(ray_settings.MESSAGES),
             tempfile.TemporaryDirectory(prefix="flower-dp-") as folder,
         ):
             warnings.simplefilter("ignore")
@@ -160,7 +148,7 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        with warnings.catch_warnings(), _sigterm_stays(), lean(ray), _set(ENVIRONMENT | ALONE | path):
+        with warnings.catch_warnings(), _sigterm_stays(), lean(ray), _set(ray_settings.STARTED | ray_settings.ALONE | path):
             warnings.simplefilter("ignore")  # hints on future releases of Ray
             ray.init(
                 address="local",
