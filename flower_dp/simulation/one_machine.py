@@ -17,8 +17,7 @@ def lean(ray: Any) -> Iterator[None]:
     """Start Ray within this context without its dashboard, the dashboard's agent and its autoscaler, and no later than it can.
 
     `ray.init` has no setting for it: with `include_dashboard=False` too it starts the dashboard's process and waits for it, and
-    its raylet waits for the agent. What is replaced here is private to Ray. Where a version of Ray does not have it, Ray starts as
-    usual.
+    its raylet waits for the agent. What is replaced here is private to Ray; a version of Ray without it starts as usual.
     """
     node, services = getattr(getattr(ray._private, "node", None), "Node", None), getattr(ray._private, "services", None)
     with ExitStack() as stack:
