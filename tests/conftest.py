@@ -140,8 +140,12 @@ def bounds_and_pictures_take_little_work(request, monkeypatch):
         monkeypatch.setattr(plot, "png", lambda rows: b"not drawn")
 
 
+def _runs_beside(item):
+    return any(item.get_closest_marker(name) for name in ("deployment", "wheel"))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Order the tests so that those that start Flower begin first: the deployment in one process, all others in another.
+    """Order the tests so that those that start Flower begin first: deployment and wheel in one process, all others in another.
 
     What fails in them may be the machine: they may fail once, and the summary says so.
 
@@ -158,10 +162,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.flaky(reruns=1))
     num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if num_processes > 1:
-        deployments = [item for item in items if item.get_closest_marker("deployment")]
-        others = [item for item in items if item not in deployments]
+        beside = [item for item in items if _runs_beside(item)]
+        others = [item for item in items if not _runs_beside(item)]
         second = len(items) // num_processes
-        items[:] = others[:second] + deployments + others[second:]
+        items[:] = others[:second] + beside + others[second:]
 
 
 def pytest_collection_finish():
@@ -170,14 +174,19 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_sessionfinish():
+    """Look once for what is left behind: pytest and Python would each look several times, in every process."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_flwr_run_at_a_time(request, tmp_path_factory):
     """Hold a lock that the processes of pytest-xdist share while a simulation of Flower or Ray runs.
 
-    The deployment runs beside all others, and so does the wheel, which is often the last.
+    The deployment and the wheel run beside all others.
     """
-    beside = request.node.get_closest_marker("deployment") or request.node.get_closest_marker("wheel")
-    if request.node.get_closest_marker("flwr_run") is None or beside:
+    if request.node.get_closest_marker("flwr_run") is None or _runs_beside(request.node):
         yield
         return
     own = tmp_path_factory.getbasetemp()

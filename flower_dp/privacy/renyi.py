@@ -127,12 +127,15 @@ def without_warnings() -> Iterator[None]:
     loggers would then be shown twice. So the root logger gets a handler meanwhile.
     """
     logger, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_is_error)
     root.addHandler(silent)
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
         root.removeHandler(silent)
-        logger.setLevel(level)
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+
+from flower_dp.simulation.one_machine import lean
 
 
 def main(port: str, folder: str, role: str) -> None:
@@ -28,7 +31,8 @@ def main(port: str, folder: str, role: str) -> None:
         **place,
     )
     params.dashboard_agent_listen_port = None  # any that is free
-    node = Node(params, head=role == "head", shutdown_at_exit=True, spawn_reaper=False)
+    with lean(ray):  # the tests need no dashboard
+        node = Node(params, head=role == "head", shutdown_at_exit=True, spawn_reaper=False)
     (raylet,) = node.all_processes["raylet"]
     part = Path(folder, "pid.part")
     part.write_text(str(raylet.process.pid))

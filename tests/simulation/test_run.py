@@ -56,7 +56,7 @@ def own_app(shift=0.0, evaluate=lambda model: {"accuracy": 0.5}):
 @pytest.mark.flwr_run
 @pytest.mark.usefixtures("ray_here")
 def test_an_app_of_ones_own(home, capsys):
-    run = flower_dp.simulate(own_app(), run_config=SETTINGS, seed=3)
+    run = flower_dp.simulate(own_app(), num_nodes=1, run_config=SETTINGS, seed=3)
     assert [row["round"] for row in run.rounds] == [0, 1, 2]
     assert run.rounds[2]["epsilon"] == run.statement.epsilon
     assert run.statement.num_rounds == 2
@@ -76,14 +76,15 @@ def test_how_a_run_goes_on_is_said_only_if_it_can():
     left = [0, 1]
     app = own_app(evaluate=lambda model: {"accuracy": 0.5 / left.pop() if left else 0.5})  # the second call fails
     with pytest.raises(RuntimeError, match="ZeroDivisionError") as failed:
-        flower_dp.simulate(app, run_config=SETTINGS, progress=False)
+        flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, progress=False)
     released, goes_on = failed.value.__notes__
     assert "What the run released before is in" in released
     folder = re.fullmatch(r"Unless its settings are why it failed, it goes on with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
     with pytest.raises(SettingsError, match="batch-size=2: was 4 in") as refused:
-        flower_dp.simulate(app, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
+        flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
     assert not hasattr(refused.value, "__notes__")
-    assert flower_dp.simulate(app, run_config=SETTINGS, resume=folder, progress=False).statement.num_rounds == 2
+    run = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
+    assert run.statement.num_rounds == 2
 
 
 @pytest.mark.flwr_run
