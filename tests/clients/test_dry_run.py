@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
-from opacus.layers import DPGRU
 from torch import Tensor, nn
 
 from flower_dp import wire
@@ -260,6 +259,8 @@ def test_an_odd_client_of_single_records_is_not_refused(what):
 
 
 def test_the_recurrent_layers_that_are_advised_have_gradients_of_single_records():
+    from opacus.layers import DPGRU  # half a second
+
     client = local_client(lambda: Recurrent(DPGRU), tensors(floats(6, 4)), FedSGDDPCRecipe(**LOCAL, num_replies=1))
     assert client.why_unable() is None
 

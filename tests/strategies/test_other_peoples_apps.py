@@ -8,7 +8,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from torch import nn
 
 from flower_dp import wire
@@ -101,6 +100,8 @@ def test_arrays_that_no_reply_changes_are_named_in_the_log(caplog):
 
 def gone(message):
     """What the SuperLink replies for a node that no longer reports."""
+    from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message  # half a second
+
     return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
 
 
