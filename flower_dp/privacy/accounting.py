@@ -227,6 +227,13 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     yield "gaussian-exact", gaussian
     if not math.isnan(gaussian) and all(inner_of(leaf)[1] == 1 for leaf, _ in leaves):
         return  # it is the least epsilon there is
+    if _of_fixed_size(leaves) and delta >= pld.SMALLEST_DELTA:
+        # Renyi's bound of such samples is never lower, and slow.
+        rough = pld.rough_epsilon_of(leaves, delta, relation, grid, ceiling=gaussian)
+        by_pld = pld.epsilon_of(leaves, delta, relation, grid, rough=rough)
+        if math.isfinite(by_pld):
+            yield "pld", by_pld
+            return
     by_renyi = renyi.epsilon_of(leaves, delta, relation)
     yield "rdp", math.nan if by_renyi is None else by_renyi
     summed, name = _sum(leaves, delta, relation, grid)
@@ -234,6 +241,11 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     if delta >= pld.SMALLEST_DELTA:
         finite = [one for one in (pure, gaussian, by_renyi, summed) if one is not None and math.isfinite(one)]
         yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
+
+
+def _of_fixed_size(leaves: Leaves) -> bool:
+    """Whether every release is of a sample of a fixed size."""
+    return all(isinstance(leaf, dp.SampledWithoutReplacementDpEvent) and inner_of(leaf)[1] < 1 for leaf, _ in leaves)
 
 
 def _pure(leaves: Leaves, relation: Relation) -> float:
