@@ -31,6 +31,10 @@ _SEARCH_GRID = 1e-3
 _PROGRESS_GRID = 3e-4
 
 
+# An epsilon of so many steps of the grid has no visible error.
+_FINE_ENOUGH = 100
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """(epsilon, delta)-differential privacy under a neighbouring relation, and the accountant that proves it.
@@ -217,22 +221,22 @@ def _least(leaves: tuple[tuple[dp.DpEvent, int], ...], delta: float, relation: R
 
 def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
     """Yield every bound that holds, NaN where an accountant has none."""
-    from flower_dp.privacy import renyi  # noqa: PLC0415  (slow to import)
-
     pure = _pure(leaves, relation)
     yield "pure", pure
     if delta == 0:
         return
+    from flower_dp.privacy import renyi  # noqa: PLC0415  (slow to import)
+
     gaussian = _gaussian_exact(leaves, delta, relation)
     yield "gaussian-exact", gaussian
     if not math.isnan(gaussian) and all(inner_of(leaf)[1] == 1 for leaf, _ in leaves):
         return  # it is the least epsilon there is
     if _of_fixed_size(leaves) and delta >= pld.SMALLEST_DELTA:
-        # Renyi's bound of such samples is never lower, and slow.
+        # Renyi's bound of such samples is slow, and lower only where the grid's error counts.
         rough = pld.rough_epsilon_of(leaves, delta, relation, grid, ceiling=gaussian)
         by_pld = pld.epsilon_of(leaves, delta, relation, grid, rough=rough)
-        if math.isfinite(by_pld):
-            yield "pld", by_pld
+        yield "pld", by_pld
+        if _FINE_ENOUGH * grid <= by_pld < math.inf:
             return
     by_renyi = renyi.epsilon_of(leaves, delta, relation)
     yield "rdp", math.nan if by_renyi is None else by_renyi

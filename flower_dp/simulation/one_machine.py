@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 # Ray asks whether its raylet is there after a tenth of a second, and then once a second.
 _PAUSE, _LONGEST = 0.02, 10.0
@@ -55,7 +55,7 @@ def _with_idle_agent(ray: Any, command: Sequence[str]) -> Sequence[str]:
     A raylet ends with its agent, and does not start without one. Its end closes the agent's input.
     """
     options = dict(word.removeprefix("--").split("=", 1) for word in command if word.startswith("--") and "=" in word)
-    idle, private = shutil.which("cat"), getattr(ray, "_raylet", None)
+    idle, private = shutil.which("cat"), cast("Any", getattr(ray, "_raylet", None))
     if idle is None or not any(word.startswith(_AGENT) for word in command):
         return command
     try:

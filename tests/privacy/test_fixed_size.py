@@ -232,6 +232,15 @@ def test_never_below_a_pair_that_can_happen_and_never_above_the_renyi_bound(
     assert cost(event, delta) <= min(renyi, got + 1e-4)
 
 
+@pytest.mark.exact
+def test_an_epsilon_below_the_error_of_its_grid_is_renyis() -> None:
+    """A search for little noise looks on a coarse grid."""
+    event = run(49.5, 10_000, 10, 3000)
+    coarse = epsilon(event, delta=1e-3, relation=REPLACE, grid=1e-3)
+    assert coarse.epsilon == rdp_epsilon(event, delta=1e-3, relation=REPLACE)
+    assert epsilon(event, delta=1e-3, relation=REPLACE).epsilon < coarse.epsilon < 0.004
+
+
 @pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
