@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Audit:
         lower: epsilon is at least this, at the claim's delta, with the audit's confidence and under the estimator's condition.
         estimator: what gives it.
         strength: the number that it gives first, such as a mu.
+        largest: `lower` of a test without any error on so many trials: a claim above it can't be refuted by them.
         confidence: of `lower`. A method that keeps its claim is taken for one that breaks it with probability
             1 - confidence at most.
         trials: runs without the unit, and as many with it.
@@ -77,6 +78,7 @@ class Audit:
     lower: float
     estimator: Estimator
     strength: float
+    largest: float
     confidence: float
     trials: int
     errors: Errors
@@ -94,6 +96,11 @@ class Audit:
     def violation(self) -> bool:
         """Whether the trials refute the claim."""
         return self.lower > self.claim.epsilon
+
+    @property
+    def could_refute(self) -> bool:
+        """Whether so many trials could have refuted the claim, had the test made no error."""
+        return self.largest > self.claim.epsilon
 
 
 def audit(
@@ -143,12 +150,14 @@ def audit(
     estimator = estimator_of(case, claim)
     errors = errors_of(scores, estimator, confidence=confidence)
     strength = lower_bound(errors, estimator, confidence=confidence)
+    faultless = lower_bound(replace(errors, false_positives=0, false_negatives=0), estimator, confidence=confidence)
     return Audit(
         label=case.label,
         claim=claim,
         lower=estimator.epsilon(strength),
         estimator=estimator,
         strength=strength,
+        largest=estimator.epsilon(faultless),
         confidence=confidence,
         trials=trials,
         errors=errors,

@@ -7,7 +7,7 @@ chosen by a fair coin of its own. An auditor guesses the coins from what one run
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import optimize, stats
@@ -223,6 +223,16 @@ class OneRunAudit:
         )
 
     @property
+    def largest(self) -> float:
+        """The lower bound if all guesses were right: a claim above it can't be refuted by so many canaries."""
+        return replace(self, num_correct=self.num_guesses).lower_bound
+
+    @property
+    def could_refute(self) -> bool:
+        """Whether so many canaries could have refuted the claim, had all guesses been right."""
+        return self.largest > self.claimed
+
+    @property
     def refuted(self) -> bool:
         """Whether the claim is false, with the confidence."""
         return self.lower_bound > self.claimed
@@ -232,6 +242,7 @@ class OneRunAudit:
         return {
             "claimed": self.claimed if math.isfinite(self.claimed) else None,
             "lower_bound": self.lower_bound,
+            "largest": self.largest,
             "delta": self.delta,
             "unit": self.unit,
             "relation": self.relation,

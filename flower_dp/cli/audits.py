@@ -153,6 +153,7 @@ def _table(one: "Audit") -> dict[str, Any]:
         "delta": one.claim.delta,
         "claimed": one.claim.epsilon,
         "audited": one.lower,
+        "largest": one.largest,
         "ratio": one.ratio if one.claim.epsilon else None,
         "violation": one.violation,
         "estimator": one.estimator.name,
@@ -167,6 +168,8 @@ def _table(one: "Audit") -> dict[str, Any]:
 
 
 def _text(audits: "list[Audit]") -> str:
+    from flower_dp.core.words import beyond_in_words
+
     rows = [_COLUMNS]
     for one in audits:
         rows.append(
@@ -191,5 +194,10 @@ def _text(audits: "list[Audit]") -> str:
         f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}"
         for one in audits
         if one.violation
+    ]
+    lines += [
+        f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}"
+        for one in audits
+        if not one.could_refute
     ]
     return "\n".join(lines)

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
     from flower_dp.audit.one_run import OneRunAudit
@@ -58,4 +60,6 @@ def text_of(audit: "OneRunAudit") -> str:
     shown = [f"{label:<{width}}  {value}" for label, value in lines.items()]
     if audit.refuted:
         shown.append(f"VIOLATION: the run claims epsilon {audit.claimed:.4g}, and it is at least {audit.lower_bound:.4g}")
+    if math.isfinite(audit.claimed) and not audit.could_refute:
+        shown.append(f"TOO FEW CANARIES: {beyond_in_words(audit.claimed, audit.largest)}")
     return "\n".join(shown)

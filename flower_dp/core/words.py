@@ -45,6 +45,19 @@ def digits_in_words(number: float, digits: int) -> str:
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).plus(Decimal(repr(float(number))))):.{digits}g}"
 
 
+def beyond_in_words(claimed: float, largest: float) -> str:
+    """Return why an audit could not refute a claim: `largest` is the bound that it would have shown without any error.
+
+    Example:
+        >>> from flower_dp.core.words import beyond_in_words
+        >>> beyond_in_words(8.0, 4.5678)
+        'without any error they would prove epsilon >= 4.568 and no more: not enough to refute a claim of 8'
+    """
+    return (
+        f"without any error they would prove epsilon >= {largest:.4g} and no more: not enough to refute a claim of {claimed:.4g}"
+    )
+
+
 def spent_in_words(epsilon: float | None, delta: float) -> str:
     """Return `epsilon 1.2341 at delta 1e-05`, both rounded up."""
     return f"epsilon {epsilon_in_words(epsilon)} at delta {delta_in_words(delta)}"

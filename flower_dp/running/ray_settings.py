@@ -11,6 +11,8 @@ STARTED = {
     # How often a process tries to reach another one of this machine that starts: by default once a second, ten times.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
+    # The input of a raylet's agents is a pipe, as it is by default: `flower_dp.simulation.one_machine` needs it.
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
     # Otherwise Ray looks for a `uv run` among the parents of this process.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }

@@ -55,6 +55,9 @@ def test_text_has_claim_bound_and_guesses():
     assert "lower bound       0.673 with confidence 0.95" in text
     assert "75 of 100 right, about 1000 canaries" in text
     assert "VIOLATION" not in text
+    # 100 guesses that are all right refute less than log(p / (1 - p)) = 3.49 with p^100 = 0.05, for delta is not 0.
+    assert "TOO FEW" not in canaries.text_of(OneRunAudit(claimed=3.2, **numbers, **words))
+    assert "TOO FEW CANARIES: without any error they would prove epsilon >= 3.202 and no more" in text
     assert "infinite: not private" in canaries.text_of(OneRunAudit(claimed=float("inf"), **numbers, **words))
     assert "VIOLATION" in canaries.text_of(OneRunAudit(claimed=0.5, **numbers, **words))
 

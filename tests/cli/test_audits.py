@@ -18,10 +18,18 @@ def test_a_case_is_audited_and_drawn(call, tmp_path):
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_trials_that_can_refute_nothing_are_said_to_be_too_few(call):
+    few, many = (call("audit", "dp-fedavg, stock clients", "--trials", trials)[1] for trials in ("20", "100"))
+    assert "TOO FEW TRIALS: dp-fedavg, stock clients: without any error they would prove epsilon >= 3.395 and no more" in few
+    assert "TOO FEW" not in many
+
+
 def test_all_cases_of_a_method_as_json(call):
     status, out, _ = call("audit", "scaffold", *QUICK, "--confidence", "0.99", "--json")
     (found,) = map(json.loads, out.splitlines())
     assert status == 0
+    assert found["audited"] <= found["largest"]
+    assert found["largest"] > found["claimed"]
     assert (found["case"], found["trials"], found["tested"], found["confidence"]) == ("scaffold, two rounds", 40, 30, 0.99)
     assert found["claimed"] == pytest.approx(8, rel=1e-3)
     assert found["ratio"] == pytest.approx(found["audited"] / found["claimed"])
