@@ -127,15 +127,15 @@ def without_warnings() -> Iterator[None]:
     loggers would then be shown twice. So the root logger gets a handler meanwhile.
     """
     logger, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
-    logger.addFilter(_is_error)
+
+    def is_error(record: logging.LogRecord) -> bool:  # of this call's own, which another call's end does not take away
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)
     root.addHandler(silent)
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
         root.removeHandler(silent)
-        logger.removeFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+        logger.removeFilter(is_error)
