@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from flower_dp.clients import FlatModel
 from flower_dp.privacy import accounting
 from flower_dp.running import plot
 from flower_dp.strategies.population import client_manager, client_query
@@ -60,61 +59,6 @@ def clock(request, monkeypatch):
     for module in (client_manager, client_query):
         monkeypatch.setattr(module, "time", made)
     return made
-
-
-# What a model of these makes of a record is told by how they are written.
-_STOCK = (torch.nn.Sequential, torch.nn.Flatten, torch.nn.Linear, torch.nn.ReLU, torch.nn.Tanh)
-# What made-up records say of a model: keys of `FlatModel.programs`.
-_SAID = ("fits", "trained", "joins")
-_said: dict[object, object] = {}
-
-
-def _is_stock(layer):
-    """Whether a layer is one of torch's own, and nobody has changed what it does."""
-    return type(layer) in _STOCK and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
-
-
-class _Programs(dict):
-    """What is kept of a model; what made-up records say of a stock one is found out once a process for all that are alike."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._model = model
-
-    def __reduce__(self):
-        return dict, (dict(self),)  # of a copy of the model
-
-    def _shared(self, key):
-        module = self._model.module
-        # "test": of a computation of the test's own
-        if key[0] not in _SAID or key[1] == "test" or not all(map(_is_stock, module.modules())):
-            return None
-        return (repr(module), str(self._model.device), key)
-
-    def __contains__(self, key):
-        return super().__contains__(key) or self._shared(key) in _said
-
-    def __getitem__(self, key):
-        return super().__getitem__(key) if super().__contains__(key) else _said[self._shared(key)]
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        if (shared := self._shared(key)) is not None:
-            _said[shared] = value
-
-
-_flat = FlatModel.__init__
-
-
-@pytest.fixture(autouse=True)
-def stock_models_are_examined_once(monkeypatch):
-    """Many clients of these tests have a stock model each."""
-
-    def init(self, *arguments, **keywords):
-        _flat(self, *arguments, **keywords)
-        self.programs = _Programs(self)
-
-    monkeypatch.setattr(FlatModel, "__init__", init)
 
 
 # A hundred times that of a statement: what it gives is an upper bound as well, a little larger.

@@ -24,6 +24,7 @@ from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training import dry_run, joins, per_record
 from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import KeepsError, one_alone
 from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum
@@ -144,7 +145,7 @@ def test_where_an_engine_joins_records_each_is_computed_alone(as_pairs: bool, mo
 
     monkeypatch.setattr(per_record, "engine_of", lambda model: "expanded-weights")
     monkeypatch.setitem(per_record.ENGINES, "expanded-weights", joined)
-    flat.programs.clear()
+    findings_of(flat).clear()
     torch.testing.assert_close(total(flat, data), expected)
 
 
@@ -152,7 +153,7 @@ def test_nor_does_an_evaluation_join_records(monkeypatch: Any) -> None:
     flat, values = made(Model(centred)), features()
     expected = evaluated(flat, records(values))
     monkeypatch.setattr("flower_dp.clients.local.evaluation.keeps_records_apart", lambda module: True)
-    flat.programs.clear()
+    findings_of(flat).clear()
     np.testing.assert_array_equal(evaluated(flat, records(values)), expected)
 
 
@@ -184,7 +185,7 @@ def test_joined_records_are_found(name: str) -> None:
     flat.vector.zero_()[-CLASSES:] = 1
     sent = flat.vector.clone()
     zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
-    assert one_alone(flat, *zeros, partial(computed, flat), "test")
+    assert one_alone(flat, *zeros, partial(computed, flat), object())
     assert torch.equal(flat.vector, sent)
 
 
@@ -196,9 +197,9 @@ def test_records_that_stay_apart_are_computed_together() -> None:
         calls.append(len(inputs))
         return computed(flat, inputs, targets)
 
-    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
-    assert not one_alone(flat, *zeros, rows, "test")
-    assert not one_alone(flat, *zeros, rows, "test")
+    zeros, question = (torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)), object()
+    assert not one_alone(flat, *zeros, rows, question)
+    assert not one_alone(flat, *zeros, rows, question)
     assert len(calls) == 6  # and none the second time
 
 
@@ -209,7 +210,7 @@ def test_records_that_stay_apart_are_computed_together() -> None:
 )
 def test_in_doubt_records_are_computed_one_at_a_time(rows: Any) -> None:
     flat = made(nn.Linear(FEATURES, CLASSES))
-    assert one_alone(flat, torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64), rows, "test")
+    assert one_alone(flat, torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64), rows, object())
 
 
 def test_neither_data_nor_weights_decide_what_is_found() -> None:
@@ -222,7 +223,7 @@ def test_neither_data_nor_weights_decide_what_is_found() -> None:
             given.append((inputs, targets, flat.vector.clone()))
             return inputs
 
-        one_alone(flat, torch.full((SIZE, FEATURES), value), torch.full((SIZE,), int(weight)), rows, "test")
+        one_alone(flat, torch.full((SIZE, FEATURES), value), torch.full((SIZE,), int(weight)), rows, object())
         assert bool((flat.vector == weight).all())
     middle = len(given) // 2
     for one, other in zip(given[:middle], given[middle:], strict=True):
@@ -343,10 +344,10 @@ UNSEEN = {"class": lambda: OfClass(lambda _, hidden, __: hidden), "enclosed": en
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_nothing_restores_is_refused(name: str) -> None:
     flat = made(UNSEEN[name]())
-    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
+    zeros, question = (torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)), object()
     for _ in range(2):
         with pytest.raises(KeepsError):
-            one_alone(flat, *zeros, partial(computed, flat), "test")
+            one_alone(flat, *zeros, partial(computed, flat), question)
 
 
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
@@ -476,4 +477,4 @@ def test_last_bits_that_follow_from_other_records_are_found(at_random: bool) -> 
         return torch.ones(len(inputs), 3) * (1 + 2.0**-23 * (count % 7))
 
     zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
-    assert one_alone(flat, *zeros, rows, "test") == (not at_random)
+    assert one_alone(flat, *zeros, rows, object()) == (not at_random)

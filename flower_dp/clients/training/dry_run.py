@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flower_dp.clients import reasons
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import KeepsError, differs
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.per_record import UnfitModelError
@@ -59,11 +60,12 @@ def of_training(model: FlatModel, records: Records, training: Training, *, publi
         if not isinstance(example, tuple):
             return example
         key = ("trained", training, kinds(*example))
-        if key not in model.programs:
+        findings = findings_of(model)
+        if key not in findings:
             why = _Trial(model, training).why_not(example)
             if why is not None:
                 return why
-            model.programs[key] = True
+            findings[key] = True
         return None
 
 

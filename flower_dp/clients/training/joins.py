@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients.reasons import UnfitModelError
 from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.recipe import FlatModel, parts
 from flower_dp.clients.training.records import Inputs, each, kinds
 
@@ -43,7 +44,7 @@ class KeepsError(UnfitModelError):
 def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Compute, key: object) -> bool:
     """Return whether records must be computed one at a time, because those that are computed together may not stay apart.
 
-    The answer is kept with the model, for a key and for names, shapes and types of records.
+    The answer is kept (`findings_of`), for a key and for names, shapes and types of records.
 
     Args:
         model: its weights are restored.
@@ -56,15 +57,16 @@ def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Comput
         KeepsError: if what is computed of a record depends on what was computed before.
     """
     known = ("joins", key, kinds(inputs, targets))
-    if known not in model.programs:
+    findings = findings_of(model)
+    if known not in findings:
         start = model.vector.clone()
         try:
             with OwnDraws.of_data_sets(model.device):
-                model.programs[known] = _Trials(model, inputs, targets, compute).found()
+                findings[known] = _Trials(model, inputs, targets, compute).found()
         finally:
             model.vector.copy_(start)
             model.reset_buffers()
-    found: bool | None = model.programs[known]
+    found: bool | None = findings[known]
     if found is None:
         raise KeepsError("what the model makes of a record depends on what it was given before: keep what changes in buffers")
     return found

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import one_alone
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
@@ -131,7 +132,8 @@ def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
             return
         inputs, targets = each(made[0], canonical), canonical(made[1])
         key = ("fits", loss, kinds(inputs, targets))
-        if key in model.programs:
+        findings = findings_of(model)
+        if key in findings:
             return
         size, start = _chunk(model), model.vector.clone()
 
@@ -142,7 +144,7 @@ def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
         model.vector.copy_(start)
     except Exception as error:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
-    model.programs[key] = True
+    findings[key] = True
 
 
 def _chunk(model: FlatModel) -> int:
