@@ -381,16 +381,19 @@ def everywhere(*folders: Path) -> Iterator[tuple[str, ast.AST]]:
 @cache
 def _nodes_of(file: Path) -> list[tuple[str, ast.AST]]:
     place = ".".join(file.relative_to(PACKAGE if PACKAGE in file.parents else ROOT).with_suffix("").parts)
-    return list(_inside(ast.parse(file.read_text(encoding="utf-8")), place.removesuffix(".__init__"), ""))
+    found: list[tuple[str, ast.AST]] = []
+    _note(ast.parse(file.read_text(encoding="utf-8")), place.removesuffix(".__init__"), "", found)
+    return found
 
 
-def _inside(node: ast.AST, module: str, function: str) -> Iterator[tuple[str, ast.AST]]:
+def _note(node: ast.AST, module: str, function: str, found: list[tuple[str, ast.AST]]) -> None:
+    place = f"{module}.{function}" if function else module
     for child in ast.iter_child_nodes(node):
-        yield f"{module}.{function}" if function else module, child
+        found.append((place, child))
         inner = function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{function}.{child.name}" if function else child.name
-        yield from _inside(child, module, inner)
+        _note(child, module, inner, found)
 
 
 def called(node: ast.AST) -> str | None:
