@@ -2,7 +2,7 @@
 # make quick  the unit tests, without those that take long or start Flower
 # make test   checks and all tests
 # make docs   the docs site, in build/site; a broken link is an error
-# make mutants  plant known bugs one by one: no test may miss one (before a release; some ten minutes)
+# make mutants  plant known bugs one by one: no test may miss one (before a release; some twenty minutes)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
