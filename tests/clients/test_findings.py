@@ -149,12 +149,23 @@ def test_the_next_clients_model_is_not_examined_again_and_another_loss_is(monkey
     assert examined() == 0
 
 
-def test_a_copy_knows_nothing_and_no_more_than_so_many_questions_are_kept() -> None:
+def test_a_model_that_is_changed_is_another_model() -> None:
     model = FlatModel(stack())
+    findings_of(model)["asked"] = True
+    handle = model.module[1].register_forward_hook(lambda *_: None)
+    assert "asked" not in findings_of(model)
+    findings_of(model)["asked with the hook"] = True
+    assert "asked with the hook" in findings_of(model)
+    handle.remove()
+    assert set(findings_of(model)) == {"asked"}
+
+
+def test_a_copy_knows_nothing_and_no_more_than_so_many_questions_are_kept() -> None:
+    model = FlatModel(stack(Own()))
     findings_of(model)["asked"] = True
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert "asked" not in findings_of(again)
-    assert "asked" in findings_of(FlatModel(stack()))
+    assert "asked" in findings_of(model)
     for number in range(2 * findings._MOST_FINDINGS):
         findings_of(model)[number] = True
     assert len(findings_of(model)) <= findings._MOST_FINDINGS

@@ -35,11 +35,11 @@ class Findings(dict[Any, Any]):
 
 def findings_of(model: FlatModel) -> Findings:
     """Return what is known of a model, to be asked and added to: the same for all that are alike, as far as that can be told."""
-    if model.findings is None:
-        alike = _alike(model)
-        model.findings = Findings() if alike is None else _shared(alike)
-    found: Findings = model.findings
-    return found
+    alike = _alike(model)  # anew each time: a hook, or another option, makes it another model
+    if alike is not None:
+        return _shared(alike)
+    model.findings = own = Findings() if model.findings is None else model.findings
+    return own
 
 
 @lru_cache(maxsize=_MOST_MODELS)

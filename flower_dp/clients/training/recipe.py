@@ -52,7 +52,7 @@ class FlatModel:
         self.device = device or torch.device("cpu")
         # Data that the batched engine caches for this model.
         self.programs: dict[Any, Any] = {}
-        # Of `findings_of`.
+        # Of `findings_of`, where no other model is known to be alike.
         self.findings: Any = None
         self.module = module.to(self.device, torch.float32)
         named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
