@@ -29,8 +29,6 @@ from flower_dp.privacy.events import (
 _SEARCH_GRID = 1e-3
 # In parts of a run's epsilon: a progress on this grid is right in its first four digits.
 _PROGRESS_GRID = 3e-4
-
-
 # An epsilon of so many steps of the grid has no visible error.
 _FINE_ENOUGH = 100
 
@@ -231,6 +229,7 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     yield "gaussian-exact", gaussian
     if not math.isnan(gaussian) and all(inner_of(leaf)[1] == 1 for leaf, _ in leaves):
         return  # it is the least epsilon there is
+    by_pld = math.nan
     if _of_fixed_size(leaves) and delta >= pld.SMALLEST_DELTA:
         # Renyi's bound of such samples is slow, and lower only where the grid's error counts.
         rough = pld.rough_epsilon_of(leaves, delta, relation, grid, ceiling=gaussian)
@@ -242,7 +241,7 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     yield "rdp", math.nan if by_renyi is None else by_renyi
     summed, name = _sum(leaves, delta, relation, grid)
     yield name, summed
-    if delta >= pld.SMALLEST_DELTA:
+    if delta >= pld.SMALLEST_DELTA and not math.isfinite(by_pld):
         finite = [one for one in (pure, gaussian, by_renyi, summed) if one is not None and math.isfinite(one)]
         yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
 
