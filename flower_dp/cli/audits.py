@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
     from flower_dp.audit import Audit, Case
@@ -168,8 +169,6 @@ def _table(one: "Audit") -> dict[str, Any]:
 
 
 def _text(audits: "list[Audit]") -> str:
-    from flower_dp.core.words import beyond_in_words
-
     rows = [_COLUMNS]
     for one in audits:
         rows.append(
