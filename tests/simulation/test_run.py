@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from flwr.serverapp import ServerApp
 
 import flower_dp
 from flower_dp.core.checks import SettingsError
+from flower_dp.core.environment import RESUME, RUN_CONFIG, RUN_FOLDER
+from flower_dp.simulation import lane, workers
 from flower_dp.simulation import run as simulation
-from flower_dp.simulation import workers
 from tests.simulation.obedient import pair
+from tests.sweeps.conftest import APP, MODULE
 
 ROOT = Path(flower_dp.__file__).parents[1]
 SETTINGS = {
@@ -119,6 +122,36 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
         flower_dp.simulate(app, seed=1)
     with pytest.raises(ValueError, match="client_app: the app's folder names its own"):
         flower_dp.simulate(app, ClientApp())
+
+
+@pytest.mark.flwr_run
+@pytest.mark.usefixtures("ray_here")
+def test_a_run_of_a_sweep(tmp_path, monkeypatch):
+    """Of an app with a model of its own; tests/sweeps has the processes of a whole sweep."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "pyproject.toml").write_text(APP)
+    (tmp_path / "app" / "my_app.py").write_text(MODULE)
+    (tmp_path / "run").mkdir()
+    for name in (RUN_FOLDER, RUN_CONFIG, RESUME):
+        monkeypatch.setenv(name, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    order = lane.Order(
+        app=str(tmp_path / "app"),
+        overrides={"num-rounds": 2, "learning-rate": 0.2, "seed": 5},
+        num_nodes=1,
+        folder=str(tmp_path / "run"),
+        resume="",
+        outcome="",
+    )
+    made = lane._made(order, simulation.warm_workers(cpus=1.0, gpus=0.0, at_most=1))
+    log = (tmp_path / "run" / "flower.log").read_text()
+    assert made == ("completed", ""), log
+    assert "[ROUND 2/2]" in log
+    config = tomllib.loads((tmp_path / "run" / "run-config.toml").read_text())
+    assert (config["learning-rate"], config["seed"], config["num-clients"]) == (0.2, 5, 20)
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["num_rounds"] == 2
+    assert not [name for name in sys.modules if name.startswith("my_")]
 
 
 @pytest.mark.flwr_run

@@ -38,20 +38,9 @@ target-epsilon = 0.0
 noise-multiplier = 2.0
 """
 MODULE = """
-import json
-import os
-import signal
-import time
-from collections import Counter
-from pathlib import Path
-
 import torch
 
 import flower_dp
-
-
-FAILS, DIES, WAITS = 0.02, 0.03, 0.2
-calls = Counter()
 
 
 def records(client, num_clients):
@@ -59,26 +48,14 @@ def records(client, num_clients):
     return torch.randn(8, 3, generator=rng), torch.randint(2, (8,), generator=rng)
 
 
-def evaluate(model):
-    config = json.loads(os.environ["FLOWER_DP_RUN_CONFIG"])
-    calls[config["learning-rate"]] += 1
-    while calls[WAITS] > 5 and Path(os.environ.get("HOLD", "/nowhere")).exists():
-        time.sleep(0.05)
-    if config["learning-rate"] == FAILS:
-        raise RuntimeError("told to fail")
-    if config["learning-rate"] == DIES:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"accuracy": 0.1 * config["seed"] + 0.25, "process": float(os.getpid())}
-
-
-app = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records, evaluate_fn=evaluate)
+app = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records)
 server, client = app.server, app.client
 """
 
 
 @pytest.fixture
 def own_app(tmp_path):
-    """The folder of a small app; with some learning rates its server fails, or its process dies, or it waits for `HOLD`."""
+    """The folder of a small app."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "pyproject.toml").write_text(APP)

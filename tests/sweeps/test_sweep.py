@@ -22,7 +22,7 @@ from flower_dp.sweeps import sweep
 from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.sweep import Sweep
-from tests.sweeps.conftest import MODULE, finish
+from tests.sweeps.conftest import finish
 
 
 @pytest.fixture
@@ -60,7 +60,57 @@ def rows(folder):
     return list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
 
 
-REPAIRED = MODULE.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS = 0, 0")
+# Without torch, which every process would import. With some learning rates its server fails, or its process dies, or it waits for `HOLD`.
+STOCK = """
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_dp import record_run
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg
+
+
+FAILS, DIES, WAITS = 0.02, 0.03, 0.2
+calls = Counter()
+server, client = ServerApp(), ClientApp()
+
+
+@client.train()
+def train(message, context):
+    trained = {name: Array(array.numpy() + np.float32(0.1)) for name, array in message.content["arrays"].items()}
+    content = {"arrays": ArrayRecord(trained), "metrics": MetricRecord({"num-examples": 8})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+def evaluate(server_round, arrays):
+    config = json.loads(os.environ["FLOWER_DP_RUN_CONFIG"])
+    calls[config["learning-rate"]] += 1
+    while calls[WAITS] > 5 and Path(os.environ.get("HOLD", "/nowhere")).exists():
+        time.sleep(0.05)
+    if config["learning-rate"] == FAILS:
+        raise RuntimeError("told to fail")
+    if config["learning-rate"] == DIES:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return MetricRecord({"accuracy": 0.1 * config["seed"] + 0.25, "process": float(os.getpid())})
+
+
+@server.main()
+def main(grid, context):
+    config = context.run_config
+    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=2.0, sampling=FullSampling(), num_clients=20, delta=1e-3)
+    arrays = ArrayRecord({"weight": Array(np.zeros((2, 3), np.float32))})
+    record_run(strategy, grid, arrays, num_rounds=config["num-rounds"], config=config, evaluate_fn=evaluate)
+"""
+REPAIRED = STOCK.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS = 0, 0")
 FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
 
 
@@ -145,6 +195,7 @@ def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(call, wri
     hold = tmp_path / "hold"
     hold.touch()
     monkeypatch.setenv("HOLD", str(hold))
+    (own_app / "my_app.py").write_text(STOCK)
     made = Making(call, write, tmp_path)
     assert_interrupted(made)
     first, kept = made.ends / "metrics.jsonl", read_metrics(made.waits)
