@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if _EXACT.intersection(item.path.relative_to(config.rootpath).parts):
             item.add_marker("exact")
+        if item.get_closest_marker("flwr_run") and not _runs_beside(item):
+            item.fixturenames.insert(0, "one_flwr_run_at_a_time")
     items.sort(key=lambda item: item.get_closest_marker("flwr_run") is None)
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
@@ -48,15 +50,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = others[:second] + beside + others[second:]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def one_flwr_run_at_a_time(request, tmp_path_factory):
     """Hold a lock that the processes of pytest-xdist share while a simulation of Flower or Ray runs.
 
     The deployment and the wheel run beside all others.
     """
-    if request.node.get_closest_marker("flwr_run") is None or _runs_beside(request.node):
-        yield
-        return
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if hasattr(request.config, "workerinput") else own
     with (shared / "flwr.lock").open("w") as lock:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from functools import lru_cache
 
 import pytest
@@ -30,13 +31,40 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+# A hundred times that of a statement: what it gives is an upper bound as well, a little larger.
+_COARSE = 1e-2
+_exact = accounting._least
+_least = _exact.__wrapped__
+_coarse = lru_cache(maxsize=None)(lambda leaves, delta, relation, grid: _least(leaves, delta, relation, max(grid, _COARSE)))
+_drawn = plot.png
+
+
+def _not_drawn(rows):
+    return b"not drawn"
+
+
+def _set(clock=time, least=_exact, png=_drawn):
+    """Set what the package uses in this process; return what it used before."""
+    before = client_query.time, accounting._least, plot.png
+    client_manager.time = client_query.time = clock
+    accounting._least, plot.png = least, png
+    return before
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
+    """Most tests need an epsilon that bounds, not all of its digits, and no picture: see the markers `exact` and `drawn`."""
     level = _LOG.level
+    before = _set(
+        time if item.get_closest_marker("flwr_run") else Clock(),
+        _exact if item.get_closest_marker("exact") else _coarse,
+        _drawn if item.get_closest_marker("drawn") else _not_drawn,
+    )
     with chance_of(item.nodeid):
         try:
             return (yield)
         finally:
+            _set(*before)
             if _LOG.level != level:  # a program that a test runs may have changed it
                 _LOG.setLevel(level)
 
@@ -46,37 +74,25 @@ def pytest_fixture_setup(fixturedef, request):
     """What several tests share is the same whichever of them comes first."""
     if fixturedef.scope == "function":
         return (yield)
+    before = _set()
     with chance_of(f"{fixturedef.baseid} {fixturedef.argname}"):
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            _set(*before)
 
 
-@pytest.fixture(autouse=True)
-def clock(request, monkeypatch):
+@pytest.fixture
+def clock():
     """The clock of a strategy that waits for its clients: a grid in the test's own process answers at once, or never."""
-    if request.node.get_closest_marker("flwr_run"):
-        return None
-    made = Clock()
-    for module in (client_manager, client_query):
-        monkeypatch.setattr(module, "time", made)
-    return made
-
-
-# A hundred times that of a statement: what it gives is an upper bound as well, a little larger.
-_COARSE = 1e-2
-_least = accounting._least.__wrapped__
-_coarse = lru_cache(maxsize=None)(lambda leaves, delta, relation, grid: _least(leaves, delta, relation, max(grid, _COARSE)))
-
-
-@pytest.fixture(autouse=True)
-def bounds_and_pictures_take_little_work(request, monkeypatch):
-    """Most tests need an epsilon that bounds, not all of its digits, and no picture: see the markers `exact` and `drawn`."""
-    if request.node.get_closest_marker("exact") is None:
-        monkeypatch.setattr(accounting, "_least", _coarse)
-    if request.node.get_closest_marker("drawn") is None:
-        monkeypatch.setattr(plot, "png", lambda rows: b"not drawn")
+    return client_query.time
 
 
 def pytest_collection_finish():
+    # pytest gives every logger that does not propagate its handlers, six times a test; torch has forty of them.
+    for name, one in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(one, logging.Logger):
+            one.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -232,7 +232,7 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     by_pld = math.nan
     if _of_fixed_size(leaves) and delta >= pld.SMALLEST_DELTA:
         # Renyi's bound of such samples is slow, and lower only where the grid's error counts.
-        rough = pld.rough_epsilon_of(leaves, delta, relation, grid, ceiling=gaussian)
+        rough = pld.rough_epsilon_of(leaves, delta, relation, grid, ceiling=pure if math.isnan(gaussian) else gaussian)
         by_pld = pld.epsilon_of(leaves, delta, relation, grid, rough=rough)
         yield "pld", by_pld
         if _FINE_ENOUGH * grid <= by_pld < math.inf:
