@@ -9,8 +9,8 @@ for _library in ("OMP", "OPENBLAS", "MKL"):
 
 import pytest  # noqa: E402
 
-# Folders and files of which every test compares an epsilon with one that is published, or with its last digits; others have a marker.
-_EXACT = {"flower_dp", "test_docs.py", "test_readme.py"}
+# Files of which every test compares an epsilon with one that is published, or with its last digits; others have a marker.
+_EXACT = {"test_docs.py", "test_readme.py"}
 
 
 def pytest_configure(config):
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config, items):
     When a process has nothing left, it takes tests from the end of another's part.
     """
     for item in items:
-        if _EXACT.intersection(item.path.relative_to(config.rootpath).parts):
+        if item.path.name in _EXACT:
             item.add_marker("exact")
         if item.get_closest_marker("flwr_run") and not _runs_beside(item):
             item.fixturenames.insert(0, "one_flwr_run_at_a_time")
