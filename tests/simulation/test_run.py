@@ -211,31 +211,47 @@ def test_nonsense_is_refused_before_anything_starts(arguments, named, monkeypatc
         flower_dp.simulate(arguments.pop("app"), **arguments)
 
 
+# Without torch, which it and its workers would import.
 SCRIPT = """
 import signal
-import flower_dp, torch
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+import flower_dp
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests in the background may have it ignored
+server, client = ServerApp(), ClientApp()
 
-def records(client, num_clients):
-    return torch.randn(8, 3), torch.randint(2, (8,))
+class Model:
+    shape = (3, 2)  # defined in the script itself
 
-class Model(torch.nn.Linear):
-    '''Defined in the script itself.'''
+@client.train()
+def train(message, context):
+    trained = ArrayRecord({"weight": Array(np.ones(Model.shape, np.float32))})
+    return Message(RecordDict({"arrays": trained, "metrics": MetricRecord({"num-examples": 8})}), reply_to=message)
 
-app = flower_dp.app(model_fn=lambda: Model(3, 2), data_fn=records)
-settings = {settings!r}
+@server.main()
+def main(grid, context):
+    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=2.0, sampling=FullSampling(), num_clients=1, delta=1e-3)
+    arrays = ArrayRecord({"weight": Array(np.zeros(Model.shape, np.float32))})
+    flower_dp.record_run(strategy, grid, arrays, num_rounds=context.run_config["num-rounds"], config=context.run_config)
+
 try:
-    flower_dp.simulate(app, num_nodes=1, run_config=settings, output_dir="run")
+    flower_dp.simulate(server, client, num_nodes=1, run_config={"num-rounds": 2_000}, output_dir="run")
 except KeyboardInterrupt:
     import psutil
     print("left:", [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True) if one.status() != "zombie"])
-    flower_dp.simulate(app, num_nodes=1, run_config=settings | {{"num-rounds": 3_000}}, output_dir="next")
+    flower_dp.simulate(server, client, num_nodes=1, run_config={"num-rounds": 3_000}, output_dir="next")
 """
 
 
 def script(tmp_path):
-    (tmp_path / "mine.py").write_text(SCRIPT.format(settings=SETTINGS | {"num-rounds": 2_000}))
+    (tmp_path / "mine.py").write_text(SCRIPT)
     with (tmp_path / "out").open("wb") as out:
         return psutil.Popen(
             [sys.executable, "mine.py"],
