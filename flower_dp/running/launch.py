@@ -9,6 +9,7 @@ is private: on a free loopback port, with its own FLWR_HOME, an in-memory state 
 import importlib.util
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from flower_dp.running.apps import read_app
 from flower_dp.running.flower_log import is_refusal, why_of, without_colours
 from flower_dp.running.processes import Programs
 from flower_dp.running.ray_process import RayProcess
-from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, new_log
+from flower_dp.running.run_folder import CHECKPOINT, LOG, METRICS, STATEMENT_JSON, new_log, write_whole
 from flower_dp.running.signals import Interrupted, Signals
 from flower_dp.running.superlink import CONNECTION, LaunchError, SuperLink, plain, programs
 
@@ -320,9 +321,20 @@ class _RestoredFile:
         self._migrates = b"\n[tool.flwr.federations" in self._content
 
     def keep(self) -> None:
-        """Restore the file if it has been migrated; any other change was made by its owner and stays."""
+        """Restore the file if it has been migrated; any other change was made by its owner and stays.
+
+        Flower reads it in these moments, and may still write it: a new file takes its place.
+        """
         if self._migrates and self._path.is_file() and b"\n# [tool.flwr.federations" in self._path.read_bytes():
-            self._path.write_bytes(self._content)
+            file = self._path.resolve()
+            there = file.stat()
+            try:
+                write_whole(file, self._content)
+            except PermissionError:  # of its folder
+                file.write_bytes(self._content)
+            file.chmod(stat.S_IMODE(there.st_mode))
+            with suppress(OSError, AttributeError):  # another user's file
+                os.chown(file, there.st_uid, there.st_gid)
 
 
 class _Tail:

@@ -319,3 +319,23 @@ def test_only_flowers_migration_of_a_file_is_undone(tmp_path):
     path.write_bytes(b"new\n" + migrated)
     original.keep()
     assert path.read_bytes() == b"new\n" + migrated
+
+
+def test_a_file_that_flower_reads_or_writes_meanwhile_is_restored_whole(tmp_path):
+    """Written anew in its place it was empty for a moment, and `flwr run` said: Missing [project] section."""
+    own = tmp_path / "own.toml"
+    before, migrated = (b"[project]\n\n%s[tool.flwr.federations.a]\n" % mark for mark in (b"", b"# "))
+    own.write_bytes(before)
+    own.chmod(0o640)
+    path = tmp_path / "pyproject.toml"
+    path.symlink_to(own)
+    original = launch._RestoredFile(path)
+    own.write_bytes(migrated)
+    with path.open("rb") as reading, path.open("ab") as writing:
+        original.keep()
+        writing.write(b"the rest")
+        writing.flush()
+        assert reading.read() == migrated + b"the rest"
+    assert path.is_symlink()
+    assert (own.read_bytes(), own.stat().st_mode & 0o777) == (before, 0o640)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.toml", "pyproject.toml"]
