@@ -136,6 +136,7 @@ class Both:
     ],
 )
 def test_parts_in_a_slot_where_they_may_not_stand_are_refused(parts: dict[str, Any], arguments: str) -> None:
+    """mypy refuses them too: see refused_pipelines.py beside this file."""
     with pytest.raises(ValueError, match=arguments):
         pipeline(**parts)
 
@@ -167,56 +168,6 @@ def test_a_pipeline_and_its_parts_can_not_be_changed() -> None:
     for part, name in ((made, "noise"), (made.clip, "clip_norm"), (made.noise, "noise_std"), (MASK, "indices")):
         with pytest.raises(FrozenInstanceError):
             setattr(part, name, 0)
-
-
-SNIPPET = """
-from flower_dp.clients.reply.parts import GaussianShare, Mask, RowClip, ServerNoise
-from flower_dp.clients.reply.pipeline import Pipeline, Train
-from flower_dp.clients.reply.sending import QSGD, Lossless, RandK, TopK
-from flower_dp.wire import RoundMask
-
-def good(train: Train) -> None:
-    clip, noise = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0)
-    mask = Mask(of=RoundMask(seed=1, keep_ratio=0.5), length=9)
-    Pipeline(train=train, clip=clip, noise=noise, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
-    Pipeline(train=train, before_clip=mask, clip=clip, noise=noise, encode=RandK(mask=mask))
-
-def bad(train: Train) -> None:
-    clip, noise, top = RowClip(clip_norm=1.0, step=0.5), GaussianShare(noise_std=1.0), TopK(keep_ratio=0.5)
-    Pipeline(train=train, before_clip=top, clip=clip, noise=noise, encode=Lossless())  # 15
-    Pipeline(train=train, clip=top, noise=noise, encode=Lossless())  # 16
-    Pipeline(train=train, clip=clip, noise=top, encode=Lossless())  # 17
-    Pipeline(train=train, clip=clip, noise=noise, after_noise=Lossless(), encode=Lossless())  # 18
-    Pipeline(train=train, clip=clip, noise=noise, encode=top)  # 19
-
-class Own(Mask):  # 21
-    pass
-"""
-
-
-# All else has no types here: the slots' own are those of these modules, and mypy need not read torch.
-STRICT = """
-[mypy]
-strict = true
-[mypy-flower_dp.*]
-follow_imports = skip
-"""
-for _read in ("parts", "pipeline", "sending"):
-    STRICT += f"[mypy-flower_dp.clients.reply.{_read}]\nfollow_imports = silent\n"
-for _other in ("torch", "numpy", "flwr", "scipy", "dp_accounting", "array_api_compat"):
-    STRICT += f"[mypy-{_other}.*]\nfollow_imports = skip\n"
-
-
-@pytest.mark.slow
-def test_mypy_refuses_them_too(tmp_path: Any) -> None:
-    api = pytest.importorskip("mypy.api")
-    path = tmp_path / "snippet.py"
-    path.write_text(SNIPPET)
-    (tmp_path / "mypy.ini").write_text(STRICT)
-    words = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache"), str(path)]
-    out, _, _ = api.run(words)
-    lines = {int(line.split(":")[1]) for line in out.splitlines() if ": error:" in line}
-    assert lines == {15, 16, 17, 18, 19, 21}, out
 
 
 # In what order parts run
