@@ -14,6 +14,8 @@ from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
 # The name under which instructions of private evaluation go, and which nodes name among their methods.
 EVALUATION = "private-evaluation"
 _MOST_INSTRUCTION_CHARACTERS = 2**28
+# The message says the round a second time, as a whole number of Flower's ConfigRecord: this is its largest one.
+_LAST_ROUND = 2**63 - 1
 _FIELDS = ("server_round", "method", "clients", "report_metrics", "frozen", "ask")
 
 
@@ -45,7 +47,7 @@ class Instruction:
     frozen: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.integer("server_round", self.server_round, at_least=1)
+        checks.integer("server_round", self.server_round, at_least=1, at_most=_LAST_ROUND)
         checks.line("method", self.method)
         _check_names(self.clients)
         if not isinstance(self.ask, Ask):
