@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def look(place: int, style: int | None = None) -> dict[str, Any]:
     """Return colour and style of the line at a place among many; `style` is the place among those of one colour."""
     style = place // len(COLOURS) if style is None else style
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[style % len(STYLES)]}
+
+
+def entry(lines: Sequence[str]) -> str:
+    """Return lines as the text of a legend's entry; matplotlib leaves out an empty one and one that begins with an underscore."""
+    text = "\n".join(lines)
+    return f" {text}" if not text or text.startswith("_") else text
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:

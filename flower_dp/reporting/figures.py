@@ -40,7 +40,7 @@ def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Fi
         one.sharey(every[0])
         one.tick_params(labelleft=False)
     for place, curve in enumerate(curves):
-        label = "\n".join(entries[place])
+        label = canvas.entry(entries[place])
         _plot(every[0], curve.rounds.astype(float), curve, label, place, looks)
         if curve.private:
             _plot(every[-1], curve.spent, curve, label, place, looks)
@@ -77,7 +77,7 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     result = canvas.empty(6.5, 4.6 + sum(map(_inches, labels)) / columns)
     axes = result.subplots()
     for place, points in enumerate(lines.values()):
-        look, label = canvas.look(place), "\n".join(labels[place])
+        look, label = canvas.look(place), canvas.entry(labels[place])
         private = sorted((curve for curve in points if curve.private), key=lambda curve: curve.epsilon)
         if private:
             axes.errorbar(

@@ -57,7 +57,7 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
 
 def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.float64], *, log: bool) -> None:
     for place, one in enumerate(landscapes):
-        axes.plot(one.offsets, one.line, label="\n".join(_entry(one)), **canvas.look(place))
+        axes.plot(one.offsets, one.line, label=canvas.entry(_entry(one)), **canvas.look(place))
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")

@@ -1,8 +1,9 @@
-"""A run of the past, read back from its folder."""
+"""A run of the past, read back from its folder, which may be somebody else's: its texts go to terminals and figures."""
 
 import math
 import os
 import tomllib
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from flower_dp.core import checks, columns
 from flower_dp.running import run_folder
 from flower_dp.running.trained_model import loaded
 
+# Unicode's categories of characters that are no part of a text.
+_CONTROLS = ("Cc", "Cf", "Zl", "Zp")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
@@ -24,7 +28,8 @@ class PastRun:
         folder: where it is.
         config: its settings, by run-config key; what no run-config can hold is there as text.
         rows: the lines of its metrics, oldest first.
-        statement: its privacy statement as JSON has it; empty while there is none.
+        statement: its privacy statement as JSON has it; empty while there is none. In texts of all three, characters that control
+            a terminal, or the direction of text, are spaces.
         finished: whether it has ended, with a final model.
     """
 
@@ -72,11 +77,12 @@ def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
         raise ValueError(f"{folder}: is not a run folder: it has no {run_folder.CONFIG}")
     try:
         stated, config = path / run_folder.STATEMENT_JSON, tomllib.loads((path / run_folder.CONFIG).read_text(encoding="utf-8"))
+        flat = {key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()}
         return PastRun(
             folder=path,
-            config={key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()},
-            rows=run_folder.read_metrics(path),
-            statement=_statement(stated) if stated.is_file() else {},
+            config=_harmless(flat),
+            rows=_harmless(run_folder.read_metrics(path)),
+            statement=_harmless(_statement(stated)) if stated.is_file() else {},
             finished=run_folder.is_finished(path),
         )
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
@@ -88,6 +94,17 @@ def _statement(file: Path) -> dict[str, Any]:
     if not isinstance(statement.get("noise", {}), dict):
         raise ValueError(f"{file.name}: noise must be a JSON object")
     return statement
+
+
+def _harmless(value: Any) -> Any:
+    """Return what JSON can hold, with spaces for what controls terminals, the direction of text or the end of a line."""
+    if isinstance(value, str):
+        return "".join(" " if unicodedata.category(one) in _CONTROLS else one for one in value)
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    if isinstance(value, dict):
+        return {_harmless(key): _harmless(one) for key, one in value.items()}
+    return value
 
 
 def _number(value: Any, otherwise: float) -> float:

@@ -169,7 +169,8 @@ _NEAR: tuple[Callable[[Any], Any], ...] = (
 
 def _near(value: Any, which: int) -> Any:
     try:
-        return _NEAR[which % len(_NEAR)](value)
+        with np.errstate(over="ignore"):  # next to the largest float is infinity
+            return _NEAR[which % len(_NEAR)](value)
     except (ArithmeticError, ValueError, TypeError):
         return 0
 

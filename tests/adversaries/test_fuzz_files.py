@@ -224,6 +224,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Glyph")  # matplotlib has letters of some scripts alone, and warns of others
 @pytest.mark.parametrize("command", COMMANDS, ids=["compare", "against epsilon", "update norms"])
 @examples(2)
 @pytest.mark.slow

@@ -396,6 +396,15 @@ def test_the_legend_is_within_the_figure(write, letters):
     assert box.x1 <= drawn.bbox.x1
 
 
+@pytest.mark.parametrize("name", ["_ours", "", "ours"])
+@pytest.mark.parametrize("drawn", [figure, against_epsilon])
+def test_every_curve_is_in_the_legend(write, name, drawn):
+    found = [compare.read_run(write(str(at), [0.1, 0.5], **{"blur-strength": float(at)}), "accuracy") for at in range(2)]
+    (legend,) = drawn(compare.curves_of(found, "accuracy", names=[name, "theirs"]), "accuracy").legends
+    first, second = (text.get_text().split("\n")[0].strip() for text in legend.get_texts())
+    assert (first.startswith(name), second.startswith("theirs")) == (True, True)
+
+
 def test_a_long_legend_leaves_the_axes_their_height(write):
     heights = []
     for count in (2, 14):

@@ -73,3 +73,17 @@ def test_only_a_statement_that_says_so_is_of_a_private_run(write, private):
 def test_a_setting_that_no_run_config_holds_is_read_as_its_text(write):
     past = read_past_run(write(config=tomli_w.dumps({"layers": [1, 2], "own": {"a": 1}, "seed": 0, "bias": True})))
     assert past.config == {"layers": "[1, 2]", "own": "{'a': 1}", "seed": 0, "bias": True}
+
+
+def test_texts_of_somebody_elses_run_control_no_terminal(write):
+    """A bell, two ways to begin a command, a line's end and what turns the direction of text, in keys and in values."""
+    bad = "\a\x1b\x9b\u2028\u202e"
+    folder = write(
+        config=tomli_w.dumps({"method": f"dp{bad}\u4e2d", f"a{bad}b": [bad]}),
+        metrics=json.dumps({"round": 1, f"loss{bad}": 0.5}) + "\n",
+        statement=json.dumps({"private": True, "adversary": bad, "incidents": [{bad: f"x{bad}"}]}),
+    )
+    past = read_past_run(folder)
+    assert not set(bad) & set("".join([*past.config, past.config["method"], *past.rows[0], past.statement["adversary"]]))
+    assert past.config["method"] == "dp     \u4e2d"
+    assert past.statement["incidents"] == [{"     ": "x     "}]
