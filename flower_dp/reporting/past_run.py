@@ -16,8 +16,8 @@ from flower_dp.core import checks, columns
 from flower_dp.running import run_folder
 from flower_dp.running.trained_model import loaded
 
-# Unicode's categories of characters that are no part of a text.
-_CONTROLS = ("Cc", "Cf", "Zl", "Zp")
+# Unicode's categories of what is no part of a text, or no character: a half of one, which JSON can hold, can't be shown.
+_CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class PastRun:
         folder: where it is.
         config: its settings, by run-config key; what no run-config can hold is there as text.
         rows: the lines of its metrics, oldest first.
-        statement: its privacy statement as JSON has it; empty while there is none. In texts of all three, characters that control
-            a terminal, or the direction of text, are spaces.
+        statement: its privacy statement as JSON has it; empty while there is none. In texts of all three, what controls a
+            terminal, or the direction of text, is a space.
         finished: whether it has ended, with a final model.
     """
 

@@ -76,14 +76,15 @@ def test_a_setting_that_no_run_config_holds_is_read_as_its_text(write):
 
 
 def test_texts_of_somebody_elses_run_control_no_terminal(write):
-    """A bell, two ways to begin a command, a line's end and what turns the direction of text, in keys and in values."""
-    bad = "\a\x1b\x9b\u2028\u202e"
+    """A bell, two ways to begin a command, a line's end, what turns the direction of text, and half a character, which can't be shown."""
+    bad, half = "\a\x1b\x9b\u2028\u202e", "\ud800"
     folder = write(
         config=tomli_w.dumps({"method": f"dp{bad}\u4e2d", f"a{bad}b": [bad]}),
         metrics=json.dumps({"round": 1, f"loss{bad}": 0.5}) + "\n",
-        statement=json.dumps({"private": True, "adversary": bad, "incidents": [{bad: f"x{bad}"}]}),
+        statement=json.dumps({"private": True, "adversary": bad, "incidents": [{bad: f"x{bad}"}], "unit": half}),
     )
     past = read_past_run(folder)
     assert not set(bad) & set("".join([*past.config, past.config["method"], *past.rows[0], past.statement["adversary"]]))
     assert past.config["method"] == "dp     \u4e2d"
     assert past.statement["incidents"] == [{"     ": "x     "}]
+    assert past.statement["unit"] == " "
