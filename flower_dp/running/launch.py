@@ -332,6 +332,7 @@ class _RestoredFile:
                 write_whole(file, self._content)
             except PermissionError:  # of its folder
                 file.write_bytes(self._content)
+                return
             file.chmod(stat.S_IMODE(there.st_mode))
             with suppress(OSError, AttributeError):  # another user's file
                 os.chown(file, there.st_uid, there.st_gid)
