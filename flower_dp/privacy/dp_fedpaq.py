@@ -28,7 +28,6 @@ _STEPS = 2.0**-19
 _ROUNDING_A_RECORD = 2.0**-22
 _FINER = 2.0**-12
 _FLOAT64 = 2.0**-52
-_MOST_ROUNDS = 2**63
 # Numbers beyond it could leave float64's range in a step.
 _MODERATE = 2.0**200
 # How many clients may find their budget spent before the run ends, where nobody says how often they reply.
@@ -111,9 +110,7 @@ class FedPAQSteps:
         """Return eta_k of round 1, 2, ..., k = round - 1."""
         if self.decay_iterations is None:
             return self.learning_rate
-        # The number is the server's: a larger one is no float.
-        before = min(server_round - 1, _MOST_ROUNDS)
-        return self.learning_rate / (1 + before * self.num_local_steps / self.decay_iterations)
+        return self.learning_rate / (1 + (server_round - 1) * self.num_local_steps / self.decay_iterations)
 
     @property
     def sum_norm(self) -> float:

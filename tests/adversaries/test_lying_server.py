@@ -129,7 +129,7 @@ def test_a_client_does_not_reply_to_a_drift_beyond_the_digits_of_a_step(drift):
     assert isinstance(made, Exception)
 
 
-@pytest.mark.parametrize("server_round", [10**18, 10**300, 10**4000])
+@pytest.mark.parametrize("server_round", [10**18, 2**63 - 1])
 def test_a_client_does_not_reply_to_a_round_whose_steps_are_too_short(server_round):
     """The server's round number decides the step size, which is lost in weights of any size."""
     steps = replace(WIDE, decay_iterations=1.0)
