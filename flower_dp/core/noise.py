@@ -74,14 +74,17 @@ def check_lattice(step: float, *, scale: float, clip_norm: float) -> None:
     """Check a lattice that another party has chosen, on which this party clips and noises.
 
     Args:
-        step: of the lattice.
-        scale: of the noise that this party adds.
-        clip_norm: bound on the norm of what it adds the noise to.
+        step: of the lattice; 0 for none, without noise of this party's own.
+        scale: of the noise that this party adds; 0 if the other one adds all of it.
+        clip_norm: bound on the norm of what this party clips.
 
     Raises:
         ValueError: if the step is no power of two, is above scale / 1024, or is so small that sums are not exact.
     """
-    if not _check_step(scale, step) < _MOST_STEPS_A_CLIP or clip_norm / step >= _MOST_STEPS_A_CLIP or step < _SMALLEST:
+    if step == scale == 0:
+        return
+    _check_step(scale or math.inf, step)
+    if not max(scale, clip_norm) / step < _MOST_STEPS_A_CLIP or step < _SMALLEST:
         raise ValueError(f"step={step:g}: is too small for clip_norm={clip_norm:g} and noise of scale {scale:g}")
 
 

@@ -514,6 +514,15 @@ def test_a_lattice_that_is_too_fine_for_the_clip_norm_is_refused(clip_norm: floa
         _fit(_client({"a": _records([0.25, 0.5])}), ("a",), step=2.0**-29, **arguments)
 
 
+@pytest.mark.parametrize("step", [2.0**-49, 2.0**-200, 2.0**-1028])
+def test_a_lattice_that_is_too_fine_is_refused_where_the_server_adds_the_noise(step: float) -> None:
+    """With the smallest ones a row that is clipped to 0.5 had entries that are infinite."""
+    client = _client({"a": _records([0.25, 0.5])})
+    _fit(client, ("a",), step=2.0**-47)
+    with pytest.raises(Declined, match="is too small for clip_norm="):
+        _fit(client, ("a",), step=step)
+
+
 def test_servers_that_say_nothing_are_refused() -> None:
     client = _client({"a": _records([0.5, 0.0])})
     for config in ({}, {"server-round": 1}, {wire.KEY: "{}"}):

@@ -731,6 +731,9 @@ def test_a_lattice_on_which_the_noise_shows_is_refused(step, match):
     check_lattice(2.0**-10, scale=1.0, clip_norm=1.0)
     with pytest.raises(ValueError, match=match):
         check_lattice(step, scale=1.0, clip_norm=1.0)
+    if step and "power" in match:
+        with pytest.raises(ValueError, match=match):
+            check_lattice(step, scale=0.0, clip_norm=1.0)
 
 
 @pytest.mark.parametrize(
@@ -740,9 +743,14 @@ def test_a_lattice_on_which_the_noise_shows_is_refused(step, match):
         (2.0**-47, 0.2, 2.0),  # the clip norm has
         (2.0**-901, 2.0**-880, 2.0**-880),  # the inverse of the step is near the end of a double's range
         (2.0**-1074, 1.0, 1.0),
+        (2.0**-1028, 0.0, 0.25),  # somebody else adds the noise; what is clipped has no number of such steps
+        (2.0**-901, 0.0, 2.0**-880),
+        (2.0**-48, 0.0, 1.0),
     ],
 )
 def test_a_lattice_that_is_too_fine_for_exact_sums_is_refused(step, scale, clip_norm):
     check_lattice(2.0**-46, scale=1.0, clip_norm=1.0)
+    check_lattice(2.0**-46, scale=0.0, clip_norm=1.0)
+    check_lattice(0.0, scale=0.0, clip_norm=1.0)
     with pytest.raises(ValueError, match=r"step=.*: is too small for clip_norm="):
         check_lattice(step, scale=scale, clip_norm=clip_norm)

@@ -1,10 +1,8 @@
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 
 import psutil
@@ -257,37 +255,34 @@ def test_a_check_that_refuses_without_a_word_refuses(tmp_path):
 
 @pytest.mark.flwr_run
 def test_a_check_that_refuses_ends_the_process_before_its_server_app_begins(tmp_path):
-    app, began, folder = tmp_path / "app", tmp_path / "began", tmp_path / "run"
+    app, began, folder, ready = (tmp_path / name for name in ("app", "began", "run", "ready"))
     app.mkdir()
     folder.mkdir()
     (app / "pyproject.toml").write_text(
-        "[project]\nname='a'\nversion='1'\n[tool.flwr.app]\npublisher='p'\n"
-        "[tool.flwr.app.components]\nserverapp='theirs:server'\nclientapp='theirs:client'\n"
+        "[project]\nname='a'\nversion='1'\n[tool.flwr.app]\npublisher='p'\n[tool.flwr.app.config]\nrounds=1\n"
+        "[tool.flwr.app.components]\nserverapp='theirs:server'\nclientapp='theirs:client'\n[tool.flower-dp]\ncheck='theirs:check'\n"
     )
     (app / "theirs.py").write_text(
         "from pathlib import Path\nfrom flwr.serverapp import ServerApp\nfrom flwr.clientapp import ClientApp\n"
         f"server, client = ServerApp(), ClientApp()\n@server.main()\ndef main(grid, context):\n    Path({str(began)!r}).touch()\n"
+        f"def check(config):\n    Path({str(ready)!r}).touch()\n"
     )
     started: list[psutil.Process] = []
     before = set(psutil.Process().children(recursive=True))  # workers that other tests have left warm
 
-    def is_worker(process):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            # Ray can't give every worker a title of its own.
-            return bool(re.search(r"ray::Worker|default_worker\.py", " ".join(process.cmdline())))
-        return False
-
     def check():
-        deadline = time.monotonic() + 600
-        while not any(map(is_worker, started)):  # the ServerApp would begin now
-            started[:] = set(psutil.Process().children(recursive=True)) - before
+        deadline = time.monotonic() + 90
+        while (
+            not ready.exists()
+        ):  # the process has its workers, and has called the app's own check: the ServerApp would begin now
             if time.monotonic() > deadline:
                 pytest.fail("\n".join(f"{one.pid} of {one.ppid()}: {' '.join(one.cmdline())}" for one in psutil.process_iter()))
             time.sleep(0.1)
-        time.sleep(3)
+        started[:] = set(psutil.Process().children(recursive=True)) - before
+        time.sleep(1)
         raise OSError("no records there")
 
-    arguments = {"overrides": {}, "num_workers": 1, "gpus_per_worker": 0.0, "engine": "ray"}
+    arguments = {"overrides": {"rounds": 2}, "num_workers": 1, "gpus_per_worker": 0.0, "engine": "ray"}
     with pytest.raises(ValueError, match="no records there"):
         launch.launch(app, output_dir=folder, on_progress=print, check=check, **arguments)
     assert len(started) > 3

@@ -49,8 +49,7 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
     """
     if ask.placement == "local":
         raise ValueError("placement='local': this client has no terms of its own")
-    if ask.noise_std:
-        check_lattice(ask.step, scale=ask.noise_std, clip_norm=ask.promise.clip_norm)
+    check_lattice(ask.step, scale=ask.noise_std, clip_norm=ask.promise.clip_norm)
     mask = None if ask.mask is None else Mask(of=ask.mask, length=length, num_extra=ask.row_length(0))
     clip: Clip = RowClip(clip_norm=ask.promise.clip_norm, step=ask.step)
     if ask.indicator is not None:
