@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
+
+from round_times import RoundTimes  # noqa: E402
 
 from flower_dp import simulate  # noqa: E402
 from flower_dp.running.apps import own_app  # noqa: E402
@@ -94,19 +96,20 @@ def measured(plan: Plan, num_rounds: int, data_dir: str) -> dict[str, Any]:
     """Return seconds a round and the GPU's memory of one plan: of a quarter of the rounds, then of all, on the same workers."""
     before, memory = used(), []
     with tempfile.TemporaryDirectory() as folder:
-        for rounds in (max(WARM_UP + 1, num_rounds // 4), num_rounds):
-            run = simulate(
-                own_app().folder,
-                num_nodes=plan.workers,
-                cpus_per_node=plan.cpus,
-                gpus_per_node=plan.gpus,
-                run_config=JOB | {"data-dir": data_dir, "num-rounds": rounds},
-                output_dir=Path(folder, str(rounds)),
-                progress=False,
-            )
+        for name, number in (("quarter", max(WARM_UP + 1, num_rounds // 4)), ("all", num_rounds)):
+            with RoundTimes(Path(folder, name)) as rounds:
+                simulate(
+                    own_app().folder,
+                    num_nodes=plan.workers,
+                    cpus_per_node=plan.cpus,
+                    gpus_per_node=plan.gpus,
+                    run_config=JOB | {"data-dir": data_dir, "num-rounds": number},
+                    output_dir=Path(folder, name),
+                    progress=False,
+                )
             memory.append(used() - before)
     stop_ray()
-    seconds = [after["elapsed"] - row["elapsed"] for row, after in pairwise(run.rounds) if row["round"] >= WARM_UP]
+    seconds = [after - end for end, after in pairwise(rounds.ends[WARM_UP:])]
     return {"seconds": statistics.median(seconds), "memory_mib": memory[-1], "growth_mib": memory[-1] - memory[0]}
 
 

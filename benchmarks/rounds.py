@@ -36,6 +36,8 @@ from torch import nn
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from round_times import RoundTimes  # noqa: E402
+
 from apps.tasks import load_task  # noqa: E402
 from apps.tasks.models import make  # noqa: E402
 from apps.tasks.partitions import partition  # noqa: E402
@@ -210,21 +212,17 @@ def two_processes(job: Job, num_rounds: int, data_dir: str) -> float:
 
 def our_run(job: Job, num_rounds: int, data_dir: str, engine: Literal["ray", "flower"]) -> dict[str, Any]:
     """Run the job as `flower-dp run` does; return seconds a round and the memory of its processes early and late."""
-    elapsed: list[float] = []
-    begun: list[float] = []
     started = time.monotonic()
     memory: list[tuple[float, float]] = []
 
     def progress(line: dict[str, Any]) -> None:
-        elapsed.append(line["elapsed"])
-        if line["round"] == 1:
-            begun.append(time.monotonic() - started)
         # Reading the memory of all processes takes some time from them: only twice.
         if line["round"] in (num_rounds // 4, num_rounds):
             memory.append(tree_memory())
 
     with ExitStack() as stack:
         folder, app = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
+        rounds = stack.enter_context(RoundTimes(Path(folder)))
         outcome = launch(
             own_app(job, data_dir, Path(app)) if job.own_app else stack.enter_context(unpacked(read_app(REPOSITORY))),
             overrides=job.overrides(num_rounds, data_dir) | {"output-dir": folder},
@@ -236,8 +234,8 @@ def our_run(job: Job, num_rounds: int, data_dir: str, engine: Literal["ray", "fl
         )
     if not outcome.completed:
         raise SystemExit(f"{job.name}: the run failed: {outcome.details}")
-    return times(elapsed) | {
-        "first_round_seconds": begun[0],
+    return times(rounds.ends) | {
+        "first_round_seconds": rounds.ends[1] - started,
         "memory_gb_early": memory[0][0],
         "memory_gb_late": memory[-1][0],
         "memory_gb_summed_rss": memory[-1][1],

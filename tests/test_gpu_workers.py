@@ -1,7 +1,8 @@
-"""The program that measures workers on a GPU: what it plans, and that it says so where there is none."""
+"""The program that measures workers on a GPU: what it plans and reads, and that it says so where there is none."""
 
 import importlib.util
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,28 @@ def test_without_a_gpu_it_says_so(program, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(PROGRAM)])
     program.main()
     assert tuple(capsys.readouterr()) == ("nothing measured: torch finds no GPU here\n", "")
+
+
+def test_a_plan_is_measured_by_the_ends_of_its_rounds(program, monkeypatch):
+    """The runs' own lines have no times: their cohorts are secret."""
+    made = []
+
+    def simulated(app, *, run_config, output_dir, gpus_per_node, **_):
+        output_dir.mkdir()
+        (output_dir / "metrics.jsonl").write_text("{}\n" * (run_config["num-rounds"] + 1))
+        made.append((run_config["num-rounds"], gpus_per_node))
+
+    used = iter([100, 130, 150])
+    monkeypatch.setattr(program, "simulate", simulated)
+    monkeypatch.setattr(program, "used", lambda: next(used))
+    found = program.measured(program.plans([2], 2)[0], 40, "")
+    assert made == [(10, 0.5), (40, 0.5)]
+    assert (found["memory_mib"], found["growth_mib"]) == (50, 20)
+    assert 0 <= found["seconds"] < 600
+
+
+def test_every_line_of_a_runs_metrics_has_a_time(program, tmp_path):
+    with program.RoundTimes(tmp_path) as rounds:
+        (tmp_path / "metrics.jsonl").write_text('{"round": 0}\n{"round": 1}\n{"round"')
+    assert len(rounds.ends) == 2
+    assert all(before <= after for before, after in pairwise(rounds.ends))
