@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from flower_dp.running.run_folder import METRICS
+
 _LOOK_SECONDS = 0.005
 
 
@@ -17,7 +19,7 @@ class RoundTimes:
 
     def __init__(self, folder: Path) -> None:
         self.ends: list[float] = []
-        self._file = folder / "metrics.jsonl"
+        self._file = folder / METRICS
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 

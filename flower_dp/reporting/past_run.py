@@ -17,6 +17,7 @@ from flower_dp.running import run_folder
 from flower_dp.running.trained_model import loaded
 
 # Unicode's categories of what is no part of a text, or no character: a half of one, which JSON can hold, can't be shown.
+# `checks.one_line` leaves no space but the ASCII one, which paths among the settings may have.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 

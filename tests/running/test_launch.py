@@ -272,9 +272,8 @@ def test_a_check_that_refuses_ends_the_process_before_its_server_app_begins(tmp_
 
     def check():
         deadline = time.monotonic() + 90
-        while (
-            not ready.exists()
-        ):  # the process has its workers, and has called the app's own check: the ServerApp would begin now
+        # Then the process has its workers, and has called the app's own check: the ServerApp would begin now.
+        while not ready.exists():
             if time.monotonic() > deadline:
                 pytest.fail("\n".join(f"{one.pid} of {one.ppid()}: {' '.join(one.cmdline())}" for one in psutil.process_iter()))
             time.sleep(0.1)
